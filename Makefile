@@ -1,0 +1,60 @@
+# make train | test | bench: each sets up .venv by itself.
+#
+#   PYTHON=python3.13   the interpreter of .venv (remembered; another one makes .venv anew)
+#   EXTRA=cuda12        also install this extra of pyproject.toml (remembered): cuda12 or cuda13 for NVIDIA GPUs
+#   ARGS='...'          passed on to train.py, pytest or the benchmark
+
+VENV   := .venv
+PYTHON ?= $(or $(shell cat $(VENV)/.python 2>/dev/null),python3)
+EXTRA  ?= $(shell cat $(VENV)/.extra 2>/dev/null)
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
+comma  := ,
+
+.PHONY: help setup train test test-all lint bench
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make setup      make .venv and install jmoe into it (EXTRA=cuda12 for NVIDIA GPUs)'
+	@echo 'make train      train a small language model on real text (preset tiny); ARGS="--num-steps 100" adds options'
+	@echo 'make test       lint and the tests'
+	@echo 'make test-all   lint and all tests, the slow ones too'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make bench      time a training step'
+
+setup: $(STAMP)
+	@echo "$(VENV) is ready: $$($(BIN)/python --version), JAX $$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+
+train: $(STAMP)
+	$(BIN)/python train.py tiny $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/training.py $(ARGS)
+
+# The stamp is written last, so that a set-up broken off half-way is done again.
+$(STAMP): pyproject.toml
+	@'$(PYTHON)' -c '' 2>/dev/null || { \
+	  echo "'$(PYTHON)' does not run here. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jmoe needs Python 3.11 or newer; '$(PYTHON)' is $$('$(PYTHON)' --version 2>&1). Name a newer one: make PYTHON=python3.13"; exit 1; }
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "Setting up $(VENV) with $$('$(PYTHON)' --version); this takes a few minutes the first time."
+	@test "$$(cat $(VENV)/.python 2>/dev/null)" = '$(PYTHON)' || '$(PYTHON)' -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev$(addprefix $(comma),$(EXTRA))]'
+	@rm -f $(VENV)/.installed-*
+	@echo '$(PYTHON)' > $(VENV)/.python
+	@echo '$(EXTRA)' > $(VENV)/.extra
+	@touch $@

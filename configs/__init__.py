@@ -1,0 +1,21 @@
+"""Named presets: `PRESETS[name]` is (one line of description, configuration). One file per model family."""
+
+from configs.gpt_moe import gpt_moe_8e, gpt_moe_16e, gpt_moe_32e, gpt_moe_64e, gpt_moe_128e
+from configs.mixtral import mixtral_8x7b
+from configs.olmoe import olmoe_1b_7b
+from configs.qwen3 import qwen3_30b_a3b
+from configs.text import small, tiny
+from jmoe.config import TrainConfig
+
+PRESETS: dict[str, tuple[str, TrainConfig]] = {
+    "tiny": ("4M parameters, 8 experts: learns source code in minutes on two CPU cores", tiny),
+    "small": ("44M parameters, 8 experts: the same text, under an hour on two CPU cores", small),
+    "olmoe-1b-7b": ("OLMoE 1B-7B: 6.9B parameters, 64 experts, top-8", olmoe_1b_7b),
+    "mixtral-8x7b": ("Mixtral 8x7B: 46.7B parameters, 8 experts, top-2", mixtral_8x7b),
+    "qwen3-30b-a3b": ("Qwen3 30B-A3B: 30.5B parameters, 128 experts, top-8", qwen3_30b_a3b),
+    "gpt-moe-8e": ("MoESys Table 2: 13.9B parameters, 8 experts, top-1", gpt_moe_8e),
+    "gpt-moe-16e": ("MoESys Table 2: 26.8B parameters, 16 experts, top-1", gpt_moe_16e),
+    "gpt-moe-32e": ("MoESys Table 2: 52.6B parameters, 32 experts, top-1", gpt_moe_32e),
+    "gpt-moe-64e": ("MoESys Table 2: 104.1B parameters, 64 experts, top-1", gpt_moe_64e),
+    "gpt-moe-128e": ("MoESys Table 2: 207.2B parameters, 128 experts, top-1", gpt_moe_128e),
+}

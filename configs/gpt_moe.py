@@ -1,0 +1,46 @@
+"""GPT with experts in every layer: the training shapes of MoESys, Table 2 (arXiv:2205.10034).
+
+One expert of every layer and one sequence per GPU: mesh (1, nodes, 8 GPUs in a node). The paper's totals (13.9, 26.8,
+52.6, 104.1 and 207.2 billion parameters) are those of experts in *every* layer and tied embeddings.
+"""
+
+from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+
+
+def _gpt_moe(num_experts: int) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(
+            vocab_size=50304,
+            hidden_size=4096,
+            num_hidden_layers=12,
+            num_attention_heads=64,
+            num_key_value_heads=64,
+            max_position_embeddings=1024,
+            intermediate_size=16384,
+            moe_intermediate_size=16384,
+            num_experts=num_experts,
+            num_experts_per_tok=1,
+            hidden_act="gelu",
+            norm="layernorm",
+            norm_eps=1e-5,
+            position="learned",
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            capacity_factor=1.25,
+            router=RouterConfig(kind="switch", aux_loss_coef=0.01),
+        ),
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=2000),
+        mesh=MeshConfig(expert_inter=num_experts // 8, expert_intra=8),
+        num_steps=100_000,
+        batch_size=num_experts,
+        sequence_length=1024,
+        remat="layer",
+    )
+
+
+gpt_moe_8e = _gpt_moe(8)
+gpt_moe_16e = _gpt_moe(16)
+gpt_moe_32e = _gpt_moe(32)
+gpt_moe_64e = _gpt_moe(64)
+gpt_moe_128e = _gpt_moe(128)

@@ -1,0 +1,44 @@
+"""Small models that learn real text on a CPU."""
+
+from jmoe.config import EvaluationConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+
+tiny = TrainConfig(
+    model=ModelConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_experts=8,
+        num_experts_per_tok=2,
+        router=RouterConfig(kind="softmax", aux_loss_coef=0.01),
+    ),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
+    num_steps=500,
+    batch_size=16,
+    sequence_length=256,
+)
+
+small = TrainConfig(
+    model=ModelConfig(
+        vocab_size=4096,
+        hidden_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        intermediate_size=512,
+        moe_intermediate_size=512,
+        num_experts=8,
+        num_experts_per_tok=2,
+        router=RouterConfig(kind="softmax", aux_loss_coef=0.01),
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100),
+    evaluation=EvaluationConfig(every_steps=200),
+    num_steps=2000,
+    batch_size=16,
+    sequence_length=512,
+)

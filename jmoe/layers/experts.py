@@ -1,0 +1,99 @@
+"""The experts of a MoE layer, and the dense feed-forward layer, which is one expert for every token.
+
+Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L local experts.
+"""
+
+import math
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from jmoe.config import check
+from kernels_pallas.grouped_mlp import activate, grouped_mlp
+from kernels_pallas.matmul import matmul
+
+SLOT_FACTOR = 1.25  # rows of an expert that take the batched product / a fair share; the rest go through tiles
+SLOT_MULTIPLE = 32
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
+    """How many rows of each expert take the batched product when `expected_rows` are spread evenly."""
+    fair = SLOT_FACTOR * expected_rows / num_local_experts
+    return math.ceil(fair / SLOT_MULTIPLE) * SLOT_MULTIPLE
+
+
+def up_columns(intermediate_size: int, activation: str) -> int:
+    """U: SwiGLU's gate and up projections lie side by side."""
+    check(activation in ("swiglu", "gelu"), "activation", activation, "must be one of swiglu, gelu")
+    return 2 * intermediate_size if activation == "swiglu" else intermediate_size
+
+
+class Experts(nnx.Module):
+    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND`, each row through its group's weights."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        init_std: float = 0.02,
+        init_out_std: float | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        up = up_columns(intermediate_size, activation)
+        self.activation = activation
+        self.w_up = normal(rngs, (num_experts, hidden_size, up), init_std)
+        self.w_down = normal(rngs, (num_experts, intermediate_size, hidden_size), init_out_std or init_std)
+        self.b_up = nnx.Param(jnp.zeros((num_experts, up))) if bias else None
+        self.b_down = nnx.Param(jnp.zeros((num_experts, hidden_size))) if bias else None
+
+    def __call__(self, x_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+        """expected_rows: how many of the N rows are real when tokens are balanced; sizes the fast path only."""
+        w_up, w_down = self.w_up[...].astype(x_ND.dtype), self.w_down[...].astype(x_ND.dtype)
+        return grouped_mlp(
+            x_ND,
+            group_sizes_L,
+            w_up,
+            w_down,
+            None if self.b_up is None else self.b_up[...],
+            None if self.b_down is None else self.b_down[...],
+            activation=self.activation,
+            slots=slots_per_expert(expected_rows, group_sizes_L.shape[0]),
+        )
+
+
+class MLP(nnx.Module):
+    """activate(x w_up + b_up) w_down + b_down: [..., D] -> float32 [..., D]."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        init_std: float = 0.02,
+        init_out_std: float | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        up = up_columns(intermediate_size, activation)
+        self.activation = activation
+        self.w_up = normal(rngs, (hidden_size, up), init_std)
+        self.w_down = normal(rngs, (intermediate_size, hidden_size), init_out_std or init_std)
+        self.b_up = nnx.Param(jnp.zeros(up)) if bias else None
+        self.b_down = nnx.Param(jnp.zeros(hidden_size)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = matmul(x, self.w_up[...].astype(x.dtype))
+        if self.b_up is not None:
+            h = h + self.b_up[...].astype(jnp.float32)
+        y = matmul(activate(h, self.activation).astype(x.dtype), self.w_down[...].astype(x.dtype))
+        return y if self.b_down is None else y + self.b_down[...].astype(jnp.float32)

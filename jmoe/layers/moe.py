@@ -1,0 +1,294 @@
+"""One Mixture-of-Experts layer: route, dispatch, exchange, experts, exchange back, combine.
+
+Legend: T local tokens, D hidden, F expert hidden, U = 2F (SwiGLU) or F, E experts, L experts of this device,
+R expert devices (E = R L), K choices a token, N = T K assignments, C buffer rows per destination device, M = R C.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe.collectives.all_to_all import Exchange, make_exchange
+from jmoe.config import RouterConfig, check
+from jmoe.layers.experts import Experts
+from jmoe.layers.router import Router, Routing, balance_loss_local
+from jmoe.mesh import split_over
+from kernels_pallas.token_permute import combine, dispatch, take_rows
+
+DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
+
+ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MoEStats:
+    """What a layer knows of its routing on this device; sums over devices give the global values."""
+
+    counts_E: jax.Array  # int32, assignments per expert
+    probs_sum_E: jax.Array  # float32, router probability per expert, summed over tokens; differentiable
+    z_sum: jax.Array  # float32, logsumexp squared, summed over tokens; differentiable
+    entropy_sum: jax.Array  # float32
+    dropped: jax.Array  # int32, assignments that found no row in a buffer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MoEMetrics:
+    """Global metrics of one layer. Add `balance_loss` and `z_loss` (already weighted) to your loss."""
+
+    load_E: jax.Array  # share of the assignments per expert
+    entropy: jax.Array  # mean entropy of the router's distribution, nats
+    dropped_fraction: jax.Array
+    balance_loss: jax.Array
+    z_loss: jax.Array
+
+
+def buffer_rows(num_assignments: int, num_devices: int, capacity_factor: float | None, worst_case: bool) -> int:
+    """C: rows per destination device; a multiple of 8, never more than all assignments."""
+    if worst_case or num_devices == 1:
+        return num_assignments
+    factor = DROPLESS_BUFFER if capacity_factor is None else capacity_factor
+    rows = math.ceil(factor * num_assignments / num_devices)
+    return min(num_assignments, -(-rows // 8) * 8)
+
+
+def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
+    order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
+    rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(idx_N.size, dtype=jnp.int32), unique_indices=True)
+    return order_N, rank_N
+
+
+def _experts_on_arrival(recv_MD: jax.Array, sizes_RL: jax.Array, num_rows: int, expert_fn: ExpertFn) -> jax.Array:
+    """Run this device's experts on rows that arrived sorted by (source device, expert)."""
+    num_sources, num_local = sizes_RL.shape
+    rows = recv_MD.shape[0] // num_sources
+    ends_RL = jnp.cumsum(sizes_RL, axis=1)
+    at_C = jnp.arange(rows, dtype=jnp.int32)
+    expert_M = (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)  # L: empty row
+    order_M, rank_M = _order_by_expert(expert_M, num_local + 1)
+    sorted_MD = dispatch(recv_MD, order_M, rank_M[:, None])
+    out_MD = expert_fn(sorted_MD, sizes_RL.sum(axis=0, dtype=jnp.int32), num_rows)
+    return dispatch(out_MD, rank_M, order_M[:, None])
+
+
+def moe_local(
+    x_TD: jax.Array,
+    routing: Routing,
+    expert_fn: ExpertFn,
+    *,
+    exchange: Exchange | None,
+    num_devices: int,
+    capacity_factor: float | None,
+    worst_case: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(float32 y_TD, dropped assignments): the weighted sum of each token's experts, inside `shard_map`.
+
+    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. exchange moves [R, ...] blocks;
+    None on one device.
+    """
+    num_tokens, k = routing.topk_idx_TK.shape
+    num_assignments = num_tokens * k
+    idx_N = routing.topk_idx_TK.reshape(-1)
+    num_experts = routing.counts_E.shape[0]
+    with jax.named_scope("dispatch"):
+        order_N, rank_N = _order_by_expert(idx_N, num_experts)
+        token_N = order_N // k
+    if exchange is None:
+        with jax.named_scope("dispatch"):
+            slot_TK = rank_N.reshape(num_tokens, k)
+            rows_ND = dispatch(x_TD, token_N, slot_TK)
+        with jax.named_scope("experts"):
+            out_ND = expert_fn(rows_ND, routing.counts_E, num_assignments)
+        with jax.named_scope("combine"):
+            y_TD = combine(out_ND, routing.topk_weights_TK, token_N, slot_TK)
+        return y_TD, jnp.zeros((), jnp.int32)
+
+    rows = buffer_rows(num_assignments, num_devices, capacity_factor, worst_case)
+    with jax.named_scope("dispatch"):
+        sizes_RL = routing.counts_E.reshape(num_devices, -1)
+        totals_R = sizes_RL.sum(axis=1, dtype=jnp.int32)
+        starts_R = jnp.cumsum(totals_R) - totals_R
+        ends_RL = jnp.minimum(jnp.cumsum(sizes_RL, axis=1), rows)  # rows that fit, by expert
+        kept_RL = jnp.diff(ends_RL, axis=1, prepend=0).astype(jnp.int32)
+        at_C = jnp.arange(rows, dtype=jnp.int32)
+        sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_assignments)
+        token_M = jnp.take(token_N, sorted_RC.reshape(-1), mode="fill", fill_value=num_tokens)
+        dest_N = idx_N // (num_experts // num_devices)
+        place_N = rank_N - starts_R[dest_N]
+        empty = num_devices * rows
+        slot_TK = jnp.where(place_N < rows, dest_N * rows + place_N, empty).reshape(num_tokens, k)
+        send_MD = dispatch(x_TD, token_M, slot_TK)
+    with jax.named_scope("all_to_all"):
+        recv_RCD, recv_RL = exchange((send_MD.reshape(num_devices, rows, -1), kept_RL))
+    with jax.named_scope("experts"):
+        out_MD = _experts_on_arrival(recv_RCD.reshape(send_MD.shape), recv_RL, num_assignments, expert_fn)
+    with jax.named_scope("all_to_all_back"):
+        back_MD = exchange(out_MD.reshape(num_devices, rows, -1)).reshape(send_MD.shape)
+    with jax.named_scope("combine"):
+        y_TD = combine(back_MD, routing.topk_weights_TK, token_M, slot_TK)
+    return y_TD, num_assignments - kept_RL.sum(dtype=jnp.int32)
+
+
+class MoELayer(nnx.Module):
+    """A Mixture-of-Experts feed-forward layer: `y, metrics = layer(x)`.
+
+    y[t] = sum_k weight[t, k] * expert_{idx[t, k]}(x[t]).
+
+    Args:
+        hidden_size, num_experts, num_experts_per_tok, intermediate_size: D, E, K, F.
+        router: a `RouterConfig`, or any callable (x_TD, key=, train=) -> `Routing`.
+        experts: None for SwiGLU / GELU experts, or any module called as experts(rows, group_sizes, expected_rows) ->
+            rows whose parameters have a leading expert dimension.
+        capacity_factor: rows per destination device / fair share; None: dropless (buffers for the worst case).
+        mesh: the mesh of your `jit`; None: one device. expert_axes: its axes that hold experts; data_axes: further
+            axes that split tokens.
+        exchange: `flat` or `two_level` (over two expert axes: across nodes, inside a node).
+
+    Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
+    Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        intermediate_size: int,
+        *,
+        rngs: nnx.Rngs,
+        router: RouterConfig | Callable[..., Routing] | None = None,
+        experts: Callable[..., jax.Array] | None = None,
+        activation: str = "swiglu",
+        bias: bool = False,
+        capacity_factor: float | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        expert_axes: tuple[str, ...] = (),
+        data_axes: tuple[str, ...] = (),
+        exchange: str = "two_level",
+        init_std: float = 0.02,
+        init_out_std: float | None = None,
+    ) -> None:
+        router = RouterConfig() if router is None else router
+        self.router_config = router if isinstance(router, RouterConfig) else RouterConfig()
+        self.router = (
+            Router(hidden_size, num_experts, num_experts_per_tok, router, rngs=rngs)
+            if isinstance(router, RouterConfig)
+            else router
+        )
+        self.experts = experts or Experts(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            activation=activation,
+            bias=bias,
+            init_std=init_std,
+            init_out_std=init_out_std,
+            rngs=rngs,
+        )
+        self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
+        self.capacity_factor, self.mesh = capacity_factor, mesh
+        self.expert_axes, self.data_axes = tuple(expert_axes), tuple(data_axes)
+        self.num_expert_devices = self._check_mesh()
+        self.exchange = make_exchange(exchange, self.expert_axes) if self.num_expert_devices > 1 else None
+
+    def _check_mesh(self) -> int:
+        if self.mesh is None:
+            check(not self.expert_axes, "expert_axes", self.expert_axes, "needs a mesh")
+            return 1
+        for axis in self.expert_axes + self.data_axes:
+            check(axis in self.mesh.shape, "expert_axes/data_axes", axis, f"is not an axis of {tuple(self.mesh.shape)}")
+        devices = math.prod(self.mesh.shape[a] for a in self.expert_axes)
+        check(
+            self.num_experts % devices == 0, "num_experts", self.num_experts, f"must be a multiple of {devices} devices"
+        )
+        return devices
+
+    def local(
+        self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False, worst_case: bool = False
+    ) -> tuple[jax.Array, MoEStats]:
+        """(float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`; `experts` holds its L experts."""
+        with jax.named_scope("router"):
+            routing = self.router(x_TD, key=key, train=train)
+        y_TD, dropped = moe_local(
+            x_TD,
+            routing,
+            self.experts,
+            exchange=self.exchange,
+            num_devices=self.num_expert_devices,
+            capacity_factor=self.capacity_factor,
+            worst_case=worst_case,
+        )
+        stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped)
+        return y_TD, stats
+
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None = None, train: bool = False
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """x [..., D] -> (y [..., D] in x's dtype, `MoEMetrics`). Tokens are split over all the layer's axes."""
+        check(x.shape[-1] == self.hidden_size, "x.shape", x.shape, f"must end in hidden_size = {self.hidden_size}")
+        x_TD = x.reshape(-1, self.hidden_size)
+        axes = self.data_axes + self.expert_axes
+        if self.mesh is None or not axes:
+            y_TD, stats = self.local(x_TD, key=key, train=train)
+            return y_TD.astype(x.dtype).reshape(x.shape), moe_metrics(
+                stats, self.router_config, x_TD.shape[0], self.num_experts_per_tok
+            )
+        devices = math.prod(self.mesh.shape[a] for a in axes)
+        check(x_TD.shape[0] % devices == 0, "tokens", x_TD.shape[0], f"must be a multiple of {devices} devices")
+        return self._sharded(x_TD, key, train, axes, x)
+
+    def _sharded(
+        self, x_TD: jax.Array, key: jax.Array | None, train: bool, axes: tuple[str, ...], x: jax.Array
+    ) -> tuple[jax.Array, MoEMetrics]:
+        graph, state = nnx.split(self)
+        num_tokens = x_TD.shape[0]
+
+        def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
+            return split_over(self.expert_axes if "experts" in jax.tree_util.keystr(path) else ())
+
+        def body(
+            state: Any, x_TD: jax.Array, key: jax.Array | None
+        ) -> tuple[jax.Array, MoEMetrics]:
+            if key is not None:
+                key = jax.random.fold_in(key, lax.axis_index(axes))
+            layer = nnx.merge(graph, state)
+            worst_case = self.capacity_factor is None  # a layer alone cannot rerun a step that overflows
+            y_TD, stats = layer.local(x_TD, key=key, train=train, worst_case=worst_case)
+            metrics = moe_metrics(stats, self.router_config, num_tokens, self.num_experts_per_tok, axes)
+            return y_TD.astype(x_TD.dtype), metrics
+
+        sharded = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(jax.tree_util.tree_map_with_path(spec, state), split_over(axes), split_over(())),
+            out_specs=(split_over(axes), split_over(())),
+            check_vma=False,
+        )
+        y_TD, metrics = sharded(state, x_TD, key)
+        return y_TD.reshape(x.shape), metrics
+
+
+def moe_metrics(
+    stats: MoEStats, config: RouterConfig, num_tokens: int, k: int, axes: tuple[str, ...] = ()
+) -> MoEMetrics:
+    """Global metrics from one layer's local statistics; `num_tokens` over all devices of `axes`."""
+    total = lambda v: lax.psum(v, axes) if axes else v  # noqa: E731
+    counts_E, dropped = total((stats.counts_E, stats.dropped))
+    num_experts = counts_E.shape[-1]
+    assignments = counts_E.sum(dtype=jnp.int32).astype(jnp.float32)
+    balance = balance_loss_local(stats.probs_sum_E, counts_E, num_tokens, num_experts, k)
+    return MoEMetrics(
+        load_E=counts_E.astype(jnp.float32) / assignments,
+        entropy=total(stats.entropy_sum) / num_tokens,
+        dropped_fraction=dropped.astype(jnp.float32) / assignments,
+        balance_loss=config.aux_loss_coef * total(balance),
+        z_loss=config.z_loss_coef * total(stats.z_sum) / num_tokens,
+    )

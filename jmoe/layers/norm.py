@@ -1,0 +1,23 @@
+"""RMSNorm and LayerNorm over the last dimension, computed in float32."""
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Norm(nnx.Module):
+    """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) * scale + bias."""
+
+    def __init__(self, size: int, kind: str, eps: float) -> None:
+        self.kind, self.eps = kind, eps
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layernorm" else None
+
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | type) -> jax.Array:
+        """[..., size] -> the same shape in `dtype`."""
+        x = x.astype(jnp.float32)
+        if self.bias is not None:
+            x = x - x.mean(axis=-1, keepdims=True)
+        x = x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + self.eps) * self.scale[...]
+        return (x if self.bias is None else x + self.bias[...]).astype(dtype)

@@ -1,0 +1,260 @@
+"""Routers: which experts a token goes to, and with what weight.
+
+T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts.
+
+Everything here is local to a device: no collective is called. The losses are written so that their *sum* over
+devices is the loss of the global batch; only the integer counts have to be summed over devices first, so no
+collective lies on a differentiable path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.nn.initializers import Initializer, normal
+
+from jmoe.config import RouterConfig, check
+
+_TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
+_BIASED_KINDS = ("sigmoid", "group_limited")
+
+
+class RouterBias(nnx.Variable[jax.Array]):
+    """A bias that steers the choice of experts: moved by `updated_bias`, never by a gradient."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """What a router decided for T local tokens. Sums are over the local tokens, so devices' values add up.
+
+    topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id.
+    topk_weights_TK: float32, the factor of each expert's output.
+    counts_E: int32, assignments to each expert; sums to T * K.
+    probs_sum_E: float32, router probabilities (they sum to 1 over experts) summed over tokens.
+    z_sum: float32 scalar, sum of logsumexp(logits)^2.
+    entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e; carries no gradient. Divided by the number of
+        tokens it is the router's mean entropy: log E when undecided, 0 when certain.
+    """
+
+    topk_idx_TK: jax.Array
+    topk_weights_TK: jax.Array
+    counts_E: jax.Array
+    probs_sum_E: jax.Array
+    z_sum: jax.Array
+    entropy_sum: jax.Array
+
+
+def check_router(num_experts: int, num_experts_per_tok: int, config: RouterConfig) -> None:
+    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts` experts."""
+    k, name = num_experts_per_tok, "num_experts_per_tok"
+    check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
+    check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
+    check(config.kind != "switch" or k == 1, name, k, "must be 1 for router.kind = 'switch'")
+    check(config.kind != "gshard" or k == 2, name, k, "must be 2 for router.kind = 'gshard'")
+    if config.kind == "group_limited":
+        ok = num_experts % config.n_group == 0
+        check(ok, "router.n_group", config.n_group, f"must divide num_experts = {num_experts}")
+        reachable = num_experts // config.n_group * config.topk_group
+        limit = f"must not exceed the {reachable} experts in router.topk_group = {config.topk_group} groups"
+        check(k <= reachable, name, k, limit)
+
+
+def route(
+    logits_TE: jax.Array,
+    num_experts_per_tok: int,
+    config: RouterConfig = RouterConfig(),  # noqa: B008 (frozen)
+    bias_E: jax.Array | None = None,
+) -> Routing:
+    """Choose K experts for each token from its logits.
+
+    With p = softmax(logits) and s = sigmoid(logits), in float32:
+
+    - `switch` (arXiv:2101.03961): K = 1, weight p. `gshard` (arXiv:2006.16668): K = 2, weights p divided by their
+      sum; GShard's random dropping of the second expert is not done. `softmax`: the K largest p.
+    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias; weights from s. The bias only selects.
+    - `group_limited` (DeepSeek-V3): experts form `n_group` groups of neighbours, ranked by the sum of their two
+      largest s + bias; only the best `topk_group` groups can be chosen from, then as `sigmoid`.
+
+    The weights of the last three are divided by their sum if `norm_topk_prob`, except for K = 1, where they would
+    all be 1 and the router would get no gradient. All are multiplied by `routed_scaling_factor`.
+
+    logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is zero.
+    Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises `ValueError` for shapes that do not fit.
+    """
+    if logits_TE.ndim != 2:
+        raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
+    num_experts = logits_TE.shape[1]
+    check_router(num_experts, num_experts_per_tok, config)
+    if bias_E is not None:
+        check(config.kind in _BIASED_KINDS, "router.kind", config.kind, "takes no bias_E")
+        check(bias_E.shape == (num_experts,), "bias_E.shape", bias_E.shape, f"must be ({num_experts},)")
+
+    logits_TE = logits_TE.astype(jnp.float32)
+    if config.kind in _BIASED_KINDS:
+        scores_TE = jax.nn.sigmoid(logits_TE)
+        probs_TE = scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
+    else:
+        scores_TE = probs_TE = jax.nn.softmax(logits_TE, axis=1)
+
+    selection_TE = lax.stop_gradient(scores_TE)
+    if bias_E is not None:
+        selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
+    if config.kind == "group_limited":
+        selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
+
+    idx_TK = top_k_indices(selection_TE, num_experts_per_tok)
+    weights_TK, counts_E = _gather_and_count(scores_TE, idx_TK)
+    normalise = config.kind == "gshard" or (config.kind != "switch" and config.norm_topk_prob)
+    if normalise and num_experts_per_tok > 1:
+        weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
+    if config.routed_scaling_factor != 1.0:
+        weights_TK = weights_TK * config.routed_scaling_factor
+
+    p_TE = lax.stop_gradient(probs_TE)
+    return Routing(
+        topk_idx_TK=idx_TK,
+        topk_weights_TK=weights_TK,
+        counts_E=counts_E,
+        probs_sum_E=jnp.sum(probs_TE, axis=0),
+        z_sum=jnp.sum(jnp.square(jax.nn.logsumexp(logits_TE, axis=1))),
+        entropy_sum=-jnp.sum(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0)),
+    )
+
+
+def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
+    """int32 [T, k] columns of the k largest scores of each row, by falling score; ties go to the lowest column.
+
+    The same as `lax.top_k(scores_TE, k)[1]` for scores above -inf. `lax.top_k` sorts, one row after the other, on
+    XLA:CPU; k passes of maximum and compare fuse with what is around them. A row with a NaN gives valid, though not
+    distinct, columns.
+    """
+    last = scores_TE.shape[1] - 1
+    columns_TE = lax.broadcasted_iota(jnp.int32, scores_TE.shape, 1)
+    chosen = []
+    for _ in range(k):
+        best_T1 = jnp.max(scores_TE, axis=1, keepdims=True)
+        # a maximum and a minimum vectorise; argmax is a two-operand reduction, 3 to 10 times slower here
+        idx_T1 = jnp.min(jnp.where(scores_TE == best_T1, columns_TE, last), axis=1, keepdims=True)
+        chosen.append(idx_T1)
+        scores_TE = jnp.where(columns_TE == idx_T1, -jnp.inf, scores_TE)
+    return jnp.concatenate(chosen, axis=1)
+
+
+def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
+    """Scores with -inf for the experts outside the `topk_group` groups whose two best scores sum highest."""
+    tokens, num_experts = scores_TE.shape
+    size = num_experts // n_group
+    members = scores_TE.reshape(tokens * n_group, size)
+    best_two, _ = _gather_and_count(members, top_k_indices(members, min(2, size)))
+    group_scores_TG = jnp.sum(best_two, axis=1).reshape(tokens, n_group)
+    groups_TE = lax.broadcasted_iota(jnp.int32, scores_TE.shape, 1) // size
+    open_TE = jnp.zeros(scores_TE.shape, jnp.bool_)
+    for group_T1 in jnp.split(top_k_indices(group_scores_TG, topk_group), topk_group, axis=1):
+        open_TE |= groups_TE == group_T1
+    return jnp.where(open_TE, scores_TE, -jnp.inf)
+
+
+def _gather_and_count(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The values at `idx_TK`, [T, K], and how often each column occurs, int32 [E].
+
+    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter.
+    """
+    columns_TE = lax.broadcasted_iota(jnp.int32, values_TE.shape, 1)
+    gathered, counts_E = [], jnp.zeros(values_TE.shape[1], jnp.int32)
+    for idx_T1 in jnp.split(idx_TK, idx_TK.shape[1], axis=1):
+        hit_TE = columns_TE == idx_T1
+        gathered.append(jnp.sum(jnp.where(hit_TE, values_TE, 0.0), axis=1, keepdims=True))
+        counts_E = counts_E + jnp.sum(hit_TE, axis=0, dtype=jnp.int32)
+    return jnp.concatenate(gathered, axis=1), counts_E
+
+
+def balance_loss_local(
+    probs_sum_E: jax.Array,
+    counts_global_E: jax.Array,
+    num_tokens_global: int | jax.Array,
+    num_experts: int,
+    num_experts_per_tok: int,
+) -> jax.Array:
+    """This device's part of the balance loss E * sum_e f_e P_e; the sum over devices is the global batch's loss.
+
+    f_e = counts_e / (tokens * K), the share of all assignments that went to e, without gradient; P_e the mean router
+    probability of e. Uniform probabilities give 1 whatever the counts. P_e is a sum over devices of local terms, so
+    the local value is E * sum_e f_e * (local sum of p_e) / tokens, and its gradient is exact with no collective.
+    Switch Transformer (arXiv:2101.03961) on the global batch (arXiv:2501.11873).
+
+    probs_sum_E: `Routing.probs_sum_E`, local. counts_global_E: `Routing.counts_E` summed over devices.
+    Leading axes (layers) are kept: [..., E] gives [...].
+    """
+    for name, value in (("probs_sum_E", probs_sum_E), ("counts_global_E", counts_global_E)):
+        ok = value.ndim > 0 and value.shape[-1] == num_experts
+        check(ok, f"{name}.shape", value.shape, f"must end in num_experts = {num_experts}")
+    tokens = jnp.asarray(num_tokens_global, jnp.float32)
+    share_E = lax.stop_gradient(counts_global_E.astype(jnp.float32)) / (tokens * num_experts_per_tok)
+    return num_experts * jnp.sum(share_E * probs_sum_E / tokens, axis=-1)
+
+
+def z_loss_local(z_sum: jax.Array, num_tokens_global: int | jax.Array) -> jax.Array:
+    """This device's part of the z-loss, the mean of logsumexp(logits)^2 over the global batch (arXiv:2202.08906)."""
+    return z_sum / jnp.asarray(num_tokens_global, jnp.float32)
+
+
+def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array) -> jax.Array:
+    """Loss-free balancing (arXiv:2408.15664): bias + speed * sign(mean load - load), after every step.
+
+    load_E: `Routing.counts_E` summed over the devices and the accumulation steps of one optimizer step.
+    Leading axes (layers) are kept.
+    """
+    check(bias_E.shape == load_E.shape, "load_E.shape", load_E.shape, f"must be bias_E.shape = {bias_E.shape}")
+    load_E = load_E.astype(jnp.float32)
+    direction_E = jnp.sign(jnp.mean(load_E, axis=-1, keepdims=True) - load_E)
+    return bias_E + jnp.asarray(speed, bias_E.dtype) * direction_E.astype(bias_E.dtype)
+
+
+class Router(nnx.Module):
+    """Linear router: logits = x @ kernel, then `route`.
+
+    kernel: [hidden_size, num_experts] float32. e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at
+    first, for the kinds `sigmoid` and `group_limited`; None for the others. The product is float32 whatever the
+    dtype of x, at the precision of `jax.default_matmul_precision`.
+    Raises `ValueError` if `num_experts_per_tok`, `num_experts` and `config` do not go together.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        config: RouterConfig = RouterConfig(),  # noqa: B008 (frozen)
+        *,
+        rngs: nnx.Rngs,
+        kernel_init: Initializer = normal(0.02),  # noqa: B008 (stateless)
+    ) -> None:
+        check(hidden_size > 0, "hidden_size", hidden_size, "must be greater than 0")
+        check_router(num_experts, num_experts_per_tok, config)
+        self.num_experts_per_tok = num_experts_per_tok
+        self.config = config
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (hidden_size, num_experts), jnp.float32))
+        biased = config.kind in _BIASED_KINDS
+        self.e_score_correction_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if biased else None
+
+    def __call__(self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+        """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise), for the logits
+        only; `key` is needed if jitter_noise > 0 and must differ between devices (fold in the device's index).
+        """
+        kernel_DE = self.kernel[...]
+        ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
+        check(ok, "x_TD.shape", x_TD.shape, f"must be [tokens, hidden_size = {kernel_DE.shape[0]}]")
+        x_TD = x_TD.astype(jnp.float32)
+        jitter = self.config.jitter_noise
+        if train and jitter > 0:
+            if key is None:
+                raise ValueError(f"key = None: is needed in training with jitter_noise = {jitter}")
+            x_TD = x_TD * jax.random.uniform(key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
+        logits_TE = jnp.dot(x_TD, kernel_DE.astype(jnp.float32))
+        bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
+        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E)

@@ -1,0 +1,83 @@
+"""Axis names, the device mesh, and where every array lives on it.
+
+The mesh is (data, expert_inter, expert_intra). Tokens are split over all three axes; experts over the last two
+(across nodes, inside a node); dense parameters over all three (ZeRO-3) or on every device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA = "data"
+EXPERT_INTER = "expert_inter"
+EXPERT_INTRA = "expert_intra"
+EXPERT = (EXPERT_INTER, EXPERT_INTRA)
+ALL = (DATA, EXPERT_INTER, EXPERT_INTRA)
+
+REPLICATED = PartitionSpec()
+BATCH = PartitionSpec(ALL)  # first dimension split over every device
+ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
+
+EXPERTS_PATH = "experts"  # parameters below a node of this name have one slice per expert
+STACK_PATHS = ("dense_layers", "moe_layers")  # parameters below these have a leading layer dimension
+
+
+def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Mesh of `shape` = (data, expert_inter, expert_intra); neighbours in `devices` are nearest in expert_intra.
+
+    Devices are ordered by process, so that a process holds contiguous rows of the batch and an expert_intra group
+    stays inside a node whenever its size divides the node's devices.
+    """
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
+    return Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 3)
+
+
+def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names along a pytree path."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def stack_dims(path: tuple[Any, ...]) -> int:
+    """How many leading layer dimensions a parameter at this path has."""
+    return sum(name in STACK_PATHS for name in path_names(path))
+
+
+def is_expert(path: tuple[Any, ...]) -> bool:
+    return EXPERTS_PATH in path_names(path)
+
+
+def shard_dim(path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool) -> int:
+    """The dimension in which a dense parameter is split over all devices, or -1 if every device holds it whole."""
+    if not shard_dense or num_devices == 1 or is_expert(path):
+        return -1
+    stacked = stack_dims(path)
+    if len(shape) - stacked < 2:  # norms and biases are not worth a collective each
+        return -1
+    return next((i for i in range(stacked, len(shape)) if shape[i] % num_devices == 0), -1)
+
+
+def param_spec(path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool) -> PartitionSpec:
+    """Where a parameter (and its gradient and optimizer state) lives."""
+    if is_expert(path):
+        return PartitionSpec(*[None] * stack_dims(path), EXPERT)
+    dim = shard_dim(path, shape, num_devices, shard_dense)
+    return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
+
+
+def param_specs(params: Any, mesh: Mesh, shard_dense: bool) -> Any:
+    """`param_spec` of every leaf of a pytree of parameters (arrays or shapes)."""
+    return jax.tree_util.tree_map_with_path(lambda p, x: param_spec(p, x.shape, mesh.size, shard_dense), params)
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """`NamedSharding`s for a pytree of specs."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
+    """The spec of an array split over `axes` in dimension `dim`: for users with axis names of their own."""
+    return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED

@@ -1,0 +1,471 @@
+"""From `DataConfig` to memory-mapped tokens: tokenised once by process 0, then mapped by every process.
+
+A folder of prepared text holds `tokenizer.json`, `train-00000.bin`, ... (one per `data.path`), `held_out.bin`,
+`held_out.txt` and, written last, `manifest.json`, which says what the rest was made from. The same folder is what
+`python -m jmoe.training.data` writes and what `data.path` takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from jmoe.config import DataConfig
+from jmoe.training.text_files import (
+    SHARD_SUFFIX,
+    InputFile,
+    find_files,
+    held_out_offsets,
+    read_pieces,
+    sample_texts,
+    standard_library,
+)
+from jmoe.training.token_shards import ShardHeader, ShardWriter, open_shard, remove_stale_temporaries, write_atomic
+from jmoe.training.tokenizer import LoadedTokenizer, encode_pieces, load_tokenizer, train_bpe
+
+FORMAT = 1  # of a folder of prepared text; another number: prepared anew
+MANIFEST, TOKENIZER, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "tokenizer.json", "held_out.bin", "held_out.txt"
+BPE_SAMPLE_BYTES = 20_000_000
+
+Ids = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The training tokens behind one `data.path`: memory-mapped ids, one array per shard.
+
+    weight: its share in the mixture relative to the other sources'; None: all sources count by size.
+    """
+
+    name: str
+    shards: tuple[Ids, ...]
+    weight: float | None
+    text_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(shard) for shard in self.shards)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Training tokens and held-out tokens, both reading `eot document eot document ... eot`.
+
+    held_out_tokens: int32 [N]; the first is the end-of-text token, the other N - 1 are the targets.
+    held_out_bytes: the UTF-8 text behind them (end-of-text tokens count no bytes); empty when the inputs are shards
+    without a tokenizer. vocab_size: every token is below it. fingerprint: of all tokens, weights and the tokenizer;
+    a run must not resume with another one.
+    """
+
+    tokenizer: Tokenizer | None
+    tokenizer_path: Path | None
+    eot: int
+    vocab_size: int
+    sources: tuple[Source, ...]
+    held_out_tokens: NDArray[np.int32]
+    held_out_bytes: bytes
+    fingerprint: str
+
+    @property
+    def num_train_tokens(self) -> int:
+        return sum(source.num_tokens for source in self.sources)
+
+    def check_held_out_text(self) -> None:
+        """`ValueError` if the held-out text is unknown, so that there are no bits per byte."""
+        if not self.held_out_bytes:
+            raise ValueError("data.path: the held-out text is unknown, as the token shards come without a tokenizer")
+
+    def bits_per_byte(self, mean_loss: float) -> float:
+        """Bits per byte of held-out text, from the mean loss in nats over the N - 1 held-out targets."""
+        self.check_held_out_text()
+        return mean_loss / math.log(2) * (len(self.held_out_tokens) - 1) / len(self.held_out_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """Tokens of one file, or of the part of it that is trained on."""
+
+    header: ShardHeader
+    ids: Ids
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One `data.path` and the files behind it: all text, or all token shards."""
+
+    pattern: str
+    files: tuple[InputFile, ...]
+    weight: float | None
+
+    @property
+    def is_shards(self) -> bool:
+        return self.files[0].path.suffix == SHARD_SUFFIX
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldOut:
+    """`text` is None where it is unknown; `sha256` identifies `ids`."""
+
+    ids: NDArray[np.int32]
+    text: bytes | None
+    sha256: str
+
+
+def prepare(
+    config: DataConfig, vocab_size: int, cache_dir: Path, *, is_main: bool = True, wait_s: float = 300
+) -> Corpus:
+    """Find, split, tokenise (once, into `cache_dir`) and memory-map the data of a run.
+
+    `vocab_size` is the model's. Only the process with `is_main` writes; the others wait for its manifest for at most
+    `wait_s` seconds, then raise `TimeoutError` naming it. All processes must see the same inputs and `cache_dir`.
+    A user's mistake raises `ValueError` that names the field, the file and, where there is one, the line or byte.
+    """
+    inputs = _find_inputs(config)
+    shards = {i: _open_shards(entry, vocab_size) for i, entry in enumerate(inputs) if entry.is_shards}
+    tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
+    targets = _held_out_targets(config, inputs, shards)
+    texts = [i for i in range(len(inputs)) if i not in shards]
+    held_out: list[_HeldOut] = []
+    if texts:
+        job = _TextJob(
+            inputs=tuple(inputs[i] for i in texts),
+            target_bytes=tuple(targets[i] for i in texts),
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            directory=cache_dir,
+            timestamps=bool(config.path),
+        )
+        manifest = job.run() if is_main else _wait_for(job, wait_s)
+        tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size)
+        for number, i in enumerate(texts):
+            shards[i] = [_Shard(*open_shard(cache_dir / manifest["train"][number]["file"]))]
+        held_out.append(_read_held_out(cache_dir, tokenizer))
+    shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
+    held_out += _held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
+    return _assemble(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
+
+
+def write_shards(config: DataConfig, vocab_size: int, out: Path) -> Corpus:
+    """`prepare` text into `out` for other runs; refuses a folder that holds shards made from anything else."""
+    inputs = _find_inputs(config)
+    for entry in inputs:
+        if entry.is_shards:
+            raise ValueError(f"data.path = {entry.pattern!r}: already token shards; only text can be written as shards")
+    tokenizer = _given_tokenizer(config, inputs, {}, vocab_size)
+    targets = tuple(_held_out_targets(config, inputs, {}))
+    job = _TextJob(tuple(inputs), targets, tokenizer, vocab_size, out, bool(config.path))
+    if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.finished() is None:
+        raise ValueError(f"--out = {str(out)!r}: already holds token shards made from other inputs or settings")
+    return prepare(config, vocab_size, out)
+
+
+def _find_inputs(config: DataConfig) -> list[_Input]:
+    if not config.path:
+        return [_Input("", tuple(standard_library()), None)]
+    weights = config.weights or (None,) * len(config.path)
+    inputs = [
+        _Input(pattern, tuple(find_files(pattern, config.field)), weight)
+        for pattern, weight in zip(config.path, weights, strict=True)
+    ]
+    owner: dict[Path, int] = {}
+    for i, entry in enumerate(inputs):
+        for file in entry.files:
+            first = owner.setdefault(file.path.resolve(), i)
+            if first != i:
+                raise ValueError(
+                    f"data.path: {file.path} is in both {inputs[first].pattern!r} and {entry.pattern!r}; "
+                    "its held-out part would be trained on"
+                )
+    return inputs
+
+
+def _open_shards(entry: _Input, vocab_size: int) -> list[_Shard]:
+    shards = [(file, _Shard(*open_shard(file.path))) for file in entry.files]
+    for file, shard in shards:
+        if shard.header.vocab_size > vocab_size:
+            raise ValueError(
+                f"{file.path}: its vocab_size = {shard.header.vocab_size} exceeds model.vocab_size = {vocab_size}"
+            )
+    train = [shard for _, shard in shards if shard.header.split != "held_out"]
+    if not train:
+        raise ValueError(f"data.path = {entry.pattern!r}: holds held-out token shards only, nothing to train on")
+    return train
+
+
+def _given_tokenizer(
+    config: DataConfig, inputs: Sequence[_Input], shards: dict[int, list[_Shard]], vocab_size: int
+) -> LoadedTokenizer | None:
+    """`data.tokenizer`, else the one beside the shards; None: there is none (or it is still to be trained)."""
+    path = Path(config.tokenizer).expanduser() if config.tokenizer else None
+    if path is None:
+        beside = [inputs[i].files[0].path.parent / TOKENIZER for i in shards]
+        path = next((p for p in beside if p.is_file()), None)
+    tokenizer = load_tokenizer(path, vocab_size) if path else None
+    makers = {shard.header.tokenizer: inputs[i].pattern for i, group in shards.items() for shard in group}
+    if len(makers) > 1:
+        raise ValueError(f"data.path: the token shards in {', '.join(makers.values())} come from different tokenizers")
+    for maker, pattern in makers.items():
+        if tokenizer is None and len(shards) < len(inputs):
+            raise ValueError(
+                f"data.tokenizer = None: the token shards in {pattern!r} come without a {TOKENIZER}, "
+                "so the text beside them cannot be tokenised alike"
+            )
+        if tokenizer is not None and tokenizer.fingerprint != maker:
+            raise ValueError(
+                f"data.tokenizer = {str(tokenizer.path)!r}: the token shards in {pattern!r} were made with another "
+                f"tokenizer ({maker[:12]}, not {tokenizer.fingerprint[:12]})"
+            )
+    return tokenizer
+
+
+def _held_out_targets(config: DataConfig, inputs: Sequence[_Input], shards: dict[int, list[_Shard]]) -> list[int]:
+    """Bytes of text to hold out of each input, so that together they mix like the training data."""
+    sizes = [
+        sum(s.header.text_bytes for s in shards[i]) if i in shards else sum(f.size_bytes for f in entry.files)
+        for i, entry in enumerate(inputs)
+    ]
+    weights = [float(size) if entry.weight is None else entry.weight for size, entry in zip(sizes, inputs, strict=True)]
+    total = sum(weights) or 1.0
+    return [
+        int(min(config.held_out_bytes * weight / total, config.held_out_fraction * size))
+        for size, weight in zip(sizes, weights, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _TextJob:
+    """Text inputs to be tokenised into `directory`. timestamps: whether changed times mean changed files."""
+
+    inputs: tuple[_Input, ...]
+    target_bytes: tuple[int, ...]
+    tokenizer: LoadedTokenizer | None
+    vocab_size: int
+    directory: Path
+    timestamps: bool
+
+    def key(self) -> str:
+        """Identifies what the result depends on, from the files' names, sizes and times, without reading them."""
+        what = {
+            "format": FORMAT,
+            "target_bytes": self.target_bytes,
+            "weights": [entry.weight for entry in self.inputs],
+            "tokenizer": self.tokenizer.fingerprint if self.tokenizer else self.vocab_size,
+            "inputs": [
+                [[f.name, f.size_bytes, f.mtime_ns if self.timestamps else 0, f.field] for f in entry.files]
+                for entry in self.inputs
+            ],
+        }
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+    def finished(self) -> dict[str, Any] | None:
+        """The manifest, if this very job has been done and its files are still there."""
+        try:
+            manifest: dict[str, Any] = json.loads((self.directory / MANIFEST).read_text())
+            if manifest["key"] != self.key():
+                return None
+            for part in [*manifest["train"], manifest["held_out"]]:
+                if open_shard(self.directory / part["file"])[0].sha256 != part["sha256"]:
+                    return None
+            text = (self.directory / HELD_OUT_TEXT).read_bytes()
+            tokenizer = load_tokenizer(self.directory / TOKENIZER, self.vocab_size)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
+        return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
+
+    def run(self) -> dict[str, Any]:
+        """Tokenise, unless that has been done; the manifest is written last and makes the result valid."""
+        manifest = self.finished()
+        if manifest is not None:
+            return manifest
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / MANIFEST).unlink(missing_ok=True)
+        remove_stale_temporaries(self.directory)
+        offsets = [held_out_offsets(entry.files, t) for entry, t in zip(self.inputs, self.target_bytes, strict=True)]
+        tokenizer = self._write_tokenizer(offsets)
+        manifest = {"key": self.key(), "tokenizer": tokenizer.fingerprint, **self._write_tokens(tokenizer, offsets)}
+        write_atomic(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+        return manifest
+
+    def _write_tokenizer(self, offsets: list[list[int]]) -> LoadedTokenizer:
+        path = self.directory / TOKENIZER
+        if self.tokenizer is None:
+            weights = [sum(o) if e.weight is None else e.weight for e, o in zip(self.inputs, offsets, strict=True)]
+            texts = (
+                text
+                for entry, stops, weight in zip(self.inputs, offsets, weights, strict=True)
+                for text in sample_texts(entry.files, stops, int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)))
+            )
+            write_atomic(path, train_bpe(texts, self.vocab_size).to_str().encode())
+        elif self.tokenizer.path.resolve() != path.resolve():
+            write_atomic(path, self.tokenizer.path.read_bytes())  # byte for byte: its hash is its fingerprint
+        return load_tokenizer(path, self.vocab_size)
+
+    def _write_tokens(self, tokenizer: LoadedTokenizer, offsets: list[list[int]]) -> dict[str, Any]:
+        writer = functools.partial(
+            ShardWriter, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, tokenizer=tokenizer.fingerprint
+        )
+        train = []
+        held_out_text = bytearray()
+        with contextlib.ExitStack() as stack:
+            held_out = stack.enter_context(writer(self.directory / HELD_OUT, split="held_out"))
+            for number, (entry, stops) in enumerate(zip(self.inputs, offsets, strict=True)):
+                name = f"train-{number:05d}{SHARD_SUFFIX}"
+                with writer(self.directory / name, split="train") as shard:
+                    for file, stop in zip(entry.files, stops, strict=True):
+                        for ids, size in encode_pieces(tokenizer, read_pieces(file, 0, stop)):
+                            shard.append(ids, text_bytes=size)
+                        held = list(read_pieces(file, stop, file.size_bytes))
+                        held_out_text += "".join(text for text, _ in held).encode()
+                        for ids, size in encode_pieces(tokenizer, held):
+                            held_out.append(ids, text_bytes=size)
+                    if shard.count < 2:
+                        raise ValueError(f"data.path = {entry.pattern!r}: too little text to train on and to hold out")
+                train.append(_manifest_entry(name, shard))
+            if held_out.count < 2:
+                raise ValueError(f"data.path: the {len(train)} inputs hold too little text to hold any of it out")
+            write_atomic(self.directory / HELD_OUT_TEXT, bytes(held_out_text))
+        return {
+            "train": train,
+            "held_out": _manifest_entry(HELD_OUT, held_out),
+            "held_out_text": hashlib.sha256(held_out_text).hexdigest(),
+        }
+
+
+def _manifest_entry(name: str, shard: ShardWriter) -> dict[str, Any]:
+    assert shard.header is not None, name
+    return {"file": name, **dataclasses.asdict(shard.header)}
+
+
+def _wait_for(job: _TextJob, wait_s: float) -> dict[str, Any]:
+    path = job.directory / MANIFEST
+    deadline = time.monotonic() + wait_s
+    pause_s = 0.05
+    while (manifest := job.finished()) is None:
+        if time.monotonic() >= deadline:
+            state = (
+                "it is there, but was made from other inputs or settings than this process sees (names, sizes, times)"
+                if path.exists()
+                else "it is not there; is the folder shared by all processes, and did process 0 fail? Large text is "
+                "better tokenised once with python -m jmoe.training.data"
+            )
+            raise TimeoutError(f"{path}: waited {wait_s:g} s for process 0 to prepare the data: {state}")
+        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        pause_s = min(1.0, pause_s * 1.5)
+    return manifest
+
+
+def _read_held_out(directory: Path, tokenizer: LoadedTokenizer | None) -> _HeldOut:
+    header, ids = open_shard(directory / HELD_OUT)
+    text_path = directory / HELD_OUT_TEXT
+    text = None
+    if text_path.is_file() and text_path.stat().st_size == header.text_bytes:
+        text = text_path.read_bytes()
+    elif tokenizer is not None:
+        text = _decode(tokenizer, ids)
+    return _HeldOut(ids.astype(np.int32), text, header.sha256)
+
+
+def _decode(tokenizer: LoadedTokenizer, ids: Ids) -> bytes:
+    ends = np.flatnonzero(ids == tokenizer.eot)
+    documents = np.split(ids, ends)
+    texts = ([int(i) for i in document if i != tokenizer.eot] for document in documents)
+    return "".join(tokenizer.tokenizer.decode(text, skip_special_tokens=False) for text in texts).encode()
+
+
+def _held_out_of_shards(
+    inputs: Sequence[_Input],
+    shards: dict[int, list[_Shard]],
+    which: Sequence[int],
+    targets: Sequence[int],
+    tokenizer: LoadedTokenizer | None,
+) -> list[_HeldOut]:
+    """The `held_out.bin` beside the shards, else the last part of the largest shard, which `shards` then lacks."""
+    held_out: list[_HeldOut] = []
+    seen: set[Path] = set()
+    for i in which:
+        folders = sorted({file.path.parent.resolve() for file in inputs[i].files})
+        beside = [folder for folder in folders if (folder / HELD_OUT).is_file()]
+        for folder in beside:
+            header, _ = open_shard(folder / HELD_OUT)
+            if header.tokenizer != shards[i][0].header.tokenizer:
+                raise ValueError(f"{folder / HELD_OUT}: made with another tokenizer than the token shards beside it")
+            if folder not in seen:
+                held_out.append(_read_held_out(folder, tokenizer))
+                seen.add(folder)
+        if not beside:
+            largest = max(range(len(shards[i])), key=lambda j: len(shards[i][j].ids))
+            shard = shards[i][largest]
+            shards[i][largest], carved = _carve(shard, targets[i], tokenizer, inputs[i].pattern)
+            held_out.append(carved)
+    return held_out
+
+
+def _carve(
+    shard: _Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str
+) -> tuple[_Shard, _HeldOut]:
+    """Split the last `target_bytes` of text off a shard, at the end of a document if one ends in there."""
+    count, header = len(shard.ids), shard.header
+    wanted = int(target_bytes * count / max(1, header.text_bytes))
+    cut = count - min(wanted, count // 2)
+    ends = np.flatnonzero(shard.ids[cut:-1] == header.eot)
+    cut += int(ends[0]) if len(ends) else 0
+    tail = shard.ids[cut:].astype(np.int32)
+    if not len(ends):
+        tail = np.concatenate([np.asarray([header.eot], np.int32), tail])
+    if len(tail) < 2 or cut < 2:
+        raise ValueError(f"data.path = {pattern!r}: {count} tokens are too few to hold any of them out")
+    text = _decode(tokenizer, tail.astype(np.uint32)) if tokenizer else None
+    digest = hashlib.sha256(tail.tobytes()).hexdigest()
+    return _Shard(header, shard.ids[:cut]), _HeldOut(tail, text, digest)
+
+
+def _assemble(
+    inputs: Sequence[_Input],
+    shards: Sequence[Sequence[_Shard]],
+    held_out: Sequence[_HeldOut],
+    tokenizer: LoadedTokenizer | None,
+) -> Corpus:
+    what = {
+        "tokenizer": tokenizer.fingerprint if tokenizer else None,
+        "train": [
+            [entry.weight, [[s.header.sha256, len(s.ids)] for s in group]]
+            for entry, group in zip(inputs, shards, strict=True)
+        ],
+        "held_out": [part.sha256 for part in held_out],
+    }
+    # Parts end with the end-of-text token and the next begins with it: one of the two is enough.
+    ids = [held_out[0].ids, *(part.ids[int(part.ids[0] == held_out[0].ids[0]) :] for part in held_out[1:])]
+    texts = [part.text for part in held_out if part.text is not None]
+    header = shards[0][0].header
+    return Corpus(
+        tokenizer=tokenizer.tokenizer if tokenizer else None,
+        tokenizer_path=tokenizer.path if tokenizer else None,
+        eot=header.eot,
+        vocab_size=tokenizer.vocab_size if tokenizer else max(s.header.vocab_size for g in shards for s in g),
+        sources=tuple(
+            Source(
+                name=entry.pattern or "Python standard library",
+                shards=tuple(s.ids for s in group),
+                weight=entry.weight,
+                text_bytes=sum(int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group),
+            )
+            for entry, group in zip(inputs, shards, strict=True)
+        ),
+        held_out_tokens=np.concatenate(ids),
+        held_out_bytes=b"".join(texts) if len(texts) == len(held_out) else b"",
+        fingerprint=hashlib.sha256(json.dumps(what).encode()).hexdigest(),
+    )

@@ -1,0 +1,275 @@
+"""Batches of tokens for training and evaluation; `python -m jmoe.training.data` writes token shards.
+
+Legend: B sequences in a batch (all processes), b this process's share of them, S sequence length. A window is S + 1
+consecutive tokens, so that inputs `[:, :-1]` and targets `[:, 1:]` overlap by all but one token; windows start every
+S tokens, so that every token is a target once an epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import lzma
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import grain
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import DataConfig
+from jmoe.training.corpus import Corpus, Source, prepare, write_shards
+
+__all__ = [
+    "Corpus",
+    "Source",
+    "TrainBatches",
+    "held_out_windows",
+    "prepare",
+    "train_batches",
+    "unigram_bits_per_byte",
+    "write_shards",
+    "xz_bits_per_byte",
+]
+
+UNIGRAM_TOKENS = 1 << 28  # a unigram model is counted on at most this many tokens, spread over each source
+
+
+class _Windows:
+    """Random access to the windows of one source: int32 [S + 1]. Windows do not cross shards."""
+
+    def __init__(self, source: Source, sequence_length: int, vocab_size: int) -> None:
+        self._source, self._length, self._vocab_size = source, sequence_length, vocab_size
+        self._ends = list(itertools.accumulate((len(ids) - 1) // sequence_length for ids in source.shards))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        shard = bisect.bisect_right(self._ends, index)
+        start = (index - (self._ends[shard - 1] if shard else 0)) * self._length
+        window = self._source.shards[shard][start : start + self._length + 1].astype(np.int32)
+        if window.max() >= self._vocab_size:
+            raise ValueError(
+                f"data.path = {self._source.name!r}: a token of {int(window.max())} near position {start} of shard "
+                f"{shard} is not below vocab_size = {self._vocab_size}: the token shard is damaged"
+            )
+        return window
+
+
+class _LocalRows:
+    """The b adjacent rows of this process in every global batch of B rows."""
+
+    def __init__(self, rows: Any, batch_size: int, first: int, local: int) -> None:
+        self._rows, self._batch_size, self._first, self._local = rows, batch_size, first, local
+
+    def __len__(self) -> int:
+        return len(self._rows) // self._batch_size * self._local
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        step, row = divmod(index, self._local)
+        window: NDArray[np.int32] = self._rows[step * self._batch_size + self._first + row]
+        return window
+
+
+class TrainBatches:
+    """Endless iterator of int32 [b, S + 1]; see `train_batches`."""
+
+    def __init__(self, batches: Any, options: grain.ReadOptions, identity: dict[str, Any]) -> None:
+        self._batches, self._options, self._identity = batches, options, identity
+        self._step = 0
+        self._iterator: Any = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> NDArray[np.int32]:
+        if self._iterator is None:
+            self._iterator = iter(self._batches[self._step :].to_iter_dataset(self._options))
+        batch: NDArray[np.int32] = next(self._iterator)
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able position after the batches taken so far: the same on every process and process count."""
+        return {"next_step": self._step, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue where `get_state` was called; `ValueError` when that was another corpus or another order."""
+        for name, value in self._identity.items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"data: the saved position in the data has {name} = {state.get(name)!r}, this run {value!r}: "
+                    "they must agree for training to go on with the same batches"
+                )
+        self.close()
+        self._step = int(state["next_step"])
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+
+def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> Any:
+    """Endless grain dataset of windows: every source reshuffled each epoch, mixed by size or by weight."""
+    windows = [_Windows(source, sequence_length, corpus.vocab_size) for source in corpus.sources]
+    weighted = [source.weight for source in corpus.sources if source.weight is not None]
+    for source, own in zip(corpus.sources, windows, strict=True):
+        if weighted and not len(own):
+            raise ValueError(
+                f"data.path = {source.name!r}: {source.num_tokens} tokens are fewer than one window of "
+                f"sequence_length + 1 = {sequence_length + 1}"
+            )
+        if len(own) >= 2**32:
+            raise ValueError(
+                f"data.path = {source.name!r}: {len(own)} windows of sequence_length = {sequence_length}: must be "
+                "fewer than 2**32; give it as several paths with data.weights"
+            )
+    total = sum(map(len, windows))
+    if total < batch_size:
+        raise ValueError(
+            f"batch_size = {batch_size}: the data has only {total} windows of sequence_length + 1 = "
+            f"{sequence_length + 1} tokens to train on; give more text, or a smaller batch_size or sequence_length"
+        )
+    # One seed per source: equal seeds would walk sources of equal size in the same order.
+    seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(len(windows))]
+    if not weighted:
+        sources = [grain.MapDataset.source(own) for own in windows if len(own)]
+        return grain.MapDataset.concatenate(sources).shuffle(seed=seeds[0]).repeat()
+    mixed = [grain.MapDataset.source(own).shuffle(seed=s).repeat() for own, s in zip(windows, seeds, strict=True)]
+    return grain.MapDataset.mix(mixed, weights=weighted)
+
+
+def train_batches(
+    corpus: Corpus,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = 1,
+    prefetch_batches: int = 2,
+) -> TrainBatches:
+    """Endless batches of this process: int32 [b, S + 1], b = batch_size / process_count.
+
+    Row r of global batch s is window s * batch_size + r of an endless shuffled sequence that depends on corpus,
+    sequence length and seed alone; process i reads rows i * b ... (i + 1) * b - 1 and no others. Without weights each
+    window comes once an epoch, in another order each; with weights each source repeats at its own pace, and its share
+    is kept within 1 % of itself at every point. `prefetch_batches` are read ahead by `num_threads` threads.
+    """
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index = {process_index}: must be between 0 and process_count - 1 = {process_count - 1}"
+        )
+    if batch_size % process_count:
+        raise ValueError(f"batch_size = {batch_size}: must be a multiple of the {process_count} processes")
+    local = batch_size // process_count
+    rows = _shuffled(corpus, sequence_length, batch_size, seed)
+    own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
+    # grain warns when threads cannot all be kept busy.
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(prefetch_batches, num_threads))
+    identity = {
+        "corpus": corpus.fingerprint,
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+        "seed": seed,
+    }
+    return TrainBatches(own.batch(local, drop_remainder=True), options, identity)
+
+
+def held_out_windows(
+    corpus: Corpus, sequence_length: int, batch_size: int
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+    """(tokens int32 [B, S + 1], weights float32 [B, S]): every held-out token but the first is a target once.
+
+    weights is 1 for real targets and 0 for the padding that fills the last window and the last batch.
+    """
+    ids = corpus.held_out_tokens
+    targets = len(ids) - 1
+    batch_targets = batch_size * sequence_length
+    num_batches = -(-targets // batch_targets)
+    padded = np.full(num_batches * batch_targets + 1, corpus.eot, np.int32)
+    padded[: len(ids)] = ids
+    shape = (num_batches, batch_size, sequence_length)
+    inputs = padded[:-1].reshape(shape)
+    last = padded[1:].reshape(shape)[..., -1:]
+    tokens = np.concatenate([inputs, last], axis=-1)
+    weights = (np.arange(num_batches * batch_targets) < targets).astype(np.float32).reshape(shape)
+    return zip(tokens, weights, strict=True)
+
+
+def _count(source: Source, vocab_size: int, limit: int) -> NDArray[np.float64]:
+    counts = np.zeros(vocab_size, np.int64)
+    chunk = 1 << 22
+    stride = max(1, -(-source.num_tokens // limit)) * chunk
+    for ids in source.shards:
+        for start in range(0, len(ids), stride):
+            counts += np.bincount(ids[start : start + chunk], minlength=vocab_size)
+    return counts.astype(np.float64)
+
+
+def unigram_bits_per_byte(corpus: Corpus) -> float:
+    """Held-out bits per byte of a unigram model over the same tokens, p(t) = (n_t + 1) / (n + V).
+
+    n_t: count of t in the training tokens, scaled by the sources' weights where there are any.
+    """
+    counts = [_count(source, corpus.vocab_size, UNIGRAM_TOKENS) for source in corpus.sources]
+    total = sum(float(c.sum()) for c in counts)
+    weights = [source.weight for source in corpus.sources if source.weight is not None]
+    if weights:
+        shares = [w / sum(weights) for w in weights]
+        counts = [c * (total * share / c.sum()) for c, share in zip(counts, shares, strict=True)]
+    log_p = np.log((np.sum(counts, axis=0) + 1.0) / (total + corpus.vocab_size))
+    return corpus.bits_per_byte(-float(log_p[corpus.held_out_tokens[1:]].mean()))
+
+
+def xz_bits_per_byte(corpus: Corpus) -> float:
+    """Bits per byte of `xz -9` on the held-out text."""
+    corpus.check_held_out_text()
+    return 8 * len(lzma.compress(corpus.held_out_bytes, preset=9)) / len(corpus.held_out_bytes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: tokenise text once into shards that `--data.path DIR` takes."""
+    defaults = DataConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m jmoe.training.data",
+        description="Tokenise text into token shards (.bin) and a tokenizer.json that train.py --data.path DIR takes.",
+    )
+    parser.add_argument("path", nargs="*", help="files, folders or globs of text or JSONL; none: the standard library")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    maker = parser.add_mutually_exclusive_group(required=True)
+    maker.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
+    maker.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
+    parser.add_argument("--field", default=defaults.field, help="JSONL: the field with the text (%(default)s)")
+    parser.add_argument("--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F")
+    parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
+    given = parser.parse_args(arguments)
+    try:
+        config = DataConfig(
+            path=tuple(given.path),
+            field=given.field,
+            tokenizer=given.tokenizer,
+            held_out_fraction=given.held_out_fraction,
+            held_out_bytes=given.held_out_bytes,
+        )
+        corpus = write_shards(config, 2**32 if given.vocab_size is None else given.vocab_size, given.out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text_bytes = sum(source.text_bytes for source in corpus.sources)
+    print(
+        f"{given.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text), "
+        f"{len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary {corpus.vocab_size}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

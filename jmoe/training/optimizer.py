@@ -1,0 +1,58 @@
+"""AdamW on the shards a device owns, with the learning-rate schedule of optax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmoe.config import OptimizerConfig
+from jmoe.mesh import is_expert, stack_dims
+
+
+def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Linear warm-up, then a cosine to `final_learning_rate_fraction` at `num_steps`, or constant."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    else:
+        steps = max(1, num_steps - warmup)
+        after = optax.cosine_decay_schedule(peak, steps, config.final_learning_rate_fraction)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup])
+
+
+def decays(path: tuple[Any, ...], w: jax.Array) -> bool:
+    """Matrices decay; norms and biases do not."""
+    return w.ndim - stack_dims(path) - is_expert(path) >= 2
+
+
+def advance(
+    w: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    *,
+    config: OptimizerConfig,
+    decay: bool,
+    lr: jax.Array,
+    step: jax.Array,
+    clip: jax.Array,
+    ok: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One AdamW step (arXiv 1711.05101) of one float32 parameter; returns (w, m, v), unchanged unless `ok`.
+
+    m' = b1 m + (1 - b1) g;  v' = b2 v + (1 - b2) g^2;
+    w' = w - lr (m' / (1 - b1^t) / (sqrt(v' / (1 - b2^t)) + eps) + weight_decay w),  g scaled by `clip`, t = step + 1.
+    """
+    t = (step + 1).astype(jnp.float32)
+    g = g.astype(jnp.float32) * clip
+    m_new = config.beta1 * m + (1 - config.beta1) * g
+    v_new = config.beta2 * v + (1 - config.beta2) * g * g
+    m_new, v_new = lax.optimization_barrier((jnp.where(ok, m_new, m), jnp.where(ok, v_new, v)))
+    update = (m_new / (1 - config.beta1**t)) / (jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps)
+    if decay:
+        update = update + config.weight_decay * w
+    return jnp.where(ok, w - lr * update, w), m_new, v_new

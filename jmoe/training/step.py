@@ -1,0 +1,324 @@
+"""The training step: one `shard_map` over the whole mesh, from tokens to the updated state.
+
+Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE layers, E experts.
+
+Inside it everything is explicit: each device computes its part of the loss (parts add up to the global loss), takes
+the gradient of that part, and gradients are reduced once. No collective lies on a differentiable path except the
+exchange and the parameter gathers, whose transposes are themselves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jmoe.collectives.fusion import gather_local
+from jmoe.config import TrainConfig
+from jmoe.layers.loss import cross_entropy
+from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
+from jmoe.mesh import (
+    ACCUMULATED_BATCH,
+    ALL,
+    BATCH,
+    DATA,
+    EXPERT,
+    REPLICATED,
+    is_expert,
+    param_specs,
+    path_names,
+    shard_dim,
+    shardings,
+)
+from jmoe.models.decoder import Decoder
+from jmoe.training.optimizer import advance, decays, learning_rate
+
+LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar)."""
+
+    params: Any
+    m: Any
+    v: Any
+    router_bias: Any
+    step: jax.Array
+
+
+@dataclass(frozen=True)
+class Program:
+    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state."""
+
+    init: Callable[[], TrainState]
+    step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+    step_worst_case: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
+    next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
+    state_shape: TrainState
+
+
+def _pure(state: Any) -> Any:
+    return nnx.to_pure_dict(state)
+
+
+class _Model:
+    """The decoder as a pure function of nested dicts of this device's parameters."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.dtype = jnp.dtype(config.compute_dtype)
+        self.abstract = nnx.eval_shape(self.build)
+        self.graph, params, bias = nnx.split(self.abstract, nnx.Param, RouterBias)
+        self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
+        self.shapes, self.bias_shapes = _pure(params), _pure(bias)
+        self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense)
+        self.shard_dims = {}  # path inside a layer -> dimension split over all devices
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
+            dim = shard_dim(path, leaf.shape, mesh.size, config.mesh.shard_dense)
+            names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
+            if dim >= 0:
+                self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
+
+    def build(self) -> Decoder:
+        config = self.config
+        return Decoder(
+            config.model,
+            rngs=nnx.Rngs(config.seed),
+            mesh=self.mesh,
+            expert_axes=EXPERT,
+            exchange=config.mesh.exchange,
+        )
+
+    def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:
+        matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
+        return self.dtype if matrix else jnp.float32
+
+    def gather(self, tree: Any) -> Any:
+        """This device's parameters (of one layer, or outside the layers) made whole, in the compute dtype."""
+
+        def whole(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+            names = tuple(name for name in path_names(path) if name != "value")
+            dtype = self._compute_dtype(names, w.ndim - is_expert(path))
+            dim = self.shard_dims.get(names, -1)
+            return w.astype(dtype) if dim < 0 else gather_local(w, dim, dtype)
+
+        return jax.tree_util.tree_map_with_path(whole, tree)
+
+    def __call__(self, params: Any, router_bias: Any, tokens: jax.Array, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """(hidden [B, S, D], lm_head [D, V], stats) of local tokens [B, S]."""
+        stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
+        with jax.named_scope("gather"):
+            outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
+        state = jax.tree.unflatten(self.structure, jax.tree.leaves(outside | stacks))
+        bias = jax.tree.unflatten(self.bias_structure, jax.tree.leaves(router_bias))
+        model = nnx.merge(self.graph, state, bias)
+        hidden, stats = model(tokens, dtype=self.dtype, gather=self.gather, **kwargs)
+        return hidden, model.lm_head().astype(self.dtype), stats
+
+
+def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """This device's part of the (weighted) balance and z losses, averaged over layers; tokens are global."""
+    router, model = config.model.router, config.model
+    counts_NE = lax.psum(stats.counts_E, ALL)
+    balance = balance_loss_local(
+        stats.probs_sum_E, counts_NE, num_tokens, model.num_experts, model.num_experts_per_tok
+    )
+    layers = model.num_moe_layers
+    return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
+
+
+def _make_loss(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+    accumulation = config.gradient_accumulation_steps
+    num_tokens = config.batch_size * config.sequence_length // accumulation
+    has_moe = config.model.num_moe_layers > 0
+
+    def loss_fn(params: Any, router_bias: Any, tokens: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        hidden, head, stats = model(
+            params,
+            router_bias,
+            tokens[:, :-1],
+            key=key,
+            train=True,
+            worst_case=worst_case,
+            remat=config.remat == "layer",
+        )
+        labels_T = tokens[:, 1:].reshape(-1)
+        with jax.named_scope("loss"):
+            weights_T = jnp.full(labels_T.shape, 1.0 / (num_tokens * accumulation), jnp.float32)
+            nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
+        sums = {"loss": nll}
+        if has_moe:
+            with jax.named_scope("auxiliary_losses"):
+                balance, z = _auxiliary_losses(config, stats, num_tokens)
+            sums |= {
+                "balance_loss": balance / accumulation,
+                "z_loss": z / accumulation,
+                "counts": stats.counts_E,
+                "entropy": stats.entropy_sum / (num_tokens * accumulation),
+                "dropped": stats.dropped,
+            }
+        total = nll + (sums["balance_loss"] + sums["z_loss"] if has_moe else 0.0)
+        return total, lax.stop_gradient(sums)
+
+    return loss_fn
+
+
+def _reduce(grads: Any, shard_dims: dict[tuple[str, ...], int], mesh: Mesh) -> Any:
+    """Sum gradients over the devices that hold the same parameter (gathered ones are summed already)."""
+
+    def reduce(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
+        g = g.astype(jnp.float32)
+        names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
+        if is_expert(path):
+            return lax.psum(g, DATA) if mesh.shape[DATA] > 1 else g
+        return g if names in shard_dims or mesh.size == 1 else lax.psum(g, ALL)
+
+    return jax.tree_util.tree_map_with_path(reduce, grads)
+
+
+def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
+    """Global squared gradient norms: `embedding`, `head`, ... scalars; `moe_layers`, `dense_layers` one per layer."""
+    sums: dict[str, jax.Array] = {}
+    mesh = model.mesh
+    for path, g in jax.tree_util.tree_leaves_with_path(grads):
+        names = path_names(path)
+        stacked = names[0].endswith("_layers")
+        square = (g * g).sum(axis=tuple(range(1, g.ndim)) if stacked else None)
+        if is_expert(path):
+            square = square / mesh.shape[DATA]
+        elif names[1 if stacked else 0 :] not in model.shard_dims:
+            square = square / mesh.size
+        sums[names[0]] = sums[names[0]] + square if names[0] in sums else square
+    return lax.psum(sums, ALL) if mesh.size > 1 else sums
+
+
+def _local_gradients(
+    config: TrainConfig, model: _Model, worst_case: bool
+) -> Callable[[TrainState, jax.Array], tuple[Any, dict[str, jax.Array]]]:
+    loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case), has_aux=True)
+    jitter = config.model.router.jitter_noise > 0
+
+    def gradients(state: TrainState, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        def one(key_index: jax.Array, tokens: jax.Array) -> tuple[Any, Any]:
+            key = None
+            if jitter:
+                key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+                key = jax.random.fold_in(jax.random.fold_in(key, lax.axis_index(ALL)), key_index)
+            (_, sums), grads = loss_fn(state.params, state.router_bias, tokens, key)
+            return grads, sums
+
+        if tokens.shape[0] == 1:
+            return one(jnp.int32(0), tokens[0])
+
+        def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, one(*xs)), None
+
+        steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, steps[0], tokens[0]))
+        return lax.scan(accumulate, zeros, (steps, tokens))[0]
+
+    return gradients
+
+
+def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+    gradients = _local_gradients(config, model, worst_case)
+    schedule = learning_rate(config.optimizer, config.num_steps)
+    clip_norm, mesh = config.optimizer.clip_norm, model.mesh
+    dropless = config.model.capacity_factor is None
+
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, sums = gradients(state, tokens)
+        with jax.named_scope("reduce_gradients"):
+            grads = _reduce(grads, model.shard_dims, mesh)
+            metrics = lax.psum(sums, ALL) if mesh.size > 1 else sums
+        squares = _squared_norms(grads, model)
+        norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
+        overflow = metrics["dropped"].sum() > 0 if dropless and "dropped" in metrics else jnp.bool_(False)
+        ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
+        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12)) if clip_norm else jnp.float32(1.0)
+        lr = jnp.asarray(schedule(state.step), jnp.float32)
+        with jax.named_scope("optimizer"):
+            leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
+            new = [
+                advance(
+                    w, m, v, g, config=config.optimizer, decay=decays(path, w), lr=lr, step=state.step, clip=clip, ok=ok
+                )
+                for (path, w), m, v, g in zip(
+                    leaves, jax.tree.leaves(state.m), jax.tree.leaves(state.v), jax.tree.leaves(grads), strict=True
+                )
+            ]
+            params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
+        speed = config.model.router.bias_update_speed
+        bias = jax.tree.map(
+            lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias
+        )
+        metrics |= {
+            "grad_norm": norm,
+            "grad_norms": jax.tree.map(jnp.sqrt, squares),
+            "learning_rate": lr,
+            "overflow": overflow,
+            "ok": ok,
+        }
+        return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32)), metrics
+
+    return step
+
+
+def make_program(config: TrainConfig, mesh: Mesh) -> Program:
+    """Build the jitted functions of a run on `mesh`; compiles nothing yet.
+
+    step(state, tokens [A, B, S + 1]) -> (state, metrics); the state is donated. `metrics["ok"]` is False, and the
+    state unchanged, if the loss or gradient norm is not finite or a dropless buffer overflowed (`overflow`; then
+    `step_worst_case` runs the same step with room for every token). evaluate(state, tokens [B, S + 1], weights
+    [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
+    """
+    model = _Model(config, mesh)
+    state_specs = TrainState(
+        model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), REPLICATED
+    )
+    state_shardings = shardings(state_specs, mesh)
+
+    def init() -> TrainState:
+        _, params, bias = nnx.split(model.build(), nnx.Param, RouterBias)
+        zeros = jax.tree.map(jnp.zeros_like, _pure(params))
+        return TrainState(_pure(params), zeros, jax.tree.map(jnp.copy, zeros), _pure(bias), jnp.int32(0))
+
+    def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any, **jit: Any) -> Callable[..., Any]:
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), **jit)
+
+    def evaluate(state: TrainState, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        hidden, head, _ = model(state.params, state.router_bias, tokens[:, :-1], worst_case=True)
+        nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, tokens[:, 1:].reshape(-1), weights.reshape(-1))
+        return lax.psum(nll, ALL)
+
+    def next_logits(state: TrainState, tokens: jax.Array, position: jax.Array) -> jax.Array:
+        hidden, head, _ = model(state.params, state.router_bias, tokens, worst_case=True)
+        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False)
+        logits = jnp.dot(last.astype(jnp.float32), head.astype(jnp.float32))
+        return lax.psum(jnp.where(lax.axis_index(ALL) == 0, logits, 0), ALL)
+
+    def step(worst_case: bool) -> Callable[..., Any]:
+        body = _make_step(config, model, worst_case)
+        return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
+
+    shape = jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        jax.eval_shape(init),
+        state_shardings,
+    )
+    return Program(
+        init=jax.jit(init, out_shardings=state_shardings),
+        step=step(worst_case=False),
+        step_worst_case=step(worst_case=True),
+        evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
+        next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
+        state_shape=shape,
+    )

@@ -1,0 +1,232 @@
+"""Finding text, splitting it into train and held-out, and reading it piece by piece.
+
+A document is a text file or one line of a JSONL file. Nothing here depends on where on a machine the files lie:
+order and split follow from names relative to the path that was given.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a folder is searched for; a file that is named, or matched by a glob, is read whatever its suffix.
+TEXT_SUFFIXES = frozenset(
+    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".jsonl")
+    + (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".sh")
+)
+SHARD_SUFFIX = ".bin"
+PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces of about this size
+STDLIB_EXCLUDED = frozenset(
+    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload")
+)
+STDLIB_MIN_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input; `name` is its path relative to the folder or glob that was given."""
+
+    path: Path
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    field: str | None = None  # JSONL: the field with the text
+
+    @property
+    def order(self) -> str:
+        """A pseudo-random rank that is the same on every machine."""
+        return hashlib.sha256(self.name.encode()).hexdigest()
+
+
+def _input_file(path: Path, root: Path, field: str) -> InputFile:
+    status = path.stat()
+    jsonl = path.suffix == ".jsonl"
+    name = path.relative_to(root).as_posix()
+    return InputFile(path, name, status.st_size, status.st_mtime_ns, field if jsonl else None)
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
+        yield from (Path(folder) / name for name in names if not name.startswith("."))
+
+
+def find_files(pattern: str, field: str) -> list[InputFile]:
+    """The files behind one `data.path`: a file, a folder (recursive) or a glob; sorted by name, never empty.
+
+    Where there are token shards, they are what is meant: a folder of shards also holds their tokenizer and manifest.
+    """
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [_input_file(path, path.parent, field)]
+    if path.is_dir():
+        root = path
+        found = [p for p in _walk(path) if p.suffix in TEXT_SUFFIXES or p.suffix == SHARD_SUFFIX]
+        what = f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards ({SHARD_SUFFIX})"
+    else:
+        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        root = Path(os.path.commonpath([p.parent for p in found])) if found else path
+        what = "no such file or folder, and no file matches it as a glob"
+    if not found:
+        raise ValueError(f"data.path = {pattern!r}: {what}")
+    shards = [p for p in found if p.suffix == SHARD_SUFFIX]
+    return sorted((_input_file(p, root, field) for p in shards or found), key=lambda f: f.name)
+
+
+def standard_library() -> list[InputFile]:
+    """The `.py` sources of the running interpreter's standard library, without its tests; sorted by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in _walk(root, STDLIB_EXCLUDED):
+        # _sysconfigdata* holds this build's compiler flags and paths, not source code.
+        if path.suffix != ".py" or path.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            path.read_bytes().decode()
+        except UnicodeDecodeError:
+            continue
+        files.append(_input_file(path, root, ""))
+    if sum(file.size_bytes for file in files) < STDLIB_MIN_BYTES:
+        raise ValueError(
+            f"data.path = (): the Python standard library in {root} comes without (enough of) its source; "
+            "give a file, folder or glob of text"
+        )
+    return sorted(files, key=lambda f: f.name)
+
+
+def held_out_offsets(files: Sequence[InputFile], target_bytes: int) -> list[int]:
+    """For each file the byte from which on it is held out: 0 all of it, its size none of it.
+
+    Whole files join in a pseudo-random order of their names while they fit into `target_bytes`. Where that gives
+    less than half of it (one file, a few large ones), the last part of the next file in that order joins as well.
+    """
+    offsets = {file.name: file.size_bytes for file in files}
+    left_bytes = target_bytes
+    in_order = sorted((f for f in files if f.size_bytes), key=lambda f: f.order)
+    for file in in_order:
+        if file.size_bytes <= left_bytes:
+            offsets[file.name] = 0
+            left_bytes -= file.size_bytes
+    if left_bytes > target_bytes / 2:
+        split = next((f for f in in_order if offsets[f.name]), None)
+        if split is not None:
+            offsets[split.name] = _last_part(split, max(1, left_bytes))
+    return [offsets[file.name] for file in files]
+
+
+def _last_part(file: InputFile, last_bytes: int) -> int:
+    """Where the last `last_bytes` of a file begin, moved to the next line.
+
+    If no line begins there: in JSONL the last line, in text the next character.
+    """
+    with open(file.path, "rb") as f:
+        start = max(0, file.size_bytes - last_bytes)
+        f.seek(start)
+        tail = f.read()
+        newline = tail.rstrip(b"\n").find(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        if file.field is None:
+            return start + next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
+        f.seek(0)
+        last_line = position = 0
+        for line in f:
+            last_line = position if line.strip() else last_line
+            position += len(line)
+        return last_line
+
+
+def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+    """(text, ends its document) of the bytes [start, stop) of a file; documents without text are left out.
+
+    `ValueError` names the file and the byte, or the file and the line, of what cannot be read.
+    """
+    if file.field is None:
+        return _text_pieces(file, start, stop)
+    return _jsonl_pieces(file, file.field, start, stop)
+
+
+def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open(file.path, "rb") as f:
+        f.seek(start)
+        position = start
+        while position < stop:
+            data = f.read(min(PIECE_BYTES, stop - position))
+            data += f.readline(min(PIECE_BYTES, stop - position - len(data)))
+            if not data:
+                raise ValueError(f"{file.path}: became shorter while it was read")
+            decoded = position - len(decoder.getstate()[0])
+            position += len(data)
+            try:
+                text = decoder.decode(data, final=position >= stop)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file.path}: not UTF-8 at byte {decoded + error.start}: {error.reason}") from error
+            yield text, position >= stop
+
+
+def _jsonl_pieces(file: InputFile, field: str, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+    with open(file.path, "rb") as f:
+        f.seek(start)
+        position = start
+        while position < stop and (line := f.readline()):
+            if line.strip():
+                try:
+                    text = _json_text(line, field)
+                except ValueError as error:
+                    raise ValueError(f"{file.path}:{_line_number(file.path, position)}: {error}") from error
+                for first in range(0, len(text), PIECE_BYTES):
+                    yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
+            position += len(line)
+
+
+def _json_text(line: bytes, field: str) -> str:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} of the line: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(record, dict) or field not in record:
+        fields = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
+        raise ValueError(f"data.field = {field!r}: not in this line, which has: {fields or 'nothing'}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"data.field = {field!r}: is a {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"data.field = {field!r}: half a surrogate pair at character {error.start}") from error
+    return text
+
+
+def _line_number(path: Path, position: int) -> int:
+    with open(path, "rb") as f:
+        line, left = 1, position
+        while left > 0 and (data := f.read(min(PIECE_BYTES, left))):
+            line += data.count(b"\n")
+            left -= len(data)
+    return line
+
+
+def sample_texts(files: Sequence[InputFile], stops: Sequence[int], limit_bytes: int) -> Iterator[str]:
+    """About `limit_bytes` of the first `stops[i]` bytes of each file, spread over the files by their size."""
+    share = min(1.0, limit_bytes / max(1, sum(stops)))
+    left = limit_bytes
+    for file, stop in sorted(zip(files, stops, strict=True), key=lambda pair: pair[0].order):
+        wanted = min(left, max(1, int(stop * share)))
+        for text, _ in read_pieces(file, 0, stop):
+            yield text
+            wanted -= len(text)
+            left -= len(text)
+            if wanted <= 0:
+                break
+        if left <= 0:
+            return

@@ -1,0 +1,107 @@
+"""Byte-level BPE: training, loading and encoding of documents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+# What other families call the token that ends a document.
+END_OF_TEXT_NAMES = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|im_end|>",
+    "[EOS]",
+    "[SEP]",
+)
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
+BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer's threads at once
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedTokenizer:
+    """A tokenizer with what the data needs to know: every id is below `vocab_size`, `eot` ends a document.
+
+    fingerprint: SHA-256 of the tokenizer.json, so that shards can name the tokenizer that made them.
+    """
+
+    tokenizer: Tokenizer
+    path: Path
+    eot: int
+    vocab_size: int
+    fingerprint: str
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of at most `vocab_size` tokens, lossless for any text; `<|endoftext|>` has id 0."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"model.vocab_size = {vocab_size}: must be at least {MIN_VOCAB_SIZE} for a byte-level BPE to be trained"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
+    """Read a `tokenizer.json`; `ValueError` if it is missing, broken, too large or without an end-of-text token."""
+    if not path.is_file():
+        raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
+    content = path.read_bytes()
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # tokenizers raises bare Exception; nothing is swallowed
+        raise ValueError(f"data.tokenizer = {str(path)!r}: not a readable tokenizer.json: {error}") from error
+    # Settings for a model's inputs that some files carry would cut or pad documents in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # A document that spells out "<|endoftext|>" is text, not the end of a document.
+    tokenizer.encode_special_tokens = True
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    vocab_size = max(ids.values(), default=-1) + 1
+    if vocab_size > max_vocab_size:
+        raise ValueError(
+            f"data.tokenizer = {str(path)!r}: its vocabulary of {vocab_size} tokens exceeds "
+            f"model.vocab_size = {max_vocab_size}"
+        )
+    eot = next((ids[name] for name in END_OF_TEXT_NAMES if name in ids), None)
+    if eot is None:
+        raise ValueError(
+            f"data.tokenizer = {str(path)!r}: has no end-of-text token; looked for {', '.join(END_OF_TEXT_NAMES)}"
+        )
+    return LoadedTokenizer(tokenizer, path, eot, vocab_size, hashlib.sha256(content).hexdigest())
+
+
+def encode_pieces(loaded: LoadedTokenizer, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
+    """(ids, bytes of text) for each (text, ends its document); a document's last piece gets the end-of-text id."""
+    batch: list[tuple[str, bool]] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[0])
+        if characters >= BATCH_CHARACTERS or len(batch) >= 4096:
+            yield from _encode_batch(loaded, batch)
+            batch, characters = [], 0
+    yield from _encode_batch(loaded, batch)
+
+
+def _encode_batch(loaded: LoadedTokenizer, batch: list[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
+    encodings = loaded.tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+    for encoding, (text, ends_document) in zip(encodings, batch, strict=True):
+        yield encoding.ids + [loaded.eot] * ends_document, len(text.encode())

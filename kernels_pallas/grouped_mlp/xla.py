@@ -1,0 +1,172 @@
+"""The grouped MLP in plain XLA, with no masked expert work.
+
+Legend: N rows sorted by group, L groups (local experts), C slots a group, B rows a tile, D hidden, F expert hidden,
+U = 2F (SwiGLU) or F (GELU).
+
+The first C rows of every group go through one batched product [L, C, D]; rows beyond them, if routing is skewed,
+through a loop over tiles of B rows that runs as often as there are such tiles. Balanced routing never enters the
+loop, and any routing is exact. Forward and backward keep the ragged rows and the slots' pre-activations.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.grouped_mlp.reference import activate
+from kernels_pallas.matmul import dot, transposed
+from kernels_pallas.token_permute.reference import take_rows
+
+TILE_ROWS = 128
+
+
+class Weights(NamedTuple):
+    """One expert's, or all experts', weights. Biases may be None."""
+
+    w_up: jax.Array
+    w_down: jax.Array
+    b_up: jax.Array | None
+    b_down: jax.Array | None
+
+
+class _Layout(NamedTuple):
+    rows_LC: jax.Array  # the row in each slot, N where empty
+    slot_N: jax.Array  # the slot of each row, L * C where it has none
+    starts_L: jax.Array
+    ends_L: jax.Array
+    tiles_L: jax.Array  # overflow tiles of each group
+
+
+def _layout(group_sizes_L: jax.Array, num_rows: int, slots: int) -> _Layout:
+    num_groups = group_sizes_L.shape[0]
+    ends_L = jnp.cumsum(group_sizes_L)
+    starts_L = ends_L - group_sizes_L
+    at_C = jnp.arange(slots, dtype=jnp.int32)
+    rows_LC = jnp.where(at_C < group_sizes_L[:, None], starts_L[:, None] + at_C, num_rows)
+    at_N = jnp.arange(num_rows, dtype=jnp.int32)
+    group_N = (at_N[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
+    position_N = at_N - starts_L[jnp.minimum(group_N, num_groups - 1)]
+    slotted_N = (group_N < num_groups) & (position_N < slots)
+    slot_N = jnp.where(slotted_N, group_N * slots + position_N, num_groups * slots)
+    over_L = jnp.maximum(group_sizes_L - slots, 0)
+    return _Layout(rows_LC, slot_N, starts_L, ends_L, (over_L + TILE_ROWS - 1) // TILE_ROWS)
+
+
+def _tile(layout: _Layout, i: jax.Array, num_rows: int, slots: int) -> tuple[jax.Array, jax.Array]:
+    """(group, rows [B]) of overflow tile i; rows past the group's end are `num_rows`."""
+    tile_ends_L = jnp.cumsum(layout.tiles_L)
+    group = (i >= tile_ends_L).sum(dtype=jnp.int32)
+    j = i - (tile_ends_L[group] - layout.tiles_L[group])
+    rows_B = layout.starts_L[group] + slots + j * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    return group, jnp.where(rows_B < layout.ends_L[group], rows_B, num_rows)
+
+
+def _of(weights: Weights, group: jax.Array) -> Weights:
+    """One group's weights. bfloat16 is sliced as bits: XLA:CPU would convert the whole array to float32 first."""
+
+    def pick(w: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(w, jnp.uint16) if w.dtype == jnp.bfloat16 else w
+        one = lax.dynamic_index_in_dim(bits, group, 0, keepdims=False)
+        return lax.bitcast_convert_type(one, w.dtype)
+
+    return jax.tree.map(pick, weights)
+
+
+def _up(x: jax.Array, weights: Weights) -> jax.Array:
+    h = dot(x, weights.w_up)
+    if weights.b_up is not None:
+        h = h + weights.b_up[..., None, :].astype(jnp.float32)
+    return h.astype(x.dtype)
+
+
+def _down(h: jax.Array, weights: Weights, activation: str) -> jax.Array:
+    y = dot(activate(h.astype(jnp.float32), activation).astype(h.dtype), weights.w_down)
+    if weights.b_down is not None:
+        y = y + weights.b_down[..., None, :].astype(jnp.float32)
+    return y.astype(h.dtype)
+
+
+def _backward(
+    x: jax.Array, h: jax.Array, dy: jax.Array, weights: Weights, activation: str
+) -> tuple[jax.Array, Weights]:
+    """Gradients of one batched MLP, (dx, dweights), from its input, pre-activation and output gradient."""
+    a, activate_vjp = jax.vjp(lambda h: activate(h, activation), h.astype(jnp.float32))
+    da = dot(dy, weights.w_down, b_transposed=True)
+    dh32 = activate_vjp(da)[0]
+    dh = dh32.astype(h.dtype)
+    dw_down = dot(transposed(a.astype(h.dtype)), dy)
+    dw_up = dot(transposed(x), dh)
+    dx = dot(dh, weights.w_up, b_transposed=True).astype(x.dtype)
+    db_up = None if weights.b_up is None else dh32.sum(axis=-2)
+    db_down = None if weights.b_down is None else dy.astype(jnp.float32).sum(axis=-2)
+    return dx, Weights(dw_up, dw_down, db_up, db_down)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_mlp(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> jax.Array:
+    return _forward(x_ND, group_sizes_L, weights, activation, slots)[0]
+
+
+def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> Any:
+    num_rows = x_ND.shape[0]
+    layout = _layout(group_sizes_L, num_rows, slots)
+    h_LCU = _up(take_rows(x_ND, layout.rows_LC), weights)
+    y_LCD = _down(h_LCU, weights, activation)
+    y_ND = take_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
+    if slots < num_rows:
+
+        def tile(i: jax.Array, y_ND: jax.Array) -> jax.Array:
+            group, rows_B = _tile(layout, i, num_rows, slots)
+            mine = _of(weights, group)
+            y_BD = _down(_up(take_rows(x_ND, rows_B), mine), mine, activation)
+            return y_ND.at[rows_B].set(y_BD, mode="drop")
+
+        y_ND = lax.fori_loop(0, layout.tiles_L.sum(dtype=jnp.int32), tile, y_ND)
+    return y_ND, (x_ND, layout, weights, h_LCU)
+
+
+def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Array) -> Any:
+    x_ND, layout, weights, h_LCU = residuals
+    num_rows = x_ND.shape[0]
+    dx_LCD, dweights = _backward(
+        take_rows(x_ND, layout.rows_LC), h_LCU, take_rows(dy_ND, layout.rows_LC), weights, activation
+    )
+    dx_ND = take_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
+    if slots < num_rows:
+
+        def tile(i: jax.Array, carry: tuple[jax.Array, Weights]) -> tuple[jax.Array, Weights]:
+            dx_ND, dweights = carry
+            group, rows_B = _tile(layout, i, num_rows, slots)
+            mine, x_BD = _of(weights, group), take_rows(x_ND, rows_B)
+            dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation)
+            dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
+            return dx_ND.at[rows_B].set(dx_BD, mode="drop"), dweights
+
+        tiles = layout.tiles_L.sum(dtype=jnp.int32)
+        dx_ND, dweights = lax.fori_loop(0, tiles, tile, (dx_ND, dweights))
+    return dx_ND, None, jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
+
+
+_grouped_mlp.defvjp(_forward, _grouped_mlp_bwd)
+
+
+def grouped_mlp(
+    x_ND: jax.Array,
+    group_sizes_L: jax.Array,
+    w_up_LDU: jax.Array,
+    w_down_LFD: jax.Array,
+    b_up_LU: jax.Array | None,
+    b_down_LD: jax.Array | None,
+    *,
+    activation: str,
+    slots: int,
+) -> jax.Array:
+    """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups are zero.
+
+    slots: rows of each group that take the batched product; rows beyond them are exact but slower. A fair share of
+    the rows plus a quarter is a good value.
+    """
+    weights = Weights(w_up_LDU, w_down_LFD, b_up_LU, b_down_LD)
+    return _grouped_mlp(x_ND, group_sizes_L, weights, activation, min(slots, x_ND.shape[0]))

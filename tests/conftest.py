@@ -1,0 +1,111 @@
+"""JAX as every test sees it: 8 fake CPU devices, strict dtype promotion; and fixtures that run real processes."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+# XLA sizes its thread pools from this when the backend starts. 8 fake devices that meet in a collective need more
+# threads than a small machine has cores, or they wait for each other for ever. Child processes inherit both.
+os.environ.setdefault("NPROC", "16")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+NUM_DEVICES = 8
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set JAX up before any test module is imported."""
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # a plugin may have imported jax before us
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    # JAX does not write cache entries atomically: parallel workers must not read each other's.
+    cache = config.rootpath / ".pytest_cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
+    """This process's environment with `changes`; None takes a variable away."""
+    merged = {**os.environ, **(changes or {})}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """SIGKILL a process started here and everything it started, and reap it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_python(args, env=None, timeout=300)` runs `python *args` from the repository root to its end.
+
+    env: changes to this process's environment, None takes a variable away. After `timeout` seconds the process and
+    its children get SIGKILL and the test fails with the output so far. Returns returncode, stdout, stderr (text).
+    """
+
+    def run(
+        args: Sequence[str | Path], env: Mapping[str, str | None] | None = None, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *map(str, args)]
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that its children can be killed with it
+        ) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                kill_group(process)
+                stdout, stderr = process.communicate()
+                pytest.fail(f"{command} ran longer than {timeout} s\n{stdout[-4000:]}\n{stderr[-4000:]}")
+            finally:
+                kill_group(process)
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+    return run
+
+
+@pytest.fixture
+def start_python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start_python(args, log, env=None)` starts `python *args` from the repository root and returns at once.
+
+    stdout and stderr go to the file `log`, so that no process waits for a reader. What still runs when the test
+    ends gets SIGKILL, its children too.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        args: Sequence[str | Path], log: Path, env: Mapping[str, str | None] | None = None
+    ) -> subprocess.Popen[str]:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, args)],
+                cwd=ROOT,
+                env=_environment(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        kill_group(process)

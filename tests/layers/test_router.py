@@ -1,0 +1,404 @@
+"""The router against plain numpy (values) and an independent dense formulation (gradients)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jmoe.config import RouterConfig
+from jmoe.layers.router import (
+    Router,
+    RouterBias,
+    Routing,
+    balance_loss_local,
+    route,
+    top_k_indices,
+    updated_bias,
+    z_loss_local,
+)
+
+T, D, E = 96, 24, 16
+CASES = {
+    "switch": (1, RouterConfig(kind="switch")),
+    "gshard": (2, RouterConfig(kind="gshard", norm_topk_prob=False)),  # gshard always normalises
+    "softmax": (3, RouterConfig(kind="softmax")),
+    "softmax-raw": (3, RouterConfig(kind="softmax", norm_topk_prob=False)),
+    "softmax-top1": (1, RouterConfig(kind="softmax")),
+    "sigmoid": (4, RouterConfig(kind="sigmoid", routed_scaling_factor=2.5)),
+    "sigmoid-raw": (4, RouterConfig(kind="sigmoid", norm_topk_prob=False)),
+    "group_limited": (3, RouterConfig(kind="group_limited", n_group=4, topk_group=2, routed_scaling_factor=2.5)),
+    "group-of-one": (2, RouterConfig(kind="group_limited", n_group=16, topk_group=3)),
+}
+BIASED = ("sigmoid", "group_limited")
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def make(name: str, seed: int = 0) -> tuple[Router, np.ndarray]:
+    """A router whose bias is large enough to change the choice, and inputs."""
+    k, config = CASES[name]
+    rng = np.random.default_rng(seed)
+    router = Router(D, E, k, config, rngs=nnx.Rngs(seed), kernel_init=jax.nn.initializers.normal(0.4))
+    if config.kind in BIASED:
+        assert router.e_score_correction_bias is not None
+        router.e_score_correction_bias[...] = jnp.asarray(rng.normal(size=E) * 0.3, jnp.float32)
+    return router, rng.normal(size=(T, D)).astype(np.float32)
+
+
+def jitted(router: Router) -> Callable[[jax.Array], Routing]:
+    """`router` as one compiled program."""
+    graph, state = nnx.split(router)
+    return jax.jit(lambda x_TD: nnx.merge(graph, state)(x_TD))
+
+
+def reference(router: Router, x_TD: np.ndarray) -> dict[str, np.ndarray]:
+    """The same routing, token by token, in float64."""
+    k, config = router.num_experts_per_tok, router.config
+    logits_TE = x_TD.astype(np.float64) @ np.asarray(router.kernel[...], np.float64)
+    bias = router.e_score_correction_bias
+    bias_E = np.zeros(E) if bias is None else np.asarray(bias[...], np.float64)
+    out: dict[str, Any] = {"idx": [], "weights": [], "counts": np.zeros(E, int), "probs_sum": np.zeros(E)}
+    out |= {"z_sum": 0.0, "entropy_sum": 0.0, "open": []}
+    for logits in logits_TE:
+        biased = config.kind in BIASED
+        scores = 1 / (1 + np.exp(-logits)) if biased else np.exp(logits) / np.exp(logits).sum()
+        probs = scores / scores.sum()
+        choice = scores + bias_E
+        open_groups = list(range(config.n_group))
+        if config.kind == "group_limited":
+            size = E // config.n_group
+            value = [np.sort(choice[g * size : (g + 1) * size])[-2:].sum() for g in range(config.n_group)]
+            open_groups = sorted(np.argsort(np.negative(value), kind="stable")[: config.topk_group].tolist())
+            choice = np.array([c if e // size in open_groups else -np.inf for e, c in enumerate(choice)])
+        idx = np.argsort(-choice, kind="stable")[:k]
+        weights = scores[idx]
+        if k > 1 and (config.kind == "gshard" or config.norm_topk_prob):
+            weights = weights / weights.sum()
+        out["idx"].append(idx)
+        out["weights"].append(weights * config.routed_scaling_factor)
+        out["open"].append(open_groups)
+        out["counts"][idx] += 1
+        out["probs_sum"] += probs
+        out["z_sum"] += np.log(np.exp(logits).sum()) ** 2
+        out["entropy_sum"] -= (probs * np.log(probs)).sum()
+    return {name: np.asarray(value) for name, value in out.items()}
+
+
+@cases
+def test_values_agree_with_numpy(name: str) -> None:
+    router, x_TD = make(name)
+    routing, expected = jitted(router)(jnp.asarray(x_TD)), reference(router, x_TD)
+    np.testing.assert_array_equal(routing.topk_idx_TK, expected["idx"])
+    np.testing.assert_array_equal(routing.counts_E, expected["counts"])
+    np.testing.assert_allclose(routing.topk_weights_TK, expected["weights"], rtol=1e-5)
+    np.testing.assert_allclose(routing.probs_sum_E, expected["probs_sum"], rtol=1e-5)
+    np.testing.assert_allclose(routing.z_sum, expected["z_sum"], rtol=1e-5)
+    np.testing.assert_allclose(routing.entropy_sum, expected["entropy_sum"], rtol=1e-5)
+    assert routing.topk_idx_TK.dtype == routing.counts_E.dtype == jnp.int32
+    assert routing.topk_weights_TK.dtype == routing.probs_sum_E.dtype == jnp.float32
+
+
+def objective(weights_TK: jax.Array, probs_sum_E: jax.Array, z_sum: jax.Array) -> jax.Array:
+    """A scalar in which each differentiable output has its own, uneven weight."""
+    a_TK = jnp.cos(jnp.arange(weights_TK.size, dtype=jnp.float32)).reshape(weights_TK.shape)
+    b_E = jnp.sin(jnp.arange(probs_sum_E.size, dtype=jnp.float32))
+    return jnp.sum(a_TK * weights_TK) + 0.3 * jnp.sum(b_E * probs_sum_E) + 0.01 * z_sum
+
+
+def dense(x_TD: jax.Array, kernel_DE: jax.Array, idx: np.ndarray, config: RouterConfig) -> jax.Array:
+    """`objective` of the chosen experts, written with plain exponentials, divisions and a one-hot mask."""
+    exp_TE = jnp.exp(x_TD @ kernel_DE)
+    scores_TE = exp_TE / (1 + exp_TE) if config.kind in BIASED else exp_TE / exp_TE.sum(1, keepdims=True)
+    mask_TKE = jnp.asarray(np.eye(E, dtype=np.float32)[idx])
+    weights_TK = jnp.einsum("tke,te->tk", mask_TKE, scores_TE)
+    if idx.shape[1] > 1 and (config.kind == "gshard" or config.norm_topk_prob):
+        weights_TK = weights_TK / weights_TK.sum(1, keepdims=True)
+    probs_TE = scores_TE / scores_TE.sum(1, keepdims=True)
+    z_sum = jnp.sum(jnp.log(exp_TE.sum(1)) ** 2)
+    return objective(weights_TK * config.routed_scaling_factor, probs_TE.sum(0), z_sum)
+
+
+@cases
+def test_gradients_agree_with_a_dense_formulation(name: str) -> None:
+    router, x_TD = make(name)
+    parts: Any = nnx.split(router, nnx.Param, ...)
+    graph, state, rest = parts
+
+    def loss(state: nnx.State, x_TD: jax.Array) -> jax.Array:
+        routing = nnx.merge(graph, state, rest)(x_TD)
+        return objective(routing.topk_weights_TK, routing.probs_sum_E, routing.z_sum)
+
+    value, (d_state, d_x) = jax.jit(jax.value_and_grad(loss, (0, 1)))(state, jnp.asarray(x_TD))
+    idx = reference(router, x_TD)["idx"]
+    plain = jax.jit(jax.value_and_grad(lambda x, kernel: dense(x, kernel, idx, router.config), (0, 1)))
+    expected, (e_x, e_kernel) = plain(jnp.asarray(x_TD), router.kernel[...])
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    d_kernel = d_state["kernel"][...]
+    for ours, theirs in ((d_kernel, e_kernel), (d_x, e_x)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(jnp.abs(theirs).max()))
+        assert float(jnp.abs(ours).max()) > 1e-3
+
+
+def test_entropy_and_bias_carry_no_gradient() -> None:
+    logits = jax.random.normal(jax.random.key(0), (T, E))
+    assert not jax.grad(lambda a: route(a, 2).entropy_sum)(logits).any()
+    config = RouterConfig(kind="sigmoid")
+    assert not jax.grad(lambda b: route(logits, 2, config, b).topk_weights_TK[:, 0].sum())(jnp.zeros(E)).any()
+
+
+def test_no_scatter_in_the_gradient() -> None:
+    """XLA:CPU scatters row by row, and float scatters on GPU add in no fixed order."""
+    config = RouterConfig(kind="group_limited", n_group=4, topk_group=2)
+
+    def loss(logits: jax.Array) -> jax.Array:
+        routing = route(logits, 3, config)
+        return objective(routing.topk_weights_TK, routing.probs_sum_E, routing.z_sum)
+
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones((T, E))))
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_top_k_indices_breaks_ties_like_lax(k: int) -> None:
+    scores = jnp.asarray(np.random.default_rng(k).integers(0, 4, (200, 12)), jnp.float32)  # nearly every row ties
+    np.testing.assert_array_equal(top_k_indices(scores, k), lax.top_k(scores, k)[1])
+    np.testing.assert_array_equal(top_k_indices(jnp.zeros((3, 12)), k), np.tile(np.arange(k), (3, 1)))
+
+
+def test_not_a_number_gives_valid_experts() -> None:
+    routing = jax.jit(route, static_argnums=1)(jnp.full((4, E), jnp.nan), 3)
+    assert ((routing.topk_idx_TK >= 0) & (routing.topk_idx_TK < E)).all()
+    assert int(routing.counts_E.sum()) == 12
+    assert jnp.isnan(routing.topk_weights_TK).all()
+
+
+def test_group_limit_is_obeyed() -> None:
+    k, config = CASES["group_limited"]
+    size = E // config.n_group
+    for seed in range(5):
+        router, x_TD = make("group_limited", seed)
+        groups_TK = np.asarray(jitted(router)(jnp.asarray(x_TD)).topk_idx_TK) // size
+        assert max(len(set(row)) for row in groups_TK.tolist()) <= config.topk_group
+        allowed = reference(router, x_TD)["open"]
+        assert all(set(row) <= set(ok) for row, ok in zip(groups_TK.tolist(), allowed.tolist(), strict=True))
+    # a bias below -1 makes every biased score negative; closed groups must stay closed
+    routing = route(jnp.zeros((4, E)), k, config, jnp.linspace(-3.0, -2.0, E))
+    assert (routing.topk_idx_TK >= E - config.topk_group * size).all()
+
+
+def test_bias_selects_but_does_not_weigh() -> None:
+    logits, config = jnp.linspace(-1.0, 1.0, E)[None], RouterConfig(kind="sigmoid", norm_topk_prob=False)
+    routing = route(logits, 2, config, jnp.zeros(E).at[0].set(5.0))
+    assert routing.topk_idx_TK.tolist() == [[0, E - 1]]
+    np.testing.assert_allclose(routing.topk_weights_TK[0], jax.nn.sigmoid(logits[0, jnp.array([0, E - 1])]), rtol=1e-6)
+
+
+def test_jitter_only_in_training_and_within_bounds() -> None:
+    noise = 0.1
+    config = RouterConfig(kind="switch", jitter_noise=noise)
+    # hidden size 1 and a kernel of (1, 0): logits are (jittered x, 0), so z_sum of one token gives the jitter away
+    router = Router(1, 2, 1, config, rngs=nnx.Rngs(0))
+    router.kernel[...] = jnp.array([[1.0, 0.0]])
+    one = jnp.ones((1, 1))
+    graph, state = nnx.split(router)
+    run = jax.jit(lambda x, key, train: nnx.merge(graph, state)(x, key=key, train=train), static_argnames="train")
+
+    def seen(key: jax.Array | None, train: bool) -> float:
+        return float(jnp.log(jnp.exp(jnp.sqrt(run(one, key=key, train=train).z_sum)) - 1))
+
+    keys = jax.random.split(jax.random.key(0), 50)
+    values = [seen(key, True) for key in keys]
+    assert 1 - noise - 1e-5 <= min(values) < 1 - noise / 2
+    assert 1 + noise / 2 < max(values) <= 1 + noise + 1e-5
+    assert seen(keys[0], True) == values[0]
+    assert seen(keys[0], False) == pytest.approx(1.0, abs=1e-6)
+    assert seen(None, False) == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(ValueError, match=r"key = None.*jitter_noise = 0\.1"):
+        router(one, train=True)
+    calm = Router(1, 2, 1, RouterConfig(kind="switch"), rngs=nnx.Rngs(0))
+    assert float(calm(one, train=True).z_sum) == float(calm(one).z_sum)
+
+
+def test_bias_update_drives_a_skewed_load_to_balance() -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(512, E)) + np.linspace(-2, 2, E), jnp.float32)  # a strong favourite
+    config = RouterConfig(kind="sigmoid")
+
+    @jax.jit
+    def step(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+        counts_E = route(logits, 2, config, bias_E).counts_E
+        return updated_bias(bias_E, counts_E, 0.01), counts_E
+
+    bias_E = jnp.zeros(E)
+    _, before = step(bias_E)
+    for _ in range(150):
+        bias_E, counts_E = step(bias_E)
+    fair = 512 * 2 / E
+    assert int(before.min()) < 0.1 * fair and int(before.max()) > 2.5 * fair
+    assert int(counts_E.min()) > 0.75 * fair and int(counts_E.max()) < 1.25 * fair
+
+
+def test_bias_update_values_and_layers() -> None:
+    bias_LE, load_LE = jnp.zeros((2, 3)), jnp.array([[1, 5, 3], [2, 2, 2]], jnp.int32)
+    expected = np.array([[0.5, -0.5, 0.0], [0.0, 0.0, 0.0]], np.float32)
+    np.testing.assert_array_equal(updated_bias(bias_LE, load_LE, 0.5), expected)
+    with pytest.raises(ValueError, match="load_E.shape"):
+        updated_bias(jnp.zeros(3), jnp.zeros(4), 0.5)
+
+
+def global_losses(x_TD: jax.Array, kernel_DE: jax.Array, k: int) -> jax.Array:
+    """Balance plus z-loss of the whole batch by their definitions."""
+    logits_TE = x_TD @ kernel_DE
+    probs_TE = jax.nn.softmax(logits_TE)
+    share_E = jax.nn.one_hot(lax.top_k(probs_TE, k)[1], E).mean((0, 1))
+    return E * jnp.sum(share_E * probs_TE.mean(0)) + jnp.mean(jax.nn.logsumexp(logits_TE, 1) ** 2)
+
+
+def test_local_losses_of_shards_sum_to_the_global_loss_and_gradient() -> None:
+    router, x_TD = make("softmax")
+    x, kernel, k, shards = jnp.asarray(x_TD), router.kernel[...], 3, 4
+    counts_E = route(x @ kernel, k).counts_E  # what the psum over devices gives
+
+    def local(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
+        routing = route(x_TD @ kernel_DE, k)
+        return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + z_loss_local(routing.z_sum, T)
+
+    run = jax.jit(jax.value_and_grad(local, (0, 1)))
+    parts = [run(part, kernel) for part in jnp.split(x, shards)]
+    value, (d_x, d_kernel) = jax.jit(jax.value_and_grad(global_losses, (0, 1)), static_argnums=2)(x, kernel, k)
+    np.testing.assert_allclose(sum(part[0] for part in parts), value, rtol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([part[1][0] for part in parts]), d_x, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(sum(part[1][1] for part in parts), d_kernel, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_losses_under_shard_map(check_vma: bool) -> None:
+    router, x_TD = make("softmax")
+    x, kernel, k = jnp.asarray(x_TD), router.kernel[...], 3
+    mesh = jax.make_mesh((min(4, jax.device_count()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def step_local(x_TD: jax.Array, kernel_DE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        kernel_DE = lax.pcast(kernel_DE, "data", to="varying") if check_vma else kernel_DE
+
+        def loss(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
+            routing = route(x_TD @ kernel_DE, k)
+            counts_E = lax.psum(routing.counts_E, "data")
+            return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + z_loss_local(routing.z_sum, T)
+
+        value, (d_x, d_kernel) = jax.value_and_grad(loss, (0, 1))(x_TD, kernel_DE)
+        return lax.psum(value, "data"), d_x, lax.psum(d_kernel, "data")
+
+    step = jax.shard_map(
+        step_local, mesh=mesh, in_specs=(split, whole), out_specs=(whole, split, whole), check_vma=check_vma
+    )
+    value, (d_x, d_kernel) = jax.jit(jax.value_and_grad(global_losses, (0, 1)), static_argnums=2)(x, kernel, k)
+    ours = jax.block_until_ready(jax.jit(step)(x, kernel))
+    np.testing.assert_allclose(ours[0], value, rtol=1e-5)
+    np.testing.assert_allclose(ours[1], d_x, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(ours[2], d_kernel, rtol=1e-4, atol=1e-6)
+
+
+def test_equal_probabilities_and_uniform_counts_give_balance_loss_one() -> None:
+    for num_experts, k in ((8, 1), (16, 2), (128, 8)):
+        tokens = num_experts * 4
+        routing = jax.jit(route, static_argnums=1)(jnp.zeros((tokens, num_experts)), k)
+        counts_E = jnp.full(num_experts, tokens * k // num_experts, jnp.int32)
+        loss = balance_loss_local(routing.probs_sum_E, counts_E, tokens, num_experts, k)
+        assert float(loss) == pytest.approx(1.0, abs=1e-6)
+        assert float(routing.entropy_sum) / tokens == pytest.approx(np.log(num_experts), rel=1e-5)
+    stacked = balance_loss_local(jnp.ones((3, 4)), jnp.full((3, 4), 1, jnp.int32), jnp.int32(4), 4, 1)
+    np.testing.assert_allclose(stacked, np.ones(3), rtol=1e-6)
+
+
+@cases
+def test_jit_scan_remat_and_vmap_agree_with_a_plain_call(name: str) -> None:
+    router, x_TD = make(name)
+    x_LTD = jnp.asarray(x_TD).reshape(3, T // 3, D)
+    graph, state = nnx.split(router)
+
+    def call(x_TD: jax.Array) -> Routing:
+        return nnx.merge(graph, state)(x_TD)
+
+    run = jitted(router)
+    plain = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[run(x) for x in x_LTD])
+    scanned = jax.jit(lambda x: lax.scan(lambda c, x: (c, jax.checkpoint(call)(x)), 0, x)[1])(x_LTD)
+    mapped = jax.jit(jax.vmap(call))(x_LTD)
+    for other in (scanned, mapped):
+        assert isinstance(other, Routing)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, plain)
+
+    def loss(x_LTD: jax.Array, remat: bool) -> jax.Array:
+        body = jax.checkpoint(call) if remat else call
+        out = lax.scan(lambda c, x: (c, body(x)), 0, x_LTD)[1]
+        return objective(out.topk_weights_TK.reshape(T, -1), out.probs_sum_E.sum(0), out.z_sum.sum())
+
+    gradients = [jax.jit(jax.grad(loss), static_argnums=1)(x_LTD, remat) for remat in (False, True)]
+    np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+
+
+def test_stacked_layers_run_in_a_scan() -> None:
+    """Layers made with vmap, their parameters scanned: how the decoder runs them."""
+    config = RouterConfig(kind="sigmoid")
+    keys = jax.random.split(jax.random.key(0), 3)
+    graph, states = nnx.split(nnx.vmap(lambda key: Router(D, E, 2, config, rngs=nnx.Rngs(params=key)))(keys))
+    x = jax.random.normal(jax.random.key(1), (T, D))
+    _, out = lax.scan(lambda c, state: (c, nnx.merge(graph, state)(x)), 0, states)
+    assert out.topk_idx_TK.shape == (3, T, 2)
+    assert out.counts_E.sum(1).tolist() == [2 * T] * 3
+    assert not (out.probs_sum_E[0] == out.probs_sum_E[1]).any()
+
+
+def test_low_precision_inputs_are_routed_in_float32() -> None:
+    router, x_TD = make("softmax")
+    x = jnp.asarray(x_TD, jnp.bfloat16)
+    low, full = jitted(router)(x), jitted(router)(x.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, low, full)
+    assert jax.grad(lambda x: router(x).z_sum)(x).dtype == jnp.bfloat16
+
+
+def test_variables() -> None:
+    router, _ = make("sigmoid")
+    parts: Any = nnx.split(router, nnx.Param, RouterBias)
+    _, params, biases = parts
+    assert list(params) == ["kernel"] and list(biases) == ["e_score_correction_bias"]
+    assert router.kernel[...].shape == (D, E) and router.kernel[...].dtype == jnp.float32
+    assert make("softmax")[0].e_score_correction_bias is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8, 2), "hidden_size = 0"),
+        ((4, 8, 9), "num_experts_per_tok = 9: must be between 1 and num_experts = 8"),
+        ((4, 8, 2, RouterConfig(kind="switch")), "num_experts_per_tok = 2: must be 1"),
+        ((4, 8, 1, RouterConfig(kind="gshard")), "num_experts_per_tok = 1: must be 2"),
+        ((4, 8, 2, RouterConfig(kind="group_limited", n_group=3)), "n_group = 3: must divide num_experts = 8"),
+        ((4, 8, 3, RouterConfig(kind="group_limited", n_group=4)), "num_experts_per_tok = 3: must not exceed the 2"),
+    ],
+)
+def test_bad_settings(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Router(*arguments, rngs=nnx.Rngs(0))
+
+
+def test_bad_shapes() -> None:
+    router, x_TD = make("sigmoid")
+    with pytest.raises(ValueError, match=rf"x_TD.shape = \({T}, {D + 1}\): must be \[tokens, hidden_size = {D}\]"):
+        router(jnp.zeros((T, D + 1)))
+    with pytest.raises(ValueError, match="x_TD.shape"):
+        router(jnp.zeros((2, T, D)))
+    with pytest.raises(ValueError, match="logits_TE.shape"):
+        route(jnp.zeros(E), 1)
+    with pytest.raises(ValueError, match=r"bias_E.shape = \(3,\): must be \(16,\)"):
+        route(jnp.zeros((T, E)), 1, RouterConfig(kind="sigmoid"), jnp.zeros(3))
+    with pytest.raises(ValueError, match="router.kind = 'softmax': takes no bias_E"):
+        route(jnp.zeros((T, E)), 1, RouterConfig(), jnp.zeros(E))
+    with pytest.raises(ValueError, match="counts_global_E.shape"):
+        balance_loss_local(jnp.zeros(E), jnp.zeros(E - 1, jnp.int32), T, E, 2)

@@ -1,0 +1,239 @@
+"""Settings: every kind of bad value is named with its field and its constraint; presets have their published sizes."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from configs import PRESETS
+from jmoe.config import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    RouterConfig,
+    TrainConfig,
+    differences,
+)
+
+
+def experts(**router: Any) -> ModelConfig:
+    return ModelConfig(router=RouterConfig(**router))
+
+
+def wrong(field: str, value: object, constraint: str) -> str:
+    return f"{field} = {value!r}: {constraint}"
+
+
+BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (RouterConfig, {"kind": "top2"}, wrong("kind", "top2", "must be one of switch, gshard, softmax")),
+    (RouterConfig, {"jitter_noise": 1.0}, wrong("jitter_noise", 1.0, "must be in [0, 1)")),
+    (RouterConfig, {"jitter_noise": -0.1}, wrong("jitter_noise", -0.1, "must be in [0, 1)")),
+    (RouterConfig, {"aux_loss_coef": -1.0}, wrong("aux_loss_coef", -1.0, "must not be negative")),
+    (RouterConfig, {"z_loss_coef": -1.0}, wrong("z_loss_coef", -1.0, "must not be negative")),
+    (RouterConfig, {"bias_update_speed": -1.0}, wrong("bias_update_speed", -1.0, "must not be negative")),
+    (RouterConfig, {"n_group": 0}, wrong("n_group", 0, "must be greater than 0")),
+    (RouterConfig, {"topk_group": 0}, wrong("topk_group", 0, "must be greater than 0")),
+    (RouterConfig, {"routed_scaling_factor": 0.0}, wrong("routed_scaling_factor", 0.0, "must be greater than 0")),
+    (RouterConfig, {"n_group": 2, "topk_group": 3}, wrong("topk_group", 3, "must not exceed n_group = 2")),
+    (ModelConfig, {"vocab_size": 0}, wrong("vocab_size", 0, "must be greater than 0")),
+    (ModelConfig, {"hidden_size": -8}, wrong("hidden_size", -8, "must be greater than 0")),
+    (ModelConfig, {"num_hidden_layers": 0}, wrong("num_hidden_layers", 0, "must be greater than 0")),
+    (ModelConfig, {"num_attention_heads": 0}, wrong("num_attention_heads", 0, "must be greater than 0")),
+    (ModelConfig, {"num_key_value_heads": 0}, wrong("num_key_value_heads", 0, "must be greater than 0")),
+    (ModelConfig, {"max_position_embeddings": 0}, wrong("max_position_embeddings", 0, "must be greater than 0")),
+    (ModelConfig, {"intermediate_size": 0}, wrong("intermediate_size", 0, "must be greater than 0")),
+    (ModelConfig, {"moe_intermediate_size": 0}, wrong("moe_intermediate_size", 0, "must be greater than 0")),
+    (ModelConfig, {"decoder_sparse_step": 0}, wrong("decoder_sparse_step", 0, "must be greater than 0")),
+    (ModelConfig, {"norm_eps": 0.0}, wrong("norm_eps", 0.0, "must be greater than 0")),
+    (ModelConfig, {"rope_theta": -1.0}, wrong("rope_theta", -1.0, "must be greater than 0")),
+    (ModelConfig, {"initializer_range": 0.0}, wrong("initializer_range", 0.0, "must be greater than 0")),
+    (ModelConfig, {"num_experts": -1}, wrong("num_experts", -1, "must not be negative")),
+    (ModelConfig, {"first_k_dense_replace": -1}, wrong("first_k_dense_replace", -1, "must not be negative")),
+    (ModelConfig, {"shared_expert_intermediate_size": -1}, wrong("shared_expert_intermediate_size", -1, "must not be")),
+    (ModelConfig, {"hidden_act": "relu"}, wrong("hidden_act", "relu", "must be one of swiglu, gelu")),
+    (ModelConfig, {"norm": "batch"}, wrong("norm", "batch", "must be one of rmsnorm, layernorm")),
+    (ModelConfig, {"position": "alibi"}, wrong("position", "alibi", "must be one of rope, learned")),
+    (ModelConfig, {"qk_norm": "yes"}, wrong("qk_norm", "yes", "must be one of none, head, full")),
+    (ModelConfig, {"num_key_value_heads": 3}, wrong("num_key_value_heads", 3, "must divide num_attention_heads = 4")),
+    (ModelConfig, {"hidden_size": 250}, wrong("num_attention_heads", 4, "must divide hidden_size = 250")),
+    (ModelConfig, {"head_dim": 33}, wrong("head_dim", 33, "must be even for rotary positions")),
+    (ModelConfig, {"num_experts_per_tok": 0}, wrong("num_experts_per_tok", 0, "must be between 1 and num_experts = 8")),
+    (ModelConfig, {"num_experts_per_tok": 9}, wrong("num_experts_per_tok", 9, "must be between 1 and num_experts = 8")),
+    (experts, {"kind": "switch"}, wrong("num_experts_per_tok", 2, "must be 1 for router.kind = 'switch'")),
+    (experts, {"n_group": 3}, wrong("router.n_group", 3, "must divide num_experts = 8")),
+    (experts, {"kind": "group_limited", "n_group": 8}, wrong("num_experts_per_tok", 2, "must not exceed the 1")),
+    (ModelConfig, {"capacity_factor": 0.0}, wrong("capacity_factor", 0.0, "must be greater than 0, or None")),
+    (ModelConfig, {"decoder_sparse_step": 3}, wrong("decoder_sparse_step", 3, "must divide the 4 layers")),
+    (ModelConfig, {"first_k_dense_replace": 4}, wrong("decoder_sparse_step", 1, "must divide the 0 layers")),
+    (DataConfig, {"path": ("a", "b"), "weights": (1.0,)}, wrong("data.weights", (1.0,), "needs one weight per")),
+    (DataConfig, {"path": ("a",), "weights": (0.0,)}, wrong("data.weights", (0.0,), "must all be greater than 0")),
+    (DataConfig, {"held_out_fraction": 1.0}, wrong("data.held_out_fraction", 1.0, "must be between 0 and 1")),
+    (DataConfig, {"held_out_bytes": 0}, wrong("held_out_bytes", 0, "must be greater than 0")),
+    (DataConfig, {"num_threads": 0}, wrong("num_threads", 0, "must be greater than 0")),
+    (DataConfig, {"prefetch_batches": 0}, wrong("prefetch_batches", 0, "must be greater than 0")),
+    (OptimizerConfig, {"learning_rate": 0.0}, wrong("learning_rate", 0.0, "must be greater than 0")),
+    (OptimizerConfig, {"learning_rate": float("nan")}, wrong("learning_rate", float("nan"), "must be greater than 0")),
+    (OptimizerConfig, {"eps": 0.0}, wrong("eps", 0.0, "must be greater than 0")),
+    (OptimizerConfig, {"warmup_steps": -1}, wrong("warmup_steps", -1, "must not be negative")),
+    (OptimizerConfig, {"weight_decay": -0.1}, wrong("weight_decay", -0.1, "must not be negative")),
+    (OptimizerConfig, {"clip_norm": -1.0}, wrong("clip_norm", -1.0, "must not be negative")),
+    (OptimizerConfig, {"schedule": "linear"}, wrong("schedule", "linear", "must be one of cosine, constant")),
+    (OptimizerConfig, {"beta1": 1.0}, wrong("optimizer.beta1", 1.0, "must be in [0, 1)")),
+    (OptimizerConfig, {"beta2": -0.1}, wrong("optimizer.beta2", -0.1, "must be in [0, 1)")),
+    (OptimizerConfig, {"final_learning_rate_fraction": 2.0}, "final_learning_rate_fraction = 2.0: must be between 0"),
+    (MeshConfig, {"data": -1}, wrong("data", -1, "must not be negative")),
+    (MeshConfig, {"expert_inter": 0}, wrong("expert_inter", 0, "must be greater than 0")),
+    (MeshConfig, {"expert_intra": 0}, wrong("expert_intra", 0, "must be greater than 0")),
+    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of flat, two_level")),
+    (CheckpointConfig, {"every_steps": 0}, wrong("every_steps", 0, "must be greater than 0")),
+    (CheckpointConfig, {"keep": 0}, wrong("keep", 0, "must be greater than 0")),
+    (EvaluationConfig, {"every_steps": -1}, wrong("every_steps", -1, "must not be negative")),
+    (EvaluationConfig, {"sample_tokens": -1}, wrong("sample_tokens", -1, "must not be negative")),
+    (EvaluationConfig, {"sample_temperature": -1.0}, wrong("sample_temperature", -1.0, "must not be negative")),
+    (DistributedConfig, {"start_timeout_s": 0}, wrong("start_timeout_s", 0, "must be greater than 0")),
+    (DistributedConfig, {"step_timeout_s": 0}, wrong("step_timeout_s", 0, "must be greater than 0")),
+    (DistributedConfig, {"heartbeat_timeout_s": 0}, wrong("heartbeat_timeout_s", 0, "must be greater than 0")),
+    (DistributedConfig, {"num_processes": 2}, "distributed.coordinator_address, distributed.process_id = None"),
+    (
+        DistributedConfig,
+        {"coordinator_address": "a:1", "num_processes": 0, "process_id": 0},
+        wrong("distributed.num_processes", 0, "must be at least 1"),
+    ),
+    (
+        DistributedConfig,
+        {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
+        wrong("distributed.process_id", 2, "must be between 0 and num_processes - 1 = 1"),
+    ),
+    (ProfileConfig, {"steps": "10"}, wrong("profile.steps", "10", "must read FIRST:LAST")),
+    (ProfileConfig, {"steps": "13:10"}, wrong("profile.steps", "13:10", "must read FIRST:LAST with FIRST < LAST")),
+    (ProfileConfig, {"steps": "a:b"}, wrong("profile.steps", "a:b", "must read FIRST:LAST")),
+    (TrainConfig, {"num_steps": 0}, wrong("num_steps", 0, "must be greater than 0")),
+    (TrainConfig, {"batch_size": 0}, wrong("batch_size", 0, "must be greater than 0")),
+    (TrainConfig, {"sequence_length": 0}, wrong("sequence_length", 0, "must be greater than 0")),
+    (TrainConfig, {"gradient_accumulation_steps": 0}, wrong("gradient_accumulation_steps", 0, "must be greater")),
+    (TrainConfig, {"compute_dtype": "float16"}, wrong("compute_dtype", "float16", "must be one of float32, bfloat16")),
+    (TrainConfig, {"remat": "all"}, wrong("remat", "all", "must be one of none, layer")),
+    (TrainConfig, {"seed": -1}, wrong("seed", -1, "must be between 0 and 2**31 - 1")),
+    (TrainConfig, {"seed": 2**31}, wrong("seed", 2**31, "must be between 0 and 2**31 - 1")),
+    (
+        TrainConfig,
+        {"model": ModelConfig(position="learned", max_position_embeddings=64), "sequence_length": 65},
+        wrong("sequence_length", 65, "must not exceed model.max_position_embeddings = 64"),
+    ),
+    (
+        TrainConfig,
+        {"profile": ProfileConfig("5:11"), "num_steps": 10},
+        wrong("profile.steps", "5:11", "must end by num_steps = 10"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "values", "message"), BAD_VALUES, ids=[m for _, _, m in BAD_VALUES])
+def test_bad_value_is_named(make: Callable[..., object], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**values)
+
+
+def test_dense_model_needs_no_expert_settings() -> None:
+    model = ModelConfig(num_experts=0, num_experts_per_tok=0)
+    assert model.num_moe_layers == 0
+    assert model.num_parameters()[0] == model.num_parameters()[1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_devices", "shape"),
+    [
+        (MeshConfig(), 1, (1, 1, 1)),
+        (MeshConfig(), 8, (8, 1, 1)),
+        (MeshConfig(expert_intra=4), 8, (2, 1, 4)),
+        (MeshConfig(expert_inter=2, expert_intra=2), 8, (2, 2, 2)),
+        (MeshConfig(data=1, expert_inter=2, expert_intra=4), 8, (1, 2, 4)),
+    ],
+)
+def test_check_devices_gives_the_mesh(mesh: MeshConfig, num_devices: int, shape: tuple[int, int, int]) -> None:
+    assert TrainConfig(mesh=mesh, batch_size=8).check_devices(num_devices) == shape
+
+
+@pytest.mark.parametrize(
+    ("values", "num_devices", "message"),
+    [
+        ({"mesh": MeshConfig(data=3)}, 8, "mesh.(data, expert_inter, expert_intra) = (3, 1, 1): must multiply"),
+        ({"mesh": MeshConfig(expert_intra=3)}, 8, "mesh.(data, expert_inter, expert_intra) = (2, 1, 3): must multiply"),
+        ({"mesh": MeshConfig(expert_intra=8)}, 4, "mesh.(data, expert_inter, expert_intra) = (0, 1, 8): must multiply"),
+        ({"batch_size": 12}, 8, "batch_size = 12: must be a multiple of 8 devices x 1 accumulation steps"),
+        (
+            {"batch_size": 8, "gradient_accumulation_steps": 2},
+            8,
+            "batch_size = 8: must be a multiple of 8 devices x 2 accumulation steps",
+        ),
+        (
+            {"model": ModelConfig(num_experts=6), "mesh": MeshConfig(expert_inter=2, expert_intra=2)},
+            4,
+            "model.num_experts = 6: must be a multiple of mesh.expert_inter x mesh.expert_intra = 4",
+        ),
+    ],
+)
+def test_check_devices_names_what_does_not_split(values: dict[str, Any], num_devices: int, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrainConfig(**values).check_devices(num_devices)
+
+
+def test_differences_name_each_changed_field() -> None:
+    saved = json.loads(TrainConfig(data=DataConfig(path=("a",))).to_json())
+    now = TrainConfig(data=DataConfig(path=("a",)), model=ModelConfig(hidden_size=512), seed=1)
+    assert differences(saved, dataclasses.asdict(now)) == ["model.hidden_size: 256 -> 512", "seed: 0 -> 1"]
+    assert differences(saved, saved) == []
+
+
+# total: half the bytes of the published bfloat16 weights. active: in billions as published, to its last digit.
+@pytest.mark.parametrize(
+    ("name", "total", "active", "last_digit"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12.9, 0.1),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3, 0.1),
+        ("olmoe-1b-7b", 6_919_161_856, 1.28, 0.01),
+    ],
+)
+def test_published_sizes(name: str, total: int, active: float, last_digit: float) -> None:
+    computed_total, computed_active = PRESETS[name][1].model.num_parameters()
+    assert computed_total == total
+    assert abs(computed_active / 1e9 - active) < last_digit
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "total"), [(8, 13.9), (16, 26.8), (32, 52.6), (64, 104.1), (128, 207.2)], ids=str
+)
+def test_gpt_moe_has_the_sizes_of_moesys_table_2(num_experts: int, total: float) -> None:
+    config = PRESETS[f"gpt-moe-{num_experts}e"][1]
+    assert config.model.num_experts == num_experts
+    assert config.model.num_parameters()[0] / 1e9 == pytest.approx(total, abs=0.06)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_small_presets_split_over_devices(name: str, num_devices: int) -> None:
+    config = PRESETS[name][1]
+    assert config.check_devices(num_devices) == (num_devices, 1, 1)
+    experts_apart = dataclasses.replace(config, mesh=MeshConfig(expert_intra=num_devices))
+    assert experts_apart.check_devices(num_devices) == (1, 1, num_devices)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("tiny", "small")])
+def test_large_presets_split_over_nodes_of_8(name: str) -> None:
+    config = PRESETS[name][1]
+    num_devices = 8 * config.mesh.expert_inter
+    assert config.check_devices(num_devices) == (1, config.mesh.expert_inter, 8)
+
+
+def test_descriptions_are_one_line() -> None:
+    for name, (description, _) in PRESETS.items():
+        assert description, name
+        assert "\n" not in description, name

@@ -1,0 +1,404 @@
+"""From text to tokens: shards, tokenizer, split and cache, on real files and with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from text_corpus import REPOSITORY, config, finish, start, write_shard, write_texts
+
+from jmoe.config import DataConfig
+from jmoe.training import text_files
+from jmoe.training.corpus import Corpus, prepare
+from jmoe.training.data import main, unigram_bits_per_byte, xz_bits_per_byte
+from jmoe.training.token_shards import ShardWriter, open_shard
+from jmoe.training.tokenizer import load_tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
+
+
+def train_text(corpus: Corpus, source: int = 0) -> str:
+    ids = np.concatenate(corpus.sources[source].shards)
+    return corpus.tokenizer.decode([int(i) for i in ids if i != corpus.eot], skip_special_tokens=False)
+
+
+# Token shards
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    ids = [1, vocab_size - 1, 5, 0]
+    header, read = open_shard(write_shard(tmp_path / "a.bin", ids, vocab_size))
+    assert (header.dtype, header.count, header.vocab_size, header.text_bytes) == (dtype, 5, vocab_size, 7)
+    assert read.tolist() == [0, *ids]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OverflowError),
+        ShardWriter(tmp_path / "a.bin", vocab_size=300, eot=0, tokenizer="t", split="train") as writer,
+    ):
+        writer.append([70000], text_bytes=0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b: b[:-2], "is truncated: 4102 bytes, but its header says 4 tokens, i.e. 4104 bytes"),
+        (lambda b: b[:100], "truncated inside its header"),
+        (lambda b: b + b"xx", "foreign data at its end"),
+        (lambda b: b"\x93NUMPY" + b[6:], "not a token shard"),
+        (lambda b: b"", "not a token shard"),
+        (lambda b: b.replace(b'"count"', b'"cuont"'), "lacks count"),
+        (lambda b: b.replace(b"uint16", b"uint99"), "dtype = 'uint99'"),
+        (lambda b: b[:12] + b"!" + b[13:], "is no JSON"),
+    ],
+)
+def test_damaged_shard(tmp_path: Path, damage: object, message: str) -> None:
+    path = write_shard(tmp_path / "a.bin", [1, 2, 0])
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(config(path), 300, tmp_path / "cache")
+    assert str(path) in str(error.value)
+
+
+# Tokenizer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "a  b\t\n\r\n  c ",
+        "déjà vu 漢字 \U0001f600\u2028",
+        "\ufeffx\x00\x7f",
+        "x<|endoftext|>y",
+        "\u0301 ٣ ﬁ İ",
+    ],
+)
+def test_bpe_is_lossless(corpus: Corpus, text: str) -> None:
+    ids = corpus.tokenizer.encode(text, add_special_tokens=False).ids
+    assert corpus.eot == 0
+    assert 0 not in ids
+    assert corpus.tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_bpe_is_deterministic_and_of_the_given_size(texts: Path) -> None:
+    lines = [path.read_text() for path in sorted(texts.rglob("*.txt"))]
+    first, second = train_bpe(lines, 300), train_bpe(lines, 300)
+    assert first.to_str() == second.to_str()
+    assert first.get_vocab_size() == 300
+    with pytest.raises(ValueError, match=r"model.vocab_size = 256: must be at least 257"):
+        train_bpe(lines, 256)
+
+
+def test_tokenizer_mistakes(tmp_path: Path, texts: Path) -> None:
+    def check(path: Path, vocab_size: int, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            prepare(config(texts, tokenizer=str(path)), vocab_size, tmp_path / "cache")
+
+    path = tmp_path / "tokenizer.json"
+    check(path, 300, r"data.tokenizer = '.*tokenizer.json': no such file")
+    path.write_text("{}")
+    check(path, 300, "not a readable tokenizer.json")
+    tokenizer = train_bpe(["abc abc"], 300)
+    tokenizer.save(str(path))
+    check(path, 250, r"vocabulary of \d+ tokens exceeds model.vocab_size = 250")
+    path.write_text(path.read_text().replace("<|endoftext|>", "<unknown>"))
+    check(path, 300, r"has no end-of-text token; looked for <\|endoftext\|>")
+
+
+def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, texts: Path) -> None:
+    tokenizer = train_bpe(["abc abc"], 300)
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert len(load_tokenizer(tmp_path / "tokenizer.json", 300).tokenizer.encode("z" * 50).ids) == 50
+
+
+# Finding and splitting
+
+
+def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
+    def names(pattern: object) -> list[str]:
+        return [file.name for file in text_files.find_files(str(pattern), "text")]
+
+    assert names(texts) == sorted(p.relative_to(texts).as_posix() for p in texts.rglob("*.txt"))
+    assert names(texts / "part0" / "doc00.txt") == ["doc00.txt"]
+    assert names(texts / "**" / "doc0*.txt")[0] == "part0/doc00.txt"
+    (tmp_path / ".hidden").mkdir()
+    for name in (".hidden/a.txt", ".b.txt", "image.png", "named.log"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=r"data.path = .*: this folder holds no text"):
+        names(tmp_path)
+    assert names(tmp_path / "named.log") == ["named.log"]
+    with pytest.raises(ValueError, match="no such file or folder, and no file matches"):
+        names(tmp_path / "absent*")
+
+
+def test_one_file_under_two_paths_is_refused(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(ValueError, match=r"doc00.txt is in both .* would be trained on"):
+        prepare(config(texts, texts / "part0" / "doc00.txt"), 300, tmp_path)
+
+
+def test_files_are_either_trained_on_or_held_out(corpus: Corpus, texts: Path) -> None:
+    held, train = corpus.held_out_bytes.decode(), train_text(corpus)
+    files = {p.relative_to(texts).as_posix(): p.read_text() for p in texts.rglob("*.txt")}
+    assert train == "".join(files[name] for name in sorted(files) if files[name] not in held)
+    assert len(held) + len(train) == sum(map(len, files.values()))
+    total = sum(p.stat().st_size for p in texts.rglob("*.txt"))
+    assert 0.025 * total <= len(corpus.held_out_bytes) <= 0.05 * total
+    ids = corpus.held_out_tokens
+    assert ids.dtype == np.int32
+    assert ids[0] == ids[-1] == corpus.eot
+    assert corpus.tokenizer.decode([int(i) for i in ids if i != corpus.eot], skip_special_tokens=False) == held
+
+
+def test_split_depends_on_names_not_on_the_place(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
+    moved = shutil.copytree(texts, tmp_path / "elsewhere")
+    again = prepare(config(moved), 400, tmp_path / "cache")
+    assert again.fingerprint == corpus.fingerprint
+    assert prepare(config(moved), 390, tmp_path / "cache2").fingerprint != corpus.fingerprint
+    next(moved.rglob("*.txt")).write_text("another text")
+    assert prepare(config(moved), 400, tmp_path / "cache").fingerprint != corpus.fingerprint
+
+
+def test_held_out_bytes_is_a_cap(tmp_path: Path, texts: Path) -> None:
+    capped = prepare(config(texts, held_out_bytes=1000), 300, tmp_path)
+    assert 500 <= len(capped.held_out_bytes) <= 1000
+
+
+def test_single_file_is_split_at_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("".join(f"line {i} é\r\n" for i in range(400)), newline="")
+    one = prepare(config(path), 300, tmp_path / "cache")
+    content = path.read_bytes().decode()
+    assert train_text(one) + one.held_out_bytes.decode() == content
+    assert one.held_out_bytes.startswith(b"line ")
+    assert 0.03 * len(content) < len(one.held_out_bytes) <= 0.05 * path.stat().st_size
+
+
+@pytest.mark.parametrize("size", [300, 3_000_000])
+def test_text_without_lines_is_split_between_characters(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("漢" * (size // 3))
+    one = prepare(config(path), 260, tmp_path / "cache")
+    assert train_text(one) + one.held_out_bytes.decode() == path.read_text()
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    documents = [f"doc {i} é\n" * (1 + i % 3) for i in range(100)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "body": d}) + "\n\n" for i, d in enumerate(documents)) + "\n\n")
+    one = prepare(config(path, field="body"), 300, tmp_path / "cache")
+    assert train_text(one) + one.held_out_bytes.decode() == "".join(documents)
+    separators = np.count_nonzero(one.sources[0].shards[0] == 0) + np.count_nonzero(one.held_out_tokens == 0)
+    assert separators == 100 + 2
+    assert one.held_out_bytes.startswith(b"doc ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": ', r"a.jsonl:51: not JSON"),
+        (b'{"body": "x", "id": 3}', r"a.jsonl:51: data.field = 'text': not in this line, which has: body, id"),
+        (b'["x"]', r"a.jsonl:51: data.field = 'text': not in this line, which has: a list"),
+        (b'{"text": 3}', r"a.jsonl:51: data.field = 'text': is a int, not text"),
+        (b'{"text": "\\ud800"}', r"a.jsonl:51: data.field = 'text': half a surrogate pair"),
+        (b'{"text": "\xff"}', r"a.jsonl:51: not UTF-8 at byte 10 of the line"),
+    ],
+)
+def test_broken_jsonl_names_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    good = b'{"text": "some text of no importance"}\n'
+    path.write_bytes(good * 50 + line + b"\n" + good * 50)
+    with pytest.raises(ValueError, match=message):
+        prepare(config(path), 300, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.json"))
+
+
+@pytest.mark.parametrize("offset", [10, (1 << 20) + 5, 3 << 19])
+def test_text_that_is_not_utf8_names_file_and_byte(tmp_path: Path, offset: int) -> None:
+    content = bytearray(("é" * 20 + "\n").encode() * 60000)
+    content[offset] = 0xFF
+    path = tmp_path / "latin.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"latin.txt: not UTF-8 at byte (\d+)") as error:
+        prepare(config(path), 300, tmp_path / "cache")
+    named = int(str(error.value).split("at byte ")[1].split(":")[0])
+    assert named in (offset, offset - 1)  # the character that the broken byte belongs to
+
+
+@pytest.mark.parametrize("content", ["", "x"])
+def test_too_little_text(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(ValueError, match=r"data.path.*too little text"):
+        prepare(config(tmp_path / "a.txt"), 300, tmp_path / "cache")
+
+
+def test_standard_library(tmp_path: Path) -> None:
+    names = [file.name for file in text_files.standard_library()]
+    assert "inspect.py" in names
+    assert not [n for n in names if {"test", "tests", "site-packages", "idle_test"} & set(n.split("/"))]
+    library = prepare(DataConfig(held_out_bytes=200_000), 512, tmp_path)
+    assert library.num_train_tokens > 1_000_000
+    assert 100_000 <= len(library.held_out_bytes) <= 200_000
+    assert 1 < xz_bits_per_byte(library) < unigram_bits_per_byte(library) < 8
+
+
+def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
+    files = text_files.find_files(str(texts), "text")
+    stops = [file.size_bytes for file in files]
+    assert "".join(sorted(text_files.sample_texts(files, stops, 10**9))) == "".join(
+        sorted(file.path.read_text() for file in files)
+    )
+    assert sum(map(len, text_files.sample_texts(files, stops, 6000))) < 6000 + max(stops)
+
+
+# Preparing once, with many processes
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from jmoe.config import DataConfig
+from jmoe.training.corpus import prepare
+path, cache, main = sys.argv[1:]
+print(prepare(DataConfig(path=(path,)), 400, Path(cache), is_main=main == "1", wait_s=30).fingerprint)
+"""
+
+
+def test_tokenised_once_then_mapped(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
+    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
+    (tmp_path / "train-00000.bin").unlink()
+    (tmp_path / "held_out.txt").write_text("damaged")
+    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert sorted(before) == sorted(p.name for p in tmp_path.iterdir())
+
+
+def test_other_processes_wait_and_two_runs_do_not_disturb_each_other(
+    tmp_path: Path, texts: Path, corpus: Corpus
+) -> None:
+    others = [start(PREPARE, texts, tmp_path, 0) for _ in range(2)]
+    mains = [start(PREPARE, texts, tmp_path, 1) for _ in range(2)]
+    assert {finish(process) for process in others + mains} == {corpus.fingerprint}
+
+
+def test_waiting_has_a_limit_that_names_the_file(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"manifest.json: waited 0.1 s for process 0 .* it is not there"):
+        prepare(config(texts), 400, tmp_path, is_main=False, wait_s=0.1)
+    prepare(config(texts), 400, tmp_path)
+    with pytest.raises(TimeoutError, match="made from other inputs"):
+        prepare(config(texts), 401, tmp_path, is_main=False, wait_s=0.1)
+
+
+def test_killed_while_it_tokenises(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
+    stop_inside = PREPARE.replace(
+        "path, cache",
+        "from jmoe.training import corpus\n"
+        "def hang(*_):\n    import time\n    print('inside', flush=True)\n    time.sleep(60)\n"
+        "corpus._manifest_entry = hang\npath, cache",
+    )
+    process = start(stop_inside, texts, tmp_path, 1)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "inside"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert not (tmp_path / "manifest.json").exists()
+    left = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert left
+    os.utime(left[0], (time.time() - 7200,) * 2)
+    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert not left[0].exists()
+
+
+# Shards written once
+
+
+def test_command_line_writes_what_data_path_takes(
+    tmp_path: Path, texts: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shards"
+    command = [str(texts), "--out", str(out), "--vocab-size", "400"]
+    assert main(command) == 0
+    assert f"{corpus.num_train_tokens} tokens to train on" in capsys.readouterr().out
+    for path in (out, out / "*.bin", out / "train-00000.bin"):
+        read = prepare(config(path), 400, tmp_path / "cache")
+        assert read.fingerprint == corpus.fingerprint
+        assert read.held_out_bytes == corpus.held_out_bytes
+    assert not (tmp_path / "cache").exists()
+    assert main(command) == 0
+    assert main([str(texts), "--out", str(out), "--vocab-size", "300"]) == 2
+    assert "already holds token shards made from other inputs" in capsys.readouterr().err
+    assert main([str(out), "--out", str(tmp_path / "b"), "--vocab-size", "300"]) == 2
+    assert "already token shards" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"vocab_size = 400 exceeds model.vocab_size = 399"):
+        prepare(config(out), 399, tmp_path)
+    (out / "held_out.txt").unlink()
+    assert prepare(config(out), 400, tmp_path).held_out_bytes == corpus.held_out_bytes
+
+
+def test_command_line_as_a_program(tmp_path: Path, texts: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "jmoe.training.data", str(texts / "absent"), "--out", str(tmp_path)]
+    result = subprocess.run(
+        [*command, "--vocab-size", "300"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: data.path = ")
+
+
+def test_shards_beside_text_share_the_tokenizer(tmp_path: Path, texts: Path) -> None:
+    shards, more = tmp_path / "shards", write_texts(tmp_path / "more", seed=1)
+    assert main([str(texts), "--out", str(shards), "--vocab-size", "300"]) == 0
+    both = prepare(config(shards, more, weights=(3.0, 1.0)), 300, tmp_path / "cache")
+    assert both.tokenizer_path == tmp_path / "cache" / "tokenizer.json"
+    assert len(both.sources) == 2
+    text = [int(i) for i in both.held_out_tokens if i != both.eot]
+    assert both.tokenizer.decode(text, skip_special_tokens=False).encode() == both.held_out_bytes
+    assert not np.any((both.held_out_tokens[1:] == 0) & (both.held_out_tokens[:-1] == 0))
+    other = tmp_path / "other"
+    assert main([str(more), "--out", str(other), "--vocab-size", "290"]) == 0
+    with pytest.raises(ValueError, match="come from different tokenizers"):
+        prepare(config(shards, other), 300, tmp_path)
+    with pytest.raises(ValueError, match="made with another tokenizer"):
+        prepare(config(shards, tokenizer=str(other / "tokenizer.json")), 300, tmp_path)
+    (shards / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"data.tokenizer = None: .* come without a tokenizer.json"):
+        prepare(config(shards, more), 300, tmp_path)
+
+
+def test_shards_alone_are_split_and_need_no_tokenizer(tmp_path: Path) -> None:
+    ids = ([*range(1, 50), 0]) * 40
+    write_shard(tmp_path / "a.bin", ids, text_bytes=8000)
+    write_shard(tmp_path / "b.bin", ids[:100], text_bytes=400)
+    alone = prepare(config(tmp_path), 300, tmp_path / "cache")
+    train, small = alone.sources[0].shards
+    assert alone.held_out_tokens[0] == 0
+    assert np.array_equal(np.concatenate([train, alone.held_out_tokens]), [0, *ids])
+    assert 50 <= len(alone.held_out_tokens) <= 0.06 * len(ids)
+    assert len(small) == 101
+    assert alone.held_out_bytes == b""
+    for bits in (xz_bits_per_byte, unigram_bits_per_byte):
+        with pytest.raises(ValueError, match="come without a tokenizer"):
+            bits(alone)

@@ -1,0 +1,219 @@
+"""Batches and evaluation on real text: order, sharding by process, resume, bits per byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from text_corpus import config, finish, start, write_shard, write_texts
+
+from jmoe.training import data
+from jmoe.training.corpus import Corpus, prepare
+from jmoe.training.data import held_out_windows, train_batches, unigram_bits_per_byte, xz_bits_per_byte
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
+
+
+def take(batches: data.TrainBatches, count: int) -> np.ndarray:
+    result = np.stack([next(batches) for _ in range(count)])
+    batches.close()
+    return result
+
+
+# Batches
+
+
+SHAPE = {"batch_size": 8, "sequence_length": 16, "seed": 3}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("weights", [(), (1.0, 2.5)])
+def test_global_batch_does_not_depend_on_processes(
+    tmp_path: Path, texts: Path, processes: int, weights: tuple[float, ...]
+) -> None:
+    two = prepare(config(texts / "part0", texts / "part1", weights=weights), 300, tmp_path)
+    whole = take(train_batches(two, **SHAPE, num_threads=2), 12)
+    parts = [take(train_batches(two, **SHAPE, process_index=i, process_count=processes), 12) for i in range(processes)]
+    assert whole.dtype == np.int32
+    assert whole.shape == (12, 8, 17)
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def all_windows(corpus: Corpus, length: int) -> Counter[bytes]:
+    shards = [ids for source in corpus.sources for ids in source.shards]
+    starts = [(ids, i) for ids in shards for i in range(0, len(ids) - length, length)]
+    return Counter(ids[i : i + length + 1].astype(np.int32).tobytes() for ids, i in starts)
+
+
+def test_an_epoch_is_every_window_once_in_new_order(tmp_path: Path, texts: Path) -> None:
+    two = prepare(config(texts / "part0", texts / "part1"), 300, tmp_path)
+    windows = all_windows(two, 16)
+    count = windows.total()
+    rows = take(train_batches(two, **{**SHAPE, "batch_size": 1}), 2 * count)[:, 0]
+    epochs = [[row.tobytes() for row in part] for part in (rows[:count], rows[count:])]
+    assert Counter(epochs[0]) == Counter(epochs[1]) == windows
+    assert epochs[0] != epochs[1]
+    other_seed = take(train_batches(two, **{**SHAPE, "seed": 4}), 1)
+    assert not np.array_equal(other_seed, take(train_batches(two, **SHAPE), 1))
+
+
+def test_mixture_follows_weights(tmp_path: Path) -> None:
+    for name, size in (("a", 3000), ("b", 300)):
+        write_shard(tmp_path / f"{name}.bin", [ord(name)] * size, text_bytes=size)
+    mixed = prepare(config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(0.25, 0.75)), 300, tmp_path)
+    rows = take(train_batches(mixed, **SHAPE), 50)[..., -1].ravel()
+    assert abs(np.mean(rows == ord("b")) - 0.75) < 0.01
+    assert sorted(rows[:4].tolist()) == [ord("a"), *[ord("b")] * 3]
+
+
+RESUME = """
+import hashlib, json, sys
+from pathlib import Path
+from jmoe.config import DataConfig
+from jmoe.training.data import prepare, train_batches
+path, cache, state, index = sys.argv[1:]
+corpus = prepare(DataConfig(path=(path,)), 400, Path(cache))
+batches = train_batches(corpus, batch_size=8, sequence_length=16, seed=3, process_index=int(index), process_count=2)
+batches.set_state(json.loads(state))
+for _ in range(10):
+    print(hashlib.sha256(next(batches).tobytes()).hexdigest())
+"""
+
+
+def test_resume_in_mid_epoch_in_new_processes(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
+    batches = train_batches(corpus, **SHAPE, num_threads=2, prefetch_batches=4)
+    skipped = 45
+    assert 8 * (skipped + 10) > all_windows(corpus, 16).total() > 8 * skipped  # the resumed part crosses an epoch
+    for _ in range(skipped):
+        next(batches)
+    state = json.dumps(batches.get_state())
+    rest = take(batches, 10)
+    cache = tmp_path / "cache"
+    for index in range(2):
+        printed = finish(start(RESUME, texts, cache, state, index)).split()
+        rows = rest[:, 4 * index : 4 * index + 4]
+        assert printed == [hashlib.sha256(batch.tobytes()).hexdigest() for batch in rows]
+
+
+def test_state_can_be_set_on_a_running_iterator(corpus: Corpus) -> None:
+    batches = train_batches(corpus, **SHAPE)
+    first = [next(batches) for _ in range(5)]
+    state = batches.get_state()
+    then = [next(batches) for _ in range(5)]
+    batches.set_state(state)
+    assert np.array_equal(then, take(batches, 5))
+    batches.set_state({**state, "next_step": 0})
+    assert np.array_equal(first, take(batches, 5))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "sequence_length", "seed"])
+def test_state_of_another_run_is_refused(corpus: Corpus, name: str) -> None:
+    state = train_batches(corpus, **{**SHAPE, name: SHAPE[name] * 2}).get_state()
+    with pytest.raises(ValueError, match=f"the saved position in the data has {name} = {SHAPE[name] * 2}"):
+        train_batches(corpus, **SHAPE).set_state(state)
+    with pytest.raises(ValueError, match="corpus = 'other'"):
+        train_batches(corpus, **SHAPE).set_state({**state, name: SHAPE[name], "corpus": "other"})
+
+
+def test_a_process_reads_its_own_rows_only(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = data._Windows.__getitem__
+
+    def counted(self: data._Windows, index: int) -> np.ndarray:
+        read.append(index)
+        return original(self, index)
+
+    monkeypatch.setattr(data._Windows, "__getitem__", counted)
+    per_process = []
+    for index in range(2):
+        read.clear()
+        take(train_batches(corpus, **SHAPE, process_index=index, process_count=2, num_threads=0), 3)
+        per_process.append(set(read))
+        assert len(read) <= 4 * (3 + 2)
+    assert not per_process[0] & per_process[1]
+
+
+def test_too_little_data_for_a_batch(tmp_path: Path, corpus: Corpus) -> None:
+    windows = all_windows(corpus, 16).total()
+    with pytest.raises(ValueError, match=rf"batch_size = {windows + 1}: the data has only {windows} windows"):
+        train_batches(corpus, batch_size=windows + 1, sequence_length=16, seed=0)
+    with pytest.raises(ValueError, match="has only 0 windows"):
+        train_batches(corpus, batch_size=1, sequence_length=10**6, seed=0)
+    with pytest.raises(ValueError, match="must be a multiple of the 3 processes"):
+        train_batches(corpus, **SHAPE, process_count=3)
+    for name, size in (("a", 3000), ("b", 12)):
+        write_shard(tmp_path / f"{name}.bin", [5] * size, text_bytes=size)
+    uneven = prepare(config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(1.0, 1.0)), 300, tmp_path)
+    with pytest.raises(ValueError, match=r"b.bin': \d+ tokens are fewer than one window"):
+        train_batches(uneven, **SHAPE)
+
+
+def test_damaged_ids_are_named_when_they_are_read(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "a.bin", [7] * 400, text_bytes=400)
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + np.full(401, 60000, "<u2").tobytes())
+    batches = train_batches(prepare(config(path), 300, tmp_path), batch_size=2, sequence_length=8, seed=0)
+    with pytest.raises(ValueError, match=r"token of 60000 .* not below vocab_size = 300"):
+        next(batches)
+    batches.close()
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize(("length", "batch"), [(16, 4), (7, 3), (100_000, 2), (1, 1)])
+def test_held_out_windows_cover_every_target_once(corpus: Corpus, length: int, batch: int) -> None:
+    ids = corpus.held_out_tokens
+    inputs, targets = [], []
+    for tokens, weights in held_out_windows(corpus, length, batch):
+        assert (tokens.dtype, weights.dtype) == (np.int32, np.float32)
+        assert (tokens.shape, weights.shape) == ((batch, length + 1), (batch, length))
+        inputs.append(tokens[:, :-1][weights == 1])
+        targets.append(tokens[:, 1:][weights == 1])
+        assert set(np.unique(weights)) <= {0.0, 1.0}
+    assert np.array_equal(np.concatenate(inputs), ids[:-1])
+    assert np.array_equal(np.concatenate(targets), ids[1:])
+
+
+def test_unigram_bits_per_byte(tmp_path: Path, texts: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bits(corpus: Corpus, shares: list[float]) -> float:
+        counted = [Counter(np.concatenate(s.shards).tolist()) for s in corpus.sources]
+        total = sum(c.total() for c in counted)
+        counts = {
+            t: sum(c[t] / c.total() * total * share for c, share in zip(counted, shares, strict=True))
+            for t in range(corpus.vocab_size)
+        }
+        held = corpus.held_out_tokens.tolist()[1:]
+        loss = -sum(np.log2((counts[t] + 1) / (total + corpus.vocab_size)) for t in held)
+        return loss / len(corpus.held_out_bytes)
+
+    assert unigram_bits_per_byte(corpus) == pytest.approx(bits(corpus, [1.0]), rel=1e-12)
+    mixed = prepare(config(texts / "part0", texts / "part1", weights=(3.0, 1.0)), 300, tmp_path)
+    assert unigram_bits_per_byte(mixed) == pytest.approx(bits(mixed, [0.75, 0.25]), rel=1e-12)
+    monkeypatch.setattr(data, "UNIGRAM_TOKENS", 1000)
+    assert unigram_bits_per_byte(corpus) == pytest.approx(bits(corpus, [1.0]), rel=0.1)
+
+
+def test_bits_per_byte_of_a_loss(corpus: Corpus) -> None:
+    expected = (len(corpus.held_out_tokens) - 1) / len(corpus.held_out_bytes)
+    assert corpus.bits_per_byte(float(np.log(2.0))) == pytest.approx(expected)
+
+
+@pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz program")
+def test_xz_bits_per_byte_is_that_of_the_program(corpus: Corpus) -> None:
+    compressed = subprocess.run(["xz", "-9", "-c"], input=corpus.held_out_bytes, capture_output=True, check=True).stdout
+    assert xz_bits_per_byte(corpus) == 8 * len(compressed) / len(corpus.held_out_bytes)
