@@ -14,6 +14,7 @@ FLOORS = {
     "kernels_pallas": 0,
     "jmoe.config": 0,
     "jmoe.planning": 0,
+    "jmoe.runtime": 0,
     "jmoe.mesh": 1,
     "jmoe.collectives": 1,
     "jmoe.memory": 1,
@@ -32,6 +33,7 @@ ONLY = {
     "kernels_pallas": {"jax", "numpy"},
     "jmoe.config": set[str](),
     "jmoe.planning": {"numpy"},
+    "jmoe.runtime": set[str](),  # runs before JAX may be imported
     "configs": {"jmoe.config"},
     "jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "numpy"},
 }
@@ -175,6 +177,7 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
         ("jmoe/config.py", "import jax", "jmoe.config may not import jax"),
         ("jmoe/config.py", "from jmoe.mesh import DATA", "jmoe.config may not import jmoe.mesh.DATA"),
         ("jmoe/planning/capacity.py", "import jax.numpy as jnp", "jmoe.planning may not import jax.numpy"),
+        ("jmoe/runtime.py", "import jax", "jmoe.runtime may not import jax"),
         ("jmoe/mesh.py", "from jmoe.layers import moe", "imports jmoe.layers.moe of floor 2"),
         ("jmoe/collectives/all_to_all.py", "def f():\n    from jmoe import layers", "imports jmoe.layers of floor 2"),
         ("jmoe/memory/ring.py", "from jmoe.collectives.fusion import x", "(jmoe.memory) imports jmoe.collectives"),

@@ -7,24 +7,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.mesh import ALL
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_local(shard: jax.Array, dim: int, dtype: Any) -> jax.Array:
-    """The whole parameter in `dtype` from every device's float32 shard along `dim`.
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_local(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
+    """The whole parameter in `dtype` from the float32 shards that the devices of `axes` hold of dimension `dim`.
 
     Crosses the network in `dtype`; its gradient is summed over devices in float32, onto the shard.
     """
-    return lax.all_gather(shard.astype(dtype), ALL, axis=dim, tiled=True)
+    return lax.all_gather(shard.astype(dtype), axes, axis=dim, tiled=True)
 
 
-def _gather_fwd(shard: jax.Array, dim: int, dtype: Any) -> tuple[jax.Array, None]:
-    return gather_local(shard, dim, dtype), None
+def _gather_fwd(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return gather_local(shard, dim, dtype, axes), None
 
 
-def _gather_bwd(dim: int, dtype: Any, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (lax.psum_scatter(g.astype(jnp.float32), ALL, scatter_dimension=dim, tiled=True),)
+def _gather_bwd(dim: int, dtype: Any, axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dim, tiled=True),)
 
 
 gather_local.defvjp(_gather_fwd, _gather_bwd)

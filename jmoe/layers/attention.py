@@ -11,6 +11,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.config import ModelConfig
 from jmoe.layers.experts import normal
@@ -64,6 +65,7 @@ def _blocked_fwd(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> Any:
         out.append((o.reshape(*s.shape[:-1], -1) / total).astype(q.dtype))
         lse.append(top + jnp.log(total))
     o, lse_all = jnp.concatenate(out, axis=3), jnp.concatenate(lse, axis=3)
+    o, lse_all = checkpoint_name(o, "attention"), checkpoint_name(lse_all, "attention")
     return o, (q, k, v, o, lse_all)
 
 
@@ -136,6 +138,7 @@ class Attention(nnx.Module):
         if self.config.position == "rope":
             positions = jnp.arange(x_BSD.shape[1])
             q, k = rotary(q, positions, self.config.rope_theta), rotary(k, positions, self.config.rope_theta)
+        q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
         o = causal_attention(q, k, v)
         y = matmul(o.reshape(*o.shape[:-2], -1), self.w_out[...].astype(x_BSD.dtype))
         return y if self.b_out is None else y + self.b_out[...].astype(jnp.float32)

@@ -6,13 +6,14 @@ R expert devices (E = R L), K choices a token, N = T K assignments, C buffer row
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.collectives.all_to_all import Exchange, make_exchange
 from jmoe.config import RouterConfig, check
@@ -63,7 +64,7 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
     order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
     rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(idx_N.size, dtype=jnp.int32), unique_indices=True)
-    return order_N, rank_N
+    return checkpoint_name(order_N, "routing"), checkpoint_name(rank_N, "routing")
 
 
 def _experts_on_arrival(recv_MD: jax.Array, sizes_RL: jax.Array, num_rows: int, expert_fn: ExpertFn) -> jax.Array:
@@ -108,6 +109,7 @@ def moe_local(
         with jax.named_scope("experts"):
             out_ND = expert_fn(rows_ND, routing.counts_E, num_assignments)
         with jax.named_scope("combine"):
+            out_ND = checkpoint_name(out_ND, "expert_out")
             y_TD = combine(out_ND, routing.topk_weights_TK, token_N, slot_TK)
         return y_TD, jnp.zeros((), jnp.int32)
 
@@ -128,11 +130,13 @@ def moe_local(
         send_MD = dispatch(x_TD, token_M, slot_TK)
     with jax.named_scope("all_to_all"):
         recv_RCD, recv_RL = exchange((send_MD.reshape(num_devices, rows, -1), kept_RL))
+        recv_RCD, recv_RL = checkpoint_name(recv_RCD, "expert_rows"), checkpoint_name(recv_RL, "routing")
     with jax.named_scope("experts"):
         out_MD = _experts_on_arrival(recv_RCD.reshape(send_MD.shape), recv_RL, num_assignments, expert_fn)
     with jax.named_scope("all_to_all_back"):
         back_MD = exchange(out_MD.reshape(num_devices, rows, -1)).reshape(send_MD.shape)
     with jax.named_scope("combine"):
+        back_MD = checkpoint_name(back_MD, "expert_out")
         y_TD = combine(back_MD, routing.topk_weights_TK, token_M, slot_TK)
     return y_TD, num_assignments - kept_RL.sum(dtype=jnp.int32)
 
@@ -217,6 +221,7 @@ class MoELayer(nnx.Module):
         """(float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`; `experts` holds its L experts."""
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train)
+            routing = replace(routing, topk_idx_TK=checkpoint_name(routing.topk_idx_TK, "routing"))
         y_TD, dropped = moe_local(
             x_TD,
             routing,

@@ -19,9 +19,11 @@ from jmoe.layers.experts import MLP, normal
 from jmoe.layers.moe import MoELayer, MoEStats
 from jmoe.layers.norm import Norm
 
-import os
-UNROLL = bool(int(os.environ.get('UNROLL','0'))) or 1
 Gather = Callable[[Any], Any]
+
+# Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations, casts, permutations,
+# and a layer's whole weights, which are gathered again) is computed again: cheaper than to write and read it.
+SAVED = ("q", "k", "v", "attention", "after_attention", "routing", "expert_rows", "expert_up", "expert_out", "mlp_up")
 
 
 class DecoderLayer(nnx.Module):
@@ -73,7 +75,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, MoEStats | None]:
         with jax.named_scope("attention"):
             h_BSD = self.attention(self.attention_norm(x_BSD, dtype))
-            x_BSD = x_BSD + h_BSD.astype(x_BSD.dtype)
+            x_BSD = checkpoint_name(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
         if self.moe is None:
             assert self.mlp is not None
             with jax.named_scope("mlp"):
@@ -155,11 +157,10 @@ class Decoder(nnx.Module):
             graph, state = stack
 
             def apply(state: Any, layer_key: jax.Array | None, x_BSD: jax.Array) -> Any:
-                layer = nnx.merge(graph, checkpoint_name(gather(state), "whole_weights"))
+                layer = nnx.merge(graph, gather(state))
                 return layer(x_BSD, dtype=dtype, key=layer_key, train=train, worst_case=worst_case)
 
-            # a layer's whole weights are never kept for the backward pass: it gathers (and casts) them again
-            policy = None if remat else jax.checkpoint_policies.save_anything_except_these_names("whole_weights")
+            policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED)
             return jax.checkpoint(apply, policy=policy, prevent_cse=False)(state, layer_key, x_BSD)
 
         x_BSD, stats = self._scan(run, x_BSD, key)
@@ -189,4 +190,4 @@ class Decoder(nnx.Module):
                 x_BSD, _ = lax.scan(dense_step, x_BSD, inner_state)
             return run((moe_graph, moe_state), layer_key, x_BSD)
 
-        return lax.scan(block, x_BSD, (inner, moe, keys), unroll=UNROLL)
+        return lax.scan(block, x_BSD, (inner, moe, keys))

@@ -108,7 +108,7 @@ class _Model:
             names = tuple(name for name in path_names(path) if name != "value")
             dtype = self._compute_dtype(names, w.ndim - is_expert(path))
             dim = self.shard_dims.get(names, -1)
-            return w.astype(dtype) if dim < 0 else gather_local(w, dim, dtype)
+            return w.astype(dtype) if dim < 0 else gather_local(w, dim, dtype, ALL)
 
         return jax.tree_util.tree_map_with_path(whole, tree)
 
@@ -175,11 +175,10 @@ def _reduce(grads: Any, shard_dims: dict[tuple[str, ...], int], mesh: Mesh) -> A
     """Sum gradients over the devices that hold the same parameter (gathered ones are summed already)."""
 
     def reduce(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
-        g = g.astype(jnp.float32)
         names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
         if is_expert(path):
-            return lax.psum(g, DATA) if mesh.shape[DATA] > 1 else g
-        return g if names in shard_dims or mesh.size == 1 else lax.psum(g, ALL)
+            return lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
+        return g if names in shard_dims or mesh.size == 1 else lax.psum(g.astype(jnp.float32), ALL)
 
     return jax.tree_util.tree_map_with_path(reduce, grads)
 
@@ -191,7 +190,7 @@ def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         names = path_names(path)
         stacked = names[0].endswith("_layers")
-        square = (g * g).sum(axis=tuple(range(1, g.ndim)) if stacked else None)
+        square = jnp.square(g.astype(jnp.float32)).sum(axis=tuple(range(1, g.ndim)) if stacked else None)
         if is_expert(path):
             square = square / mesh.shape[DATA]
         elif names[1 if stacked else 0 :] not in model.shard_dims:

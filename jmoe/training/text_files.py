@@ -24,7 +24,7 @@ TEXT_SUFFIXES = frozenset(
 SHARD_SUFFIX = ".bin"
 PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces of about this size
 STDLIB_EXCLUDED = frozenset(
-    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload")
+    ("test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload")
 )
 STDLIB_MIN_BYTES = 1_000_000
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.grouped_mlp.reference import activate
 from kernels_pallas.matmul import dot, transposed
@@ -112,7 +113,7 @@ def _grouped_mlp(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, ac
 def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> Any:
     num_rows = x_ND.shape[0]
     layout = _layout(group_sizes_L, num_rows, slots)
-    h_LCU = _up(take_rows(x_ND, layout.rows_LC), weights)
+    h_LCU = checkpoint_name(_up(take_rows(x_ND, layout.rows_LC), weights), "expert_up")
     y_LCD = _down(h_LCU, weights, activation)
     y_ND = take_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,14 @@ def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
 
 
+def decode(corpus: Corpus, ids: Iterable[int]) -> str:
+    assert corpus.tokenizer is not None
+    return corpus.tokenizer.decode([int(i) for i in ids if i != corpus.eot], skip_special_tokens=False)
+
+
 def train_text(corpus: Corpus, source: int = 0) -> str:
     ids = np.concatenate(corpus.sources[source].shards)
-    return corpus.tokenizer.decode([int(i) for i in ids if i != corpus.eot], skip_special_tokens=False)
+    return decode(corpus, ids)
 
 
 # Token shards
@@ -96,10 +102,11 @@ def test_damaged_shard(tmp_path: Path, damage: object, message: str) -> None:
     ],
 )
 def test_bpe_is_lossless(corpus: Corpus, text: str) -> None:
+    assert corpus.tokenizer is not None
     ids = corpus.tokenizer.encode(text, add_special_tokens=False).ids
     assert corpus.eot == 0
     assert 0 not in ids
-    assert corpus.tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert decode(corpus, ids) == text
 
 
 def test_bpe_is_deterministic_and_of_the_given_size(texts: Path) -> None:
@@ -169,7 +176,7 @@ def test_files_are_either_trained_on_or_held_out(corpus: Corpus, texts: Path) ->
     ids = corpus.held_out_tokens
     assert ids.dtype == np.int32
     assert ids[0] == ids[-1] == corpus.eot
-    assert corpus.tokenizer.decode([int(i) for i in ids if i != corpus.eot], skip_special_tokens=False) == held
+    assert decode(corpus, ids) == held
 
 
 def test_split_depends_on_names_not_on_the_place(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
@@ -374,8 +381,7 @@ def test_shards_beside_text_share_the_tokenizer(tmp_path: Path, texts: Path) -> 
     both = prepare(config(shards, more, weights=(3.0, 1.0)), 300, tmp_path / "cache")
     assert both.tokenizer_path == tmp_path / "cache" / "tokenizer.json"
     assert len(both.sources) == 2
-    text = [int(i) for i in both.held_out_tokens if i != both.eot]
-    assert both.tokenizer.decode(text, skip_special_tokens=False).encode() == both.held_out_bytes
+    assert decode(both, both.held_out_tokens).encode() == both.held_out_bytes
     assert not np.any((both.held_out_tokens[1:] == 0) & (both.held_out_tokens[:-1] == 0))
     other = tmp_path / "other"
     assert main([str(more), "--out", str(other), "--vocab-size", "290"]) == 0

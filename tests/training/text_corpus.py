@@ -21,7 +21,7 @@ def write_texts(folder: Path, count: int = 20, seed: int = 0, lines: int = 60) -
     for i in range(count):
         path = folder / f"part{i % 3}" / f"doc{i:02d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(" ".join(rng.choice(WORDS, 8)) for _ in range(lines))
+        text = "\n".join(" ".join(rng.choice(WORDS, 8)) + f" {rng.integers(10**6)}" for _ in range(lines))
         path.write_text(f"document {i}\n{text}\n")
     return folder
 

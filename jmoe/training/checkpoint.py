@@ -1,0 +1,459 @@
+"""Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s. The only file that imports Orbax.
+
+A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data` (the data iterator's state,
+JSON) and `config` (the resolved configuration, JSON). Before Orbax renames the folder into place, `manifest.json`
+is added: every file's size and CRC-32, every array's dtype and shape. Orbax syncs the array files only, so everything
+else is synced here: a step that has its final name is complete on disk, and damage that happens later is noticed.
+
+Processes share the folder. Orbax's own barriers are kept off the devices (they would be collectives, issued from
+background threads, in another order than the training step's) by naming the active processes explicitly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jmoe.config import CheckpointConfig, differences
+
+MANIFEST = "manifest.json"
+CRC_BLOCK_BYTES = 1 << 22
+
+# What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
+FREE = (
+    "checkpoint.",
+    "data.num_threads",
+    "data.prefetch_batches",
+    "distributed.",
+    "evaluation.",
+    "mesh.",
+    "output_dir",
+    "profile.",
+    "remat",
+)
+NOTED = {
+    "num_steps": "the cosine schedule now ends at another step",
+    "compute_dtype": "losses will differ by rounding",
+    "gradient_accumulation_steps": "losses will differ by rounding, balance losses are now taken over other groups",
+    "optimizer.clip_norm": "from here on",
+    "optimizer.final_learning_rate_fraction": "the schedule changes from here on",
+    "optimizer.weight_decay": "from here on",
+}
+NOTED_WITH_FINGERPRINT = {
+    "data.path": "the text itself is the same",
+    "data.tokenizer": "the tokenizer itself is the same",
+}
+
+
+def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Lines to print about allowed differences between a checkpoint's configuration and the present one.
+
+    Raises `ValueError` listing every field whose change would give the saved state another meaning: the model, the
+    data and their order (seed, batch_size, sequence_length), the optimizer's moments and schedule, and any field this
+    list does not know. A `data_fingerprint` in both stands for the data, and its place may then change.
+    """
+    noted = dict(NOTED)
+    if "data_fingerprint" in saved and "data_fingerprint" in now:
+        noted |= NOTED_WITH_FINGERPRINT
+    notes, refused = [], []
+    for line in differences(saved, now):
+        name = line.partition(":")[0]
+        if name in noted:
+            notes.append(f"{line} ({noted[name]})")
+        elif not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):
+            refused.append(line)
+    if refused:
+        raise ValueError(
+            "the checkpoint was made with another configuration (saved -> now): "
+            + "; ".join(refused)
+            + ". Give the saved values, or another output_dir to start anew"
+        )
+    return notes
+
+
+class Checkpoints:
+    """The checkpoints of one run in `directory`, the newest `config.keep` of them.
+
+    Every process of a run makes the same calls in the same order. Nothing is created, changed or deleted before the
+    first `save`. No background wait lasts longer than `timeout_s`.
+    """
+
+    def __init__(self, directory: Path, config: CheckpointConfig, *, timeout_s: float = 600.0) -> None:
+        self.directory = Path(directory).absolute()
+        self._keep = config.keep
+        self._timeout_s = max(1, int(timeout_s))
+        self._manager: ocp.CheckpointManager | None = None
+        self._commit: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._step = -1  # the step being saved, or saved last
+        self._arrays: dict[str, Any] = {}  # its manifest entries
+        processes = jax.process_count()
+        self._processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(processes)) if processes > 1 else None
+        )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+    # Reading
+
+    def steps(self) -> list[int]:
+        """Complete steps, oldest first."""
+        return [step for step in self._all_steps() if self._incomplete(step) is None]
+
+    def latest_step(self) -> int | None:
+        """The newest complete step; incomplete ones (half-deleted, half-copied) are skipped with a printed line.
+
+        Process 0 looks and tells the others, so that all resume from the same step.
+        """
+        newest = -1
+        if jax.process_index() == 0:
+            for step in reversed(self._all_steps()):
+                reason = self._incomplete(step)
+                if reason is None:
+                    newest = step
+                    break
+                print(
+                    f"warning: checkpoint {self.directory / str(step)} {reason}; skipped", file=sys.stderr, flush=True
+                )
+        newest = self._from_process_0(newest)
+        return None if newest < 0 else newest
+
+    def saved_config(self, step: int) -> dict[str, Any]:
+        """The configuration saved with `step`. `ValueError` if it is damaged."""
+        self._verify(step, prefix="config/")
+        return self._read_json(step, "config")
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """(state, data_state, saved configuration) of `step`.
+
+        abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say where each array
+        goes; mesh and number of processes need not be those of the save. Raises `ValueError` that names the step and
+        the file or arrays if a file is damaged (with the newest intact older step) or the trees do not match.
+        """
+        self._verify(step)
+        names, leaves, tree = _named_leaves(abstract_state)
+        self._check_arrays(step, dict(zip(names, leaves, strict=True)))
+        targets = {name: _placed(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._processes)
+        with ocp.Checkpointer(handler, multiprocessing_options=self._processes) as reader:
+            arrays = reader.restore(self.directory / str(step) / "state", args=ocp.args.StandardRestore(targets))
+        state = jax.tree.unflatten(tree, [arrays[name] for name in names])
+        self._step = step  # saved already
+        return state, self._read_json(step, "data"), self._read_json(step, "config")
+
+    def _all_steps(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit() and entry.is_dir())
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        manifest = json.loads((self.directory / str(step) / MANIFEST).read_text())
+        if not isinstance(manifest, dict) or not {"files", "arrays"} <= manifest.keys():
+            raise ValueError(f"{MANIFEST} has no files and arrays")
+        return manifest
+
+    def _incomplete(self, step: int) -> str | None:
+        """Why this step is not complete, or None."""
+        try:
+            files = self._manifest(step)["files"]
+        except FileNotFoundError:
+            return f"is incomplete: it has no {MANIFEST}"
+        except ValueError:  # JSON or UTF-8
+            return f"is incomplete: its {MANIFEST} cannot be read"
+        missing = [name for name in files if not (self.directory / str(step) / name).is_file()]
+        return f"is incomplete: {missing[0]} is missing" if missing else None
+
+    def _damage(self, step: int, prefix: str = "", part: int = 0, parts: int = 1) -> str | None:
+        """The first damaged file of this part of the step's files, and how, or None."""
+        reason = self._incomplete(step)
+        if reason is not None:
+            return reason
+        files = self._manifest(step)["files"]
+        for name in sorted(name for name in files if name.startswith(prefix))[part::parts]:
+            size_bytes, crc = files[name]
+            path = self.directory / str(step) / name
+            if path.stat().st_size != size_bytes:
+                return f"is damaged: {name} has {path.stat().st_size} of {size_bytes} bytes"
+            if _crc32(path) != crc:
+                return f"is damaged: the content of {name} has changed since it was written"
+        return None
+
+    def _verify(self, step: int, prefix: str = "") -> None:
+        """Raise on every process if a file of the step is damaged; the processes share the reading."""
+        if not (self.directory / str(step)).is_dir():
+            raise ValueError(f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}")
+        damage = self._damage(step, prefix, jax.process_index(), jax.process_count())
+        if jax.process_count() > 1:
+            found = multihost_utils.process_allgather(np.int32(damage is not None))
+            ranks = np.flatnonzero(found).tolist()
+            damage = damage or (f"is damaged: process {ranks[0]} names the file" if ranks else None)
+        if damage is None:
+            return
+        older = [s for s in reversed(self.steps()) if s < step and self._damage(s) is None]
+        advice = (
+            f"step {older[0]} is intact: delete {self.directory / str(step)} to go on from it"
+            if older
+            else "there is no intact older step"
+        )
+        raise ValueError(f"checkpoint {self.directory / str(step)} {damage}; {advice}")
+
+    def _check_arrays(self, step: int, wanted: dict[str, Any]) -> None:
+        saved = self._manifest(step)["arrays"]
+        lines = []
+        for name in sorted(saved.keys() | wanted.keys()):
+            here = _entry(wanted[name]) if name in wanted else None
+            if saved.get(name) != here:
+                lines.append(f"{name}: {_words(saved.get(name))} -> {_words(here)}")
+        if lines:
+            shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
+            raise ValueError(f"checkpoint {self.directory / str(step)} holds other arrays (saved -> now): {shown}")
+
+    def _read_json(self, step: int, item: str) -> Any:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler(), multiprocessing_options=self._processes) as reader:
+            return reader.restore(self.directory / str(step) / item, args=ocp.args.JsonRestore())
+
+    def _from_process_0(self, value: int) -> int:
+        if jax.process_count() == 1:
+            return value
+        return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+    # Writing
+
+    def save(self, step: int, state: Any, data_state: Any, config_json: str) -> None:
+        """Start saving `step`; returns once the arrays are copied to the host, so `state` may be donated.
+
+        (On CPU the host's view *is* the array: JAX does not donate a buffer that is viewed, the next step copies it.)
+        Waits first for the previous save. `OSError` if that one failed, or this one could not begin. Saving again the
+        step saved last does nothing.
+        """
+        self.wait()
+        if step == self._step:
+            return
+        manager = self._open()
+        if (self.directory / str(step)).exists():
+            raise ValueError(f"step = {step}: already saved in {self.directory}")
+        names, leaves, _ = _named_leaves(state)
+        self._step, self._arrays = step, {name: _entry(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
+            data=ocp.args.JsonSave(data_state),
+            config=ocp.args.JsonSave(json.loads(config_json)),
+        )
+        try:
+            manager.save(step, args=items, force=True)
+        except Exception as error:
+            self._fail(error)
+        self._commit = threading.Thread(target=self._finish, args=(manager, step), name=f"checkpoint {step}")
+        self._commit.start()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed in the background, if any; never waits."""
+        if self._commit is not None and not self._commit.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save under way is complete on disk. `OSError` naming folder and step if it failed."""
+        if self._commit is not None:
+            self._commit.join()
+            self._commit = None
+        if self._error is not None:
+            self._fail(self._error)
+
+    def close(self) -> None:
+        """Wait for the save under way and free what Orbax holds."""
+        self.wait()
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _open(self) -> ocp.CheckpointManager:
+        if self._manager is not None:
+            return self._manager
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._set_incomplete_aside()
+            except OSError as error:
+                problem = f"checkpoint folder {self.directory} cannot be written: {error}"
+        self._check_shared(problem)
+        options = ocp.CheckpointManagerOptions(
+            create=False,  # made above; Orbax refuses to make it for named processes
+            cleanup_tmp_directories=True,
+            preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
+            async_options=ocp.AsyncOptions(
+                # below the caller's own limit, so that the reason comes before the watchdog
+                timeout_secs=max(1, int(0.8 * self._timeout_s)),
+                barrier_sync_fn=self._barrier,
+                post_finalization_callback=self._seal,
+            ),
+            multiprocessing_options=self._processes,
+        )
+        handlers: dict[str, Any] = {
+            "state": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),
+            "data": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
+            "config": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
+        }
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_names=tuple(handlers), item_handlers=handlers
+        )
+        return self._manager
+
+    def _set_incomplete_aside(self) -> None:
+        """Orbax would count them among the steps to keep, and refuse to write them again."""
+        for step in self._all_steps():
+            if self._incomplete(step) is not None:
+                for number in range(1, sys.maxsize):
+                    aside = self.directory / f"incomplete-{step}-{number}"
+                    if not aside.exists():
+                        break
+                (self.directory / str(step)).rename(aside)
+                print(f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True)
+
+    def _check_shared(self, problem: str) -> None:
+        """Raise on all processes unless process 0 could write the folder and every process sees the same one."""
+        mark = self._from_process_0(0 if problem else 1 + secrets.randbits(30))
+        if mark == 0:
+            raise OSError(problem or f"process 0 cannot write the checkpoint folder {self.directory}")
+        if jax.process_count() == 1:
+            return
+        probe = self.directory / f".shared-{mark}"
+        if jax.process_index() == 0:
+            probe.touch()
+        self._from_process_0(0)  # the probe exists
+        deadline = time.monotonic() + min(10, self._timeout_s)
+        while not (seen := probe.exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)  # a network file system may lag
+        blind = np.flatnonzero(multihost_utils.process_allgather(np.int32(not seen))).tolist()
+        if jax.process_index() == 0:
+            probe.unlink()
+        if blind:
+            raise OSError(
+                f"checkpoint folder {self.directory}: processes {blind} do not see what process 0 writes; "
+                "it must lie on a file system that all processes share"
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        step, self._step, self._error = self._step, -1, None
+        self._manager = None  # the next save begins afresh and removes what this one left
+        cause: BaseException | None = error
+        root = error
+        while cause is not None:  # a barrier that failed afterwards hides why
+            root, cause = cause, cause.__cause__ or cause.__context__
+        reason = str(root).partition("\n")[0][:500] or type(root).__name__
+        older = self.steps()
+        last = f"step {older[-1]} is complete" if older else "there is no older checkpoint"
+        raise OSError(f"checkpoint of step {step} in {self.directory} was not written: {reason}; {last}") from error
+
+    def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
+        """Background: wait for Orbax's rename, then make it durable."""
+        try:
+            manager.wait_until_finished()
+            if jax.process_index() == 0:
+                _fsync(self.directory / str(step))
+                _fsync(self.directory)
+        except BaseException as error:  # raised at the next call, in the caller's thread
+            self._error = error
+
+    def _writing(self) -> Path | None:
+        """The folder of the save under way."""
+        found = list(self.directory.glob(f"{self._step}.orbax-checkpoint-tmp*"))
+        return found[0] if found else None
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barriers between processes, in background threads."""
+        if jax.process_count() == 1:
+            return
+        rank, folder = jax.process_index(), self._writing()
+        if "async_write_complete" in key and rank != 0 and folder is not None:
+            own = {
+                str(path.relative_to(folder)): [path.stat().st_size, _crc32(path)]
+                for path in _files(folder / "state" / f"ocdbt.process_{rank}")
+            }
+            (folder / f"files-{rank}.json").write_text(json.dumps(own))
+        wait = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
+        try:
+            wait(key=key, timeout_ms=timeout_ms)
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"process {rank} waited for the other processes at {key!r}, at most {timeout_ms // 1000} s: {error}"
+            ) from error
+
+    def _seal(self) -> None:
+        """Process 0, when all is written and before the rename: add the manifest and sync every file and folder."""
+        folder = self._writing()
+        assert folder is not None, f"Orbax writes step {self._step} somewhere else"
+        files: dict[str, list[int]] = {}
+        for listed in folder.glob("files-*.json"):
+            files |= json.loads(listed.read_text())
+            listed.unlink()
+        for path in _files(folder):
+            name = str(path.relative_to(folder))
+            if name not in files and name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written once more
+                files[name] = [path.stat().st_size, _crc32(path)]
+        manifest = {"step": self._step, "files": files, "arrays": self._arrays}
+        (folder / MANIFEST).write_text(json.dumps(manifest, sort_keys=True))
+        for path in (*_files(folder), *(p for p in folder.glob("**/") if p.is_dir())):
+            _fsync(path)
+
+
+def _named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Names (`params.layers.w`), leaves and structure: steps are saved flat, so containers may change their type."""
+    paths, structure = jax.tree.flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") or "value" for path, _ in paths]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"state has several arrays of the same name: {', '.join(twice)}")
+    return names, [leaf for _, leaf in paths], structure
+
+
+def _entry(leaf: Any) -> list[Any]:
+    return [str(leaf.dtype), list(leaf.shape)]
+
+
+def _words(entry: list[Any] | None) -> str:
+    return "absent" if entry is None else f"{entry[0]}{entry[1]}"
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.glob("**/*")) if path.is_file())
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(CRC_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

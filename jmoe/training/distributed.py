@@ -1,0 +1,503 @@
+"""Many processes: start together, notice who is missing, dead or stuck, and stop together at the same step.
+
+Three parts, each of which also works, and costs next to nothing, in a run of one process:
+
+    start(config.distributed)                 # before anything else touches JAX
+    with Watchdog(config.distributed) as watchdog, PreemptionSignal() as preemption:
+        for step in ...:
+            with watchdog.waiting_for("training step", step):
+                state, loss = train_step(state, batch)
+                loss.block_until_ready()
+            if preemption.requested(step):
+                break                         # the same step on every rank: save, then return
+        with watchdog.waiting_for("checkpoint", step):
+            checkpoints.save(...); checkpoints.close()
+
+Ranks talk through the key-value store of JAX's coordination service, from background threads only. What JAX does by
+itself stays in force: a rank whose heartbeats stop ends the whole run after `distributed.heartbeat_timeout_s`. An
+outside supervisor (SLURM requeue, Kubernetes JobSet) then restarts every rank, and the run resumes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import jax
+
+from jmoe.config import DistributedConfig
+
+REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
+NOTICES = "jmoe/notice/"  # + rank: a line for everyone
+STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
+EXIT_CODE = 70  # of a rank ended by its watchdog (EX_SOFTWARE)
+CALL_TIMEOUT_S = 3.0
+
+T = TypeVar("T")
+
+
+# Start
+
+
+def start(config: DistributedConfig) -> None:
+    """Join the other processes of the run, if there are any. Call before any other use of JAX.
+
+    The processes are those the configuration names, else those of the SLURM, Open MPI or Kubernetes job JAX finds
+    itself in, else this one alone. Raises `TimeoutError` naming the missing ranks on every rank that is present, after
+    `start_timeout_s`; `ValueError` if two processes claim one rank.
+    """
+    if config.coordinator_address is not None:
+        assert config.num_processes is not None and config.process_id is not None
+        address, processes, rank = config.coordinator_address, config.num_processes, config.process_id
+        detection: str | None = "deactivate"  # every process sees every device of its machine
+    else:
+        found = _detect(config.start_timeout_s)
+        if found is None:
+            return
+        (address, processes, rank), detection = found, None  # JAX still deals the machine's devices out
+    if processes == 1:
+        return
+    deadline = time.monotonic() + config.start_timeout_s
+    _roll_call(address, processes, rank, config.start_timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.distributed.initialize(
+        coordinator_address=address,
+        num_processes=processes,
+        process_id=rank,
+        cluster_detection_method=detection,
+        initialization_timeout=max(10, int(deadline - time.monotonic())),
+        heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+        shutdown_timeout_seconds=config.step_timeout_s,
+    )
+    atexit.register(_leave_after_an_error)  # runs before JAX's own handler, which waits for all ranks
+
+
+def _leave_after_an_error(failed: bool = False, linger_s: float = 0.0) -> None:
+    """At exit: a rank that fails must not wait for the others to finish."""
+    if failed or getattr(sys, "last_value", None) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(linger_s)
+        os._exit(1)
+
+
+def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int, int] | None:
+    """(coordinator address, processes, rank) of the cluster job this process belongs to, as JAX sees it."""
+    kubernetes = "KUBERNETES_SERVICE_HOST" in environment
+    if kubernetes and "JOB_COMPLETION_INDEX" not in environment:
+        return None  # a pod of its own, not one of an indexed job
+    if kubernetes:
+        _need_kubernetes_client()
+    if not kubernetes and _launched(environment) == 1:
+        return None
+    from jax._src.clusters import ClusterEnv  # jax.distributed.initialize() asks it too, but does not tell
+
+    address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(timeout_s)
+    )
+    if address is None or processes is None or rank is None:
+        launched = _launched(environment)
+        if "OMPI_COMM_WORLD_SIZE" in environment and launched > 1:
+            raise ValueError(
+                f"OMPI_COMM_WORLD_SIZE = {launched}: this version of JAX cannot find the other processes of this Open "
+                "MPI; give --distributed.coordinator-address HOST:PORT, --distributed.num-processes "
+                "$OMPI_COMM_WORLD_SIZE and --distributed.process-id $OMPI_COMM_WORLD_RANK"
+            )
+        return None
+    return address, processes, rank
+
+
+def _launched(environment: Mapping[str, str]) -> int:
+    """Processes that `srun` or `mpirun` has started, or 1."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return 1
+
+
+def _need_kubernetes_client() -> None:
+    try:
+        import kubernetes  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "JOB_COMPLETION_INDEX is set (an indexed Kubernetes job), but JAX needs the package `kubernetes` to find "
+            "the job's other pods: pip install 'jax[k8s]', or give --distributed.coordinator-address, "
+            "--distributed.num-processes and --distributed.process-id"
+        ) from error
+
+
+def _roll_call(address: str, processes: int, rank: int, timeout_s: float) -> None:
+    """Return once all ranks are here; `TimeoutError` names those that are not.
+
+    `jax.distributed.initialize` would abort the process without a name. Rank 0 listens at the very address that JAX's
+    coordinator takes afterwards, so no other port must be open.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"distributed.coordinator_address = {address!r}: must read HOST:PORT")
+    if rank == 0:
+        _call_the_roll(address, int(port), processes, timeout_s)
+    else:
+        _answer_the_roll((host.strip("[]"), int(port)), processes, rank, timeout_s)
+
+
+def _call_the_roll(address: str, port: int, processes: int, timeout_s: float) -> None:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, backlog=processes, dualstack_ipv6=dual)
+    except OSError as error:
+        raise OSError(
+            f"distributed.coordinator_address = {address!r}: process 0 cannot listen there: {error}"
+        ) from error
+    deadline = time.monotonic() + timeout_s
+    present: dict[int, socket.socket] = {}
+    verdict = "go"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(server)
+        while len(present) < processes - 1 and verdict == "go":
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                caller = stack.enter_context(server.accept()[0])
+                caller.settimeout(2.0)
+                name, rank, count = caller.recv(64).decode(errors="replace").split()
+                if name != "jmoe":
+                    continue
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    missing = [rank for rank in range(1, processes) if rank not in present]
+                    verdict = f"missing {_ranks(missing)}"
+                continue
+            except (OSError, ValueError):
+                continue  # somebody else knocked
+            if int(count) != processes:
+                verdict = f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
+            elif int(rank) in present:
+                verdict = f"conflict two processes were told process_id = {rank}"
+            present[int(rank)] = caller
+        for caller in present.values():
+            with contextlib.suppress(OSError):
+                caller.sendall(verdict.encode())
+    _act_on(verdict, timeout_s)
+
+
+def _answer_the_roll(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    problem: OSError | None = None
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left_s) as caller:
+                caller.sendall(f"jmoe {rank} {processes}\n".encode())
+                caller.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
+                verdict = caller.recv(4096).decode()
+                if verdict:
+                    return _act_on(verdict, timeout_s)
+        except OSError as error:
+            problem = error
+        time.sleep(0.2)
+    raise TimeoutError(
+        f"rank 0 (the coordinator, expected at {address[0]}:{address[1]}) did not start within "
+        f"distributed.start_timeout_s = {timeout_s:g} s; last attempt: {problem}"
+    )
+
+
+def _act_on(verdict: str, timeout_s: float) -> None:
+    kind, _, rest = verdict.partition(" ")
+    if kind == "missing":
+        raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
+    if kind == "conflict":
+        raise ValueError(f"distributed: {rest}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:32])) + (f" and {len(ranks) - 32} more" if len(ranks) > 32 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+# Watchdog
+
+
+class Watchdog:
+    """Ends this process when one wait takes longer than `timeout_s`, and says who and what it waited for.
+
+    With many processes each rank also shows the others, about once a second, where it is: a rank that is behind, dead
+    or stopped is named on every rank, and one that gives up makes all of them print their stacks. An error that leaves
+    the context ends the rank without JAX's shutdown barrier, in which the others would be waited for.
+    """
+
+    def __init__(self, timeout_s: float, heartbeat_timeout_s: float = 10.0) -> None:
+        self.timeout_s = timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._tick_s = min(1.0, timeout_s / 10)
+        self._beat_s = min(1.0, heartbeat_timeout_s / 5)
+        self._rank, self._processes = jax.process_index(), jax.process_count()
+        self._store: Any = _store()
+        self._wait: _Wait | None = None
+        self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
+        self._last = "nothing yet"
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        if self._store is not None:
+            self._threads.append(threading.Thread(target=self._report, name="watchdog reports", daemon=True))
+
+    def waiting_for(self, phase: str, step: int | None = None, *, timeout_s: float | None = None) -> _Wait:
+        """A context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest."""
+        label = phase if step is None else f"{phase} {step}"
+        return _Wait(self, label, self.timeout_s if timeout_s is None else timeout_s)
+
+    def __enter__(self) -> Watchdog:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if failed and self._store is not None:
+            assert kind is not None
+            words = f"rank {self._rank} ended with {kind.__name__}: {str(error).partition(chr(10))[0][:300]}"
+            _limited(lambda: self._publish(words, ends=False))
+            # the coordinator takes the store with it: let the others read first
+            atexit.register(_leave_after_an_error, True, 2 * self._beat_s if self._rank == 0 else 0.0)
+        self._closing.set()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._tick_s):
+            wait = self._wait
+            if wait is not None and time.monotonic() > wait.since + wait.timeout_s and not self._closing.is_set():
+                self._give_up(wait)
+
+    def _give_up(self, wait: _Wait) -> None:
+        waited_s = time.monotonic() - wait.since
+        lines = [f"rank {self._rank} has waited {waited_s:.0f} s for {wait.label} (limit {wait.timeout_s:g} s)"]
+        if self._store is not None:
+            lines += self._behind() or [f"all {self._processes} ranks have come as far"]
+        words = "; ".join(lines)
+        _say(words)
+        if self._store is not None:
+            _limited(lambda: self._publish(words, ends=True))
+            time.sleep(2.5 * self._beat_s)  # every rank reads it and prints its own stacks
+        _end()
+
+    def _behind(self) -> list[str]:
+        reports = _limited(self._reports)
+        if reports is None:
+            return ["rank 0 (the coordinator) does not answer"]
+        lines = []
+        for rank in range(self._processes):
+            report = reports.get(rank)
+            if report is None:
+                lines.append(f"rank {rank} has not begun")
+            elif report["waits"] < self._waits:
+                lines.append(f"rank {rank} is behind, at {report['at']}")
+        return lines
+
+    def _failed_in(self, wait: _Wait, error: BaseException) -> None:
+        """Name the ranks whose silence explains this error, before it goes on its way."""
+        if self._store is None or self._closing.is_set() or not isinstance(error, Exception):
+            return
+        _say(f"rank {self._rank} failed in {wait.label}: {str(error).partition(chr(10))[0][:300]}")
+        before = _limited(self._reports)
+        time.sleep(2.5 * self._beat_s)
+        after = _limited(self._reports)
+        if before is None or after is None:
+            _say("rank 0 (the coordinator) does not answer: dead, stopped or out of reach")
+            return
+        ended = _limited(self._notices) or {}
+        silent = [r for r in after if r != self._rank and r not in ended and before.get(r) == after[r]]
+        if silent:
+            _say(f"{_ranks(silent)}: no sign of life, dead or stopped")
+
+    # Reports, in a thread of their own: a call to a coordinator that is stopped does not return
+
+    def _report(self) -> None:
+        seen: set[int] = {self._rank}
+        changed: dict[int, tuple[Any, float]] = {}
+        beat = 0
+        while not self._closing.is_set():
+            beat += 1
+            try:
+                self._beat(beat)
+                for rank, notice in self._notices().items():
+                    if rank not in seen:
+                        seen.add(rank)
+                        _say(notice["line"])
+                        if notice["ends"]:
+                            _say(f"rank {self._rank} was at {self._at()}; ends with the others")
+                            _end()
+                if self._rank == 0:
+                    self._look_for_silence(changed, seen)
+            except jax.errors.JaxRuntimeError as error:
+                if not self._closing.is_set():
+                    _say(f"rank 0 (the coordinator) does not answer: {str(error).partition(chr(10))[0][:200]}")
+                return
+            self._closing.wait(self._beat_s)
+
+    def _beat(self, beat: int) -> None:
+        report = {"beat": beat, "waits": self._waits, "at": self._at()}
+        self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
+
+    def _look_for_silence(self, changed: dict[int, tuple[Any, float]], seen: set[int]) -> None:
+        """Rank 0: name ranks that stopped reporting, somewhat before JAX ends the run for want of their heartbeats."""
+        now = time.monotonic()
+        for rank, report in self._reports().items():
+            if rank not in changed or changed[rank][0] != report["beat"]:
+                changed[rank] = (report["beat"], now)
+            silent_s = now - changed[rank][1]
+            if silent_s > 0.6 * self._heartbeat_timeout_s and rank not in seen:
+                seen.add(rank)
+                words = f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at {report['at']}"
+                _say(words)
+                self._publish(words, ends=False, rank=rank)
+
+    def _at(self) -> str:
+        wait = self._wait
+        if wait is None:
+            return f"the end of {self._last}"
+        return f"{wait.label} since {time.monotonic() - wait.since:.0f} s"
+
+    def _publish(self, line: str, *, ends: bool, rank: int | None = None) -> None:
+        key = f"{NOTICES}{self._rank if rank is None else rank}"
+        self._store.key_value_set(key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True)
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        return _read(self._store, REPORTS)
+
+    def _notices(self) -> dict[int, dict[str, Any]]:
+        return _read(self._store, NOTICES)
+
+
+class _Wait:
+    """One `with watchdog.waiting_for(...)`."""
+
+    def __init__(self, watchdog: Watchdog, label: str, timeout_s: float) -> None:
+        self.label, self.timeout_s, self.since = label, timeout_s, 0.0
+        self._watchdog = watchdog
+        self._outer: _Wait | None = None
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+        self._outer, self._watchdog._wait = self._watchdog._wait, self
+        self._watchdog._waits += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._watchdog._wait, self._watchdog._last = self._outer, self.label
+        if error is not None and self._outer is None:
+            self._watchdog._failed_in(self, error)
+
+
+def _store() -> Any | None:
+    """The key-value store that the run's processes share, or None in a run of one process."""
+    if jax.process_count() == 1:
+        return None
+    from jax._src import distributed  # the store has no public name
+
+    return distributed.global_state.client
+
+
+def _read(store: Any, folder: str) -> dict[int, Any]:
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in store.key_value_dir_get(folder)}
+
+
+def _limited(call: Callable[[], T]) -> T | None:
+    """The call's result, or None if it fails or is not back after `CALL_TIMEOUT_S`."""
+    result: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            result.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(CALL_TIMEOUT_S)
+    return result[0] if result else None
+
+
+def _say(line: str) -> None:
+    print(f"jmoe: {line}", file=sys.stderr, flush=True)
+
+
+def _end() -> None:
+    faulthandler.dump_traceback(file=2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+# Stop
+
+
+class PreemptionSignal:
+    """SIGTERM and SIGUSR1 (SLURM's warning before a time limit) ask the run to stop; all ranks stop after one step.
+
+    The handlers only take note, so a second signal does not disturb the save that follows: leave the context when the
+    save is done. A rank that learns of a signal, its own or another's, publishes the step it has reached. Once all
+    have, the run stops after step max(published) + 1 + steps_in_flight. No rank can get past that step without having
+    read all of them, as a training step needs every rank: `steps_in_flight` is how many steps the loop may have
+    dispatched beyond the last whose result it has seen (0: it waits for each).
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, *, steps_in_flight: int = 1, poll_s: float = 0.5) -> None:
+        self._margin_steps = 1 + steps_in_flight
+        self._poll_s = poll_s
+        self._asked = threading.Event()
+        self._published = False
+        self._stop_step: int | None = None
+        self._store: Any = _store()
+        self._closing = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> PreemptionSignal:
+        for number in self.SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        if self._store is not None:
+            threading.Thread(target=self._listen, name="preemption", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._closing.set()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def asked(self) -> bool:
+        """Whether a signal has come to this rank, or another rank has told of one. Ranks may differ for a moment."""
+        return self._asked.is_set()
+
+    def requested(self, step: int) -> bool:
+        """Whether the run is to stop after `step`, just finished. Every rank gets the same answer for the same step."""
+        if not self._asked.is_set():
+            return False
+        if self._store is None:
+            return True
+        if not self._published:
+            self._store.key_value_set(f"{STOPS}{jax.process_index()}", str(step), allow_overwrite=True)
+            self._published = True
+        if self._stop_step is None:
+            steps = _read(self._store, STOPS)
+            if len(steps) == jax.process_count():
+                self._stop_step = max(steps.values()) + self._margin_steps
+        return self._stop_step is not None and step >= self._stop_step
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._asked.set()
+
+    def _listen(self) -> None:
+        while not self._asked.is_set() and not self._closing.wait(self._poll_s):
+            try:
+                if _read(self._store, STOPS):
+                    self._asked.set()
+            except jax.errors.JaxRuntimeError:
+                return  # no coordinator, no run: JAX ends this process

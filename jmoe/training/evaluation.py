@@ -1,0 +1,55 @@
+"""Held-out loss and samples of text from a model in training.
+
+Legend: B sequences (all devices), S sequence length, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from tokenizers import Tokenizer
+
+from jmoe.config import TrainConfig
+from jmoe.mesh import BATCH
+from jmoe.training.corpus import Corpus
+from jmoe.training.data import held_out_windows
+from jmoe.training.step import Program, TrainState
+
+
+def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
+    """A batch that every process holds whole, split over all devices."""
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, BATCH), lambda index: array[index])
+
+
+def held_out_loss(program: Program, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> float:
+    """Mean negative log-likelihood in nats over every held-out token."""
+    batch = config.batch_size // config.gradient_accumulation_steps
+    total = 0.0
+    for tokens, weights in held_out_windows(corpus, config.sequence_length, batch):
+        total += float(program.evaluate(state, _put(tokens, mesh), _put(weights, mesh)))
+    return total / (len(corpus.held_out_tokens) - 1)
+
+
+def sample_text(
+    program: Program, state: TrainState, tokenizer: Tokenizer, eot: int, config: TrainConfig, mesh: Mesh
+) -> str:
+    """Text sampled from the model after an end-of-text token, `evaluation.sample_tokens` tokens at most.
+
+    The whole window is computed again for every token: right for any configuration, fit for a short sample only.
+    """
+    length = min(config.evaluation.sample_tokens + 1, config.sequence_length)
+    rng = np.random.default_rng(config.seed)
+    tokens = np.full((mesh.size, config.sequence_length), eot, np.int32)
+    for position in range(length - 1):
+        logits_V = np.asarray(program.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64)
+        logits_V = logits_V[: tokenizer.get_vocab_size()]
+        if config.evaluation.sample_temperature == 0:
+            choice = int(logits_V.argmax())
+        else:
+            p_V = np.exp((logits_V - logits_V.max()) / config.evaluation.sample_temperature)
+            choice = int(rng.choice(p_V.size, p=p_V / p_V.sum()))
+        if choice == eot:
+            length = position + 1
+            break
+        tokens[:, position + 1] = choice
+    return tokenizer.decode(tokens[0, 1:length].tolist())

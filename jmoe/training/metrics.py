@@ -1,0 +1,436 @@
+"""What a run records and shows while it trains: `metrics.jsonl`, TensorBoard events and the progress line.
+
+Steps are numbered from 0: record `step` is written when that step is done, and a run resumed at `start_step`
+writes `start_step` next. Only process 0 makes a `MetricsLog` or a `ProgressLine`.
+
+`metrics.jsonl` holds one JSON object a line:
+
+- a step: `step`, `loss`, `tokens_per_s`, `dropped_fraction`, whatever else the step measured, and `expert_load`,
+  one list per MoE layer with each expert's fraction of the layer's assignments (5 significant digits; left out of
+  some steps of large models, see `EXPERT_LOAD_VALUES_PER_STEP`). Other floats keep full precision, so equal
+  records mean bit-identical losses;
+- an event: `{"event": "resume", "step": s}` (steps from s on are run again: older records of them are void) and
+  `{"event": "evaluation", "step": s, "loss": .., "bits_per_byte": ..}`, measured after s steps.
+
+The JSON is strict: a float that is not finite is written as null, and its name goes to the record's `non_finite`
+object, e.g. `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`. `read_metrics` puts such values back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, TextIO, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from tensorboardX import RecordWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+METRICS_FILE: Final = "metrics.jsonl"
+TENSORBOARD_DIR: Final = "tensorboard"
+REQUIRED: Final = ("loss", "tokens_per_s", "dropped_fraction")
+EXPERT_LOAD_VALUES_PER_STEP: Final = 256  # on average: 48 layers x 128 experts on every step is 5 GB in 100,000 steps
+TENSORBOARD_FLUSH_S: Final = 5.0  # a flush is an fsync, slow on a shared file system
+RATE_STEPS: Final = 32  # tokens/s and ETA are the median of this many last steps
+REFRESH_S: Final = 0.1  # of the line on a terminal
+
+T = TypeVar("T")
+
+# Dense bfloat16 peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets (which print the sparse figure).
+_PEAK_FLOPS: Final = (
+    (r"\bGB[23]00\b", 2500e12),
+    (r"\bB[23]00\b", 2250e12),
+    (r"\bH[12]00 NVL\b", 835e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\b(H100|H200|H800|GH200)\b", 989e12),
+    (r"\bH20\b", 148e12),
+    (r"\b(A100|A800)\b", 312e12),
+    (r"\bA30\b", 165e12),
+    (r"\bA40\b", 150e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bRTX 6000 Ada\b", 364e12),
+    (r"\bRTX A6000\b", 155e12),
+    (r"\bRTX 5090\b", 210e12),
+    (r"\bRTX 4090\b", 165e12),
+    (r"\bRTX 3090\b", 71e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by `jax.Device.device_kind`; None: not known (CPU, a MIG slice, others)."""
+    if re.search(r"\bMIG\b", device_kind):
+        return None
+    return next((peak for name, peak in _PEAK_FLOPS if re.search(name, device_kind, re.IGNORECASE)), None)
+
+
+def least_loaded(expert_load: object) -> tuple[float, int, int]:
+    """(load / fair share, MoE layer, expert) of the expert with the smallest share of its layer, all numbered from 0.
+
+    expert_load: [num_moe_layers, num_experts], fractions or counts.
+    """
+    load_LE = np.asarray(expert_load, np.float64)
+    share_LE = load_LE * load_LE.shape[1] / np.maximum(load_LE.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    layer, expert = np.unravel_index(int(np.argmin(share_LE)), share_LE.shape)
+    return float(share_LE[layer, expert]), int(layer), int(expert)
+
+
+def _plain(value: object, name: str, non_finite: dict[str, str]) -> Any:
+    """`value` as strict JSON; the names of floats that are not finite go to `non_finite`."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(v, f"{name}.{key}", non_finite) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, f"{name}[{i}]", non_finite) for i, v in enumerate(value)]
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        non_finite[name] = str(value)
+        return None
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuSU":  # bfloat16 has a kind of its own
+        array = array.astype(np.float64)
+    return _plain(array.tolist(), name, non_finite)
+
+
+def _line(record: Mapping[str, object]) -> bytes:
+    non_finite: dict[str, str] = {}
+    plain = {key: _plain(value, key, non_finite) for key, value in record.items()}
+    if non_finite:
+        plain["non_finite"] = non_finite
+    return json.dumps(plain, allow_nan=False).encode() + b"\n"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, or None if it is torn."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    for name, value in record.pop("non_finite", {}).items():
+        if name in record:
+            record[name] = float(value)
+    return record
+
+
+def _repair(path: Path) -> None:
+    """Ends the file at the end of a line: a last line torn by a kill is cut, one that lacks only its end gets it."""
+    with path.open("r+b") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        tail = b""
+        while start > 0 and b"\n" not in tail:
+            block_bytes = min(start, 1 << 16)
+            start -= block_bytes
+            file.seek(start)
+            tail = file.read(block_bytes) + tail
+        torn = tail[tail.rfind(b"\n") + 1 :]
+        if not torn:
+            return
+        if _parse(torn) is not None:
+            file.seek(end)
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(torn))
+
+
+class _EventFile:
+    """One TensorBoard event file in `folder`, later in name order than the older ones; steps from `purge_step` on in
+    those are hidden.
+
+    tensorboardX's own SummaryWriter hands events to a thread through a queue of ten; when that thread dies of a full
+    disk, training waits on the queue for ever. This writes in the caller and raises `OSError` there.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        second, nanosecond = divmod(time.time_ns(), 10**9)
+        self._writer = RecordWriter(
+            str(folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{nanosecond:09d}")
+        )
+        self._flushed_s = 0.0
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+        if time.monotonic() - self._flushed_s > TENSORBOARD_FLUSH_S:
+            self._writer.flush()
+            self._flushed_s = time.monotonic()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._write(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        try:
+            self._writer.flush()
+        finally:
+            self._writer.close()
+
+
+class MetricsLog:
+    """Appends to OUTPUT_DIR/metrics.jsonl and to TensorBoard events in OUTPUT_DIR/tensorboard/{train,evaluation}.
+
+    start_step: the first step that this process will write. If it is greater than 0, or the file exists, an event
+    `resume` is written first. Each record is one `write`; a kill can tear only the last line, which the next
+    MetricsLog repairs and readers skip. Raises `OSError` with the file's name, e.g. on a full disk.
+    """
+
+    def __init__(self, output_dir: Path, *, start_step: int) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.path: Final = output_dir / METRICS_FILE
+        exists = self.path.exists()
+        if exists:
+            _repair(self.path)
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(self.path.open("ab", buffering=0))
+            resumes = exists or start_step > 0
+            folder = output_dir / TENSORBOARD_DIR
+            self._train = _EventFile(folder / "train", start_step if resumes else None)
+            stack.callback(self._train.close)
+            # An evaluation at start_step belongs to the state that is resumed from, so it stays.
+            self._evaluation = _EventFile(folder / "evaluation", start_step + 1 if resumes else None)
+            stack.callback(self._evaluation.close)
+            self._load_step = start_step
+            if resumes:
+                self.write_event("resume", start_step)
+            self._close = stack.pop_all()
+
+    def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes the record of one step.
+
+        metrics: by name; `loss`, `tokens_per_s` and `dropped_fraction` must be there. Python and numpy scalars (they
+        also go to TensorBoard), strings, arrays and nested dicts will do.
+        `expert_load` [num_moe_layers, num_experts]: fractions of assignments; absent, None or empty without MoE.
+        """
+        missing = [name for name in REQUIRED if name not in metrics]
+        if missing:
+            raise ValueError(f"metrics of step {step}: {', '.join(missing)} missing, needs {', '.join(REQUIRED)}")
+        record: dict[str, object] = {"step": step, **metrics}
+        scalars = {
+            name: float(value)
+            for name, value in metrics.items()
+            if np.ndim(value) == 0 and not isinstance(value, str | Mapping | None)
+        }
+        load = record.pop("expert_load", None)
+        load_LE = np.asarray([] if load is None else load, np.float64)
+        if load_LE.size:
+            scalars |= _load_scalars(load_LE)
+        if step >= self._load_step:
+            record["expert_load"] = [[float(f"{x:.5g}") for x in row] for row in load_LE]
+            self._load_step = step + max(1, math.ceil(load_LE.size / EXPERT_LOAD_VALUES_PER_STEP))
+        self._append(record)
+        self._train.scalars(step, scalars)
+
+    def write_evaluation(self, step: int, *, loss: float, bits_per_byte: float) -> None:
+        """Writes what the held-out text costs after `step` steps: nats per token and bits per byte."""
+        self.write_event("evaluation", step, loss=loss, bits_per_byte=bits_per_byte)
+        self._evaluation.scalars(step, {"loss": float(loss), "bits_per_byte": float(bits_per_byte)})
+
+    def write_event(self, event: str, step: int, **values: object) -> None:
+        """Writes `{"event": event, "step": step, ...}`."""
+        self._append({"event": event, "step": step, **values})
+
+    def close(self) -> None:
+        self._close.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _append(self, record: Mapping[str, object]) -> None:
+        line = _line(record)
+        try:
+            while line:  # a disk that fills up takes part of a line before it refuses
+                line = line[self._file.write(line) or 0 :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
+    """TensorBoard's view of the load: least and most loaded expert as multiples of the fair share."""
+    share_LE = load_LE * load_LE.shape[1]
+    scalars = {"experts/least_loaded": float(share_LE.min()), "experts/most_loaded": float(share_LE.max())}
+    return scalars | {f"experts/least_loaded_layer_{i}": float(row.min()) for i, row in enumerate(share_LE)}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Records in the order of the file, without a torn last line; `ValueError` for a bad line before that."""
+    bad = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if bad:
+                raise ValueError(f"{path}, line {bad}: not a JSON object")
+            record = _parse(line)
+            if record is None:
+                bad = number
+            else:
+                yield record
+
+
+def read_run(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[dict[int, T], list[dict[str, Any]]]:
+    """(converted records by step in ascending order, events in the order of the file).
+
+    A run that resumed at step s wrote s and later steps again: what came before is dropped (evaluations after more
+    than s steps too), so that the rest is one history. `convert` keeps a long run's records small.
+    """
+    steps: dict[int, T] = {}
+    events: list[dict[str, Any]] = []
+    for record in _records(path):
+        step = int(record["step"])
+        if "event" not in record:
+            steps[step] = convert(record)
+            continue
+        if record["event"] == "resume":
+            steps = {s: value for s, value in steps.items() if s < step}
+            events = [e for e in events if e["event"] != "evaluation" or int(e["step"]) <= step]
+        events.append(record)
+    return dict(sorted(steps.items())), events
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The last record of every step, in ascending order (see `read_run`)."""
+    return list(read_run(path, lambda record: record)[0].values())
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events: resume, evaluation and whatever else `write_event` wrote."""
+    return read_run(path, lambda record: None)[1]
+
+
+def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
+    """[num_moe_layers, num_experts] float64: mean load over the recorded ones of the last `steps` steps, or None."""
+    loads, _ = read_run(path, lambda record: np.asarray(record.get("expert_load") or [], np.float32))
+    last = [load_LE.astype(np.float64) for load_LE in list(loads.values())[-steps:] if load_LE.size]
+    return np.mean(last, axis=0) if last else None
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+class ProgressLine:
+    """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal, plain lines elsewhere.
+
+    Plain lines come at this process's first step, every `every_s` seconds, and at the last step. tokens/s and the
+    time left are medians of the last `RATE_STEPS` steps without this process's first step, which compiles.
+
+    num_steps: of the whole run; tokens_per_step, flops_per_token: of all devices together, for the rate and MFU =
+    tokens/s x flops_per_token / (num_devices x peak), which is shown only where `peak_flops` knows the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        num_devices: int,
+        device_kind: str,
+        every_s: float = 10.0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._num_steps, self._tokens_per_step, self._every_s = num_steps, tokens_per_step, every_s
+        peak = peak_flops(device_kind)
+        self._mfu_per_token_s = flops_per_token / (num_devices * peak) if peak else None
+        self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
+        self._steps_seen = 0
+        self._shown_s = -math.inf
+        self._live: Live | None = None
+        self._console = Console(file=self._stream, highlight=False)
+        if self._stream.isatty() and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            self._console.show_cursor(True)  # rich hides it, and a SIGKILL would leave it hidden
+
+    def update(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
+        """Shows a finished step; step_s: its seconds, without evaluation and saving."""
+        self._steps_seen += 1
+        if self._steps_seen > 1:
+            self._step_s.append(step_s)
+        last = step + 1 >= self._num_steps
+        now_s = time.monotonic()
+        wait_s = REFRESH_S if self._live else self._every_s
+        if self._steps_seen > 1 and not last and now_s - self._shown_s < wait_s:
+            return
+        self._shown_s = now_s
+        parts = self._parts(step, float(loss), step_s, float(dropped_fraction))
+        if self._live is None:
+            print(" | ".join(parts), file=self._stream, flush=True)
+            return
+        self._live.update(self._bar(step, parts), refresh=True)
+
+    def message(self, text: str) -> None:
+        """Prints a line of its own, above the live line on a terminal."""
+        if self._live is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leaves the last line on the terminal. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _parts(self, step: int, loss: float, step_s: float, dropped_fraction: float) -> list[str]:
+        parts = [f"step {step} ({math.floor(100 * (step + 1) / self._num_steps)} %)", f"loss {loss:.4f}"]
+        if self._step_s:
+            typical_s = max(median(self._step_s), 1e-9)
+            tokens_per_s = self._tokens_per_step / typical_s
+            parts.append(f"{tokens_per_s:,.0f} tokens/s")
+            if self._mfu_per_token_s is not None:
+                parts.append(f"MFU {100 * tokens_per_s * self._mfu_per_token_s:.1f} %")
+        else:
+            parts.append(f"compiled and run in {step_s:.1f} s")
+        parts.append(f"dropped {100 * dropped_fraction:.2f} %")
+        if self._step_s:
+            parts.append(f"ETA {_duration((self._num_steps - step - 1) * typical_s)}")
+        return parts
+
+    def _bar(self, step: int, parts: list[str]) -> Table:
+        """One row: step, bar, the rest; the bar takes what the terminal's width leaves, the loss stands out."""
+        rest = Text("  ".join(parts[1:]), no_wrap=True, overflow="ellipsis")
+        rest.stylize("bold", 0, len(parts[1]))
+        grid = Table.grid(padding=(0, 2), expand=True)
+        row: list[Text | ProgressBar] = [Text(parts[0], style="cyan", no_wrap=True), rest]
+        grid.add_column(no_wrap=True)
+        if self._console.width >= len(parts[0]) + rest.cell_len + 16:
+            grid.add_column(ratio=1)
+            row.insert(1, ProgressBar(total=self._num_steps, completed=step + 1))
+        grid.add_column(no_wrap=True)
+        grid.add_row(*row)
+        return grid

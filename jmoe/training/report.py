@@ -1,0 +1,393 @@
+"""What a run leaves to look at: `report.png`, drawn from `metrics.jsonl`, and the lines printed at its end."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from jmoe.training.metrics import METRICS_FILE, TENSORBOARD_DIR, least_loaded, read_run
+
+REPORT_FILE: Final = "report.png"
+MAX_POINTS: Final = 2000  # of a curve; a longer one is drawn as the least and greatest value of groups of steps
+MAX_COLUMNS: Final = 240  # of the heat map
+MAP_HEIGHT_PX: Final = 380  # what the layout leaves to the heat map
+MIN_ROW_PX: Final = 2.5
+SMALL_RUN: Final = 30  # up to so many steps a curve shows its points
+
+_INK, _GREY, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
+_BLUE, _ORANGE, _TEAL, _RED = "#2563eb", "#ea580c", "#0d9488", "#be123c"
+_LOAD_COLORS: Final = LinearSegmentedColormap.from_list(
+    "load", ["#1e3a8a", "#3b82f6", "#bfdbfe", "#eceef1", "#fecaca", "#ef4444", "#7f1d1d"]
+).with_extremes(bad="#ffffff")
+_LOAD_TICKS: Final = {0.25: "¼", 0.5: "½", 1.0: "1", 2.0: "2", 4.0: "4"}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Series of a run, one value a step: [S]; not finite where a step has none."""
+
+    step: np.ndarray
+    loss: np.ndarray
+    tokens_per_s: np.ndarray
+    dropped_fraction: np.ndarray
+    step_s: np.ndarray
+    loads: list[tuple[int, np.ndarray]]  # (step, [num_moe_layers, num_experts] multiples of the fair share)
+    evaluations: list[dict[str, Any]]  # by step
+    resumes: list[int]
+
+
+def _load_run(path: Path) -> _Run:
+    names = ("loss", "tokens_per_s", "dropped_fraction", "step_s")
+
+    def convert(record: dict[str, Any]) -> tuple[list[float], np.ndarray]:
+        values = [float("nan") if record.get(name) is None else float(record[name]) for name in names]
+        load_LE = np.asarray(record.get("expert_load") or [], np.float32)
+        return values, load_LE * load_LE.shape[-1]
+
+    steps, events = read_run(path, convert)
+    loss, tokens_per_s, dropped_fraction, step_s = (
+        np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
+    )
+    evaluations = {int(e["step"]): e for e in events if e["event"] == "evaluation"}
+    resumes = sorted({int(e["step"]) for e in events if e["event"] == "resume" and int(e["step"]) > 0})
+    return _Run(
+        np.array(list(steps), np.int64),
+        loss,
+        tokens_per_s,
+        dropped_fraction,
+        step_s,
+        loads=[(step, load_LE) for step, (_, load_LE) in steps.items() if load_LE.size],
+        evaluations=[e for _, e in sorted(evaluations.items())],
+        resumes=resumes,
+    )
+
+
+def write_report(output_dir: Path) -> Path:
+    """Draws OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl and returns its path.
+
+    Four panels over the steps: loss, tokens/s, load of every expert by layer, dropped tokens. The file is replaced
+    atomically. Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
+    """
+    run = _load_run(output_dir / METRICS_FILE)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04, rect=(0, 0, 1, 0.915))
+    figure = Figure(figsize=(13.5, 8.4), dpi=130, layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.text(0.012, 0.955, output_dir.resolve().name, fontsize=17, fontweight="bold", color=_INK)
+    figure.text(0.012, 0.925, _headline(run), fontsize=10.5, color=_GREY)
+    axes = figure.subplots(2, 2)
+    panels = (
+        (axes[0, 0], "Loss", "nats per token", _draw_loss),
+        (axes[0, 1], "Tokens per second", "", _draw_rate),
+        (axes[1, 0], "Expert load by layer", "", _draw_load),
+        (axes[1, 1], "Dropped tokens", "% of assignments", _draw_dropped),
+    )
+    for ax, title, unit, draw in panels:
+        _style(ax, title, unit, run)
+        draw(ax, run)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    path = output_dir / REPORT_FILE
+    temporary = output_dir / f".{REPORT_FILE}.{os.getpid()}"
+    try:
+        temporary.write_bytes(buffer.getvalue())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _headline(run: _Run) -> str:
+    """The run in one line."""
+    if not run.step.size:
+        return "no step yet"
+    parts = [f"{run.step.size:,} step{'s' if run.step.size > 1 else ''}"]
+    if np.isfinite(run.tokens_per_s).any():
+        parts.append(f"{np.nanmedian(run.tokens_per_s):,.0f} tokens/s (median)")
+    if np.isfinite(run.loss).any():
+        parts.append(f"last training loss {_smooth(run.loss)[np.isfinite(run.loss)][-1]:.3f}")
+    if run.evaluations and run.evaluations[-1]["bits_per_byte"] is not None:
+        last = run.evaluations[-1]
+        parts.append(f"held-out loss {last['loss']:.3f}, {last['bits_per_byte']:.3f} bits per byte")
+    if run.loads:
+        parts.append(f"least loaded expert at the end {least_loaded(_last_load(run))[0]:.2f} of fair share")
+    return "   ·   ".join(parts)
+
+
+def _last_load(run: _Run, records: int = 20) -> np.ndarray:
+    return np.mean([load_LE for _, load_LE in run.loads[-records:]], axis=0)
+
+
+def _style(ax: Axes, title: str, unit: str, run: _Run) -> None:
+    """Title and unit at the left, thin grid, no box; where the run was resumed a dotted line."""
+    ax.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=10)
+    ax.set_title(unit, loc="right", fontsize=9.5, color=_GREY, pad=10)
+    ax.set_xlabel("step", fontsize=9.5, color=_GREY)
+    ax.tick_params(colors=_GREY, labelsize=9.5, length=0, pad=5)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color("#9ca3af")
+    ax.grid(axis="y", color=_GRID, linewidth=0.9)
+    ax.set_axisbelow(True)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    first, last = (int(run.step[0]), int(run.step[-1])) if run.step.size else (0, 0)
+    last = max([last, *(int(e["step"]) for e in run.evaluations)])
+    ax.set_xlim(*((first, last) if last > first else (first - 0.5, last + 0.5)))
+    for i, step in enumerate(run.resumes):
+        dots: tuple[float, tuple[float, float]] = (0, (1, 2.5))
+        ax.axvline(step, color=_GREY, linewidth=0.9, linestyle=dots, zorder=1, label="" if i else "resumed")
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred triangular mean over about 4 % of the series, of the finite values."""
+    half = max(1, round(0.02 * values.size))
+    weights = np.concatenate([np.arange(1, half + 1), np.arange(half + 1, 0, -1)]).astype(np.float64)
+    known = np.isfinite(values)
+    padded = np.pad(np.where(known, values, 0.0), half)
+    total = np.convolve(padded, weights, "valid")
+    count = np.convolve(np.pad(known.astype(np.float64), half), weights, "valid")
+    return np.where(count > 0, total / np.maximum(count, 1e-12), np.nan)
+
+
+def _running_median(values: np.ndarray) -> np.ndarray:
+    """Centred median over about 4 % of the series, of the finite values."""
+    half = max(1, round(0.02 * values.size))
+    padded = np.pad(values, half, constant_values=np.nan)
+    windows = np.ma.masked_invalid(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
+    return np.ma.median(windows, axis=1).filled(np.nan)
+
+
+def _grouped(x: np.ndarray, y: np.ndarray, how: Callable[..., np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(first x, how(y)) of groups of neighbours, at most `MAX_POINTS` of them."""
+    if x.size <= MAX_POINTS:
+        return x, y
+    starts = np.linspace(0, x.size, MAX_POINTS, endpoint=False).astype(np.int64)
+    return x[starts], how(y, starts)
+
+
+def _mean_at(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    known = np.isfinite(y)
+    total = np.add.reduceat(np.where(known, y, 0.0), starts)
+    count = np.add.reduceat(known.astype(np.int64), starts)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _draw_curve(
+    ax: Axes, run: _Run, y: np.ndarray, color: str, label: str, smooth: Callable[[np.ndarray], np.ndarray] = _smooth
+) -> None:
+    """Every step light, the smoothed curve strong; a short run as points."""
+    if not np.isfinite(y).any():
+        ax.text(0.5, 0.5, "no finite value", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
+        return
+    if y.size <= SMALL_RUN:
+        ax.plot(run.step, y, color=color, linewidth=1.6, marker="o", markersize=4.5, label=label, zorder=3)
+        return
+    if y.size <= MAX_POINTS:
+        ax.plot(run.step, y, color=color, alpha=0.28, linewidth=0.9, zorder=2)
+    else:
+        x, low = _grouped(run.step, y, np.fmin.reduceat)
+        high = _grouped(run.step, y, np.fmax.reduceat)[1]
+        ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, zorder=2)
+    x, mean = _grouped(run.step, y, _mean_at)
+    ax.plot(x, smooth(mean), color=color, linewidth=2.0, label=label, zorder=3, solid_capstyle="round")
+
+
+def _draw_loss(ax: Axes, run: _Run) -> None:
+    _draw_curve(ax, run, run.loss, _BLUE, "training")
+    points = [(int(e["step"]), e["loss"], e["bits_per_byte"]) for e in run.evaluations if e["loss"] is not None]
+    if points:
+        steps, losses, bits = zip(*points)
+        ax.plot(
+            steps,
+            losses,
+            color=_ORANGE,
+            linewidth=1.2,
+            linestyle=(0, (4, 2)),
+            marker="o",
+            markersize=6.5,
+            markeredgecolor="white",
+            markeredgewidth=1.2,
+            label="held-out",
+            zorder=4,
+            clip_on=False,
+        )
+        ax.annotate(
+            f"{losses[-1]:.3f}  ({bits[-1]:.3f} bits per byte)",
+            (steps[-1], losses[-1]),
+            xytext=(-2, 13),
+            textcoords="offset points",
+            ha="right" if steps[-1] > sum(ax.get_xlim()) / 2 else "left",
+            fontsize=9.5,
+            color=_ORANGE,
+            fontweight="bold",
+        )
+    bad = run.step[~np.isfinite(run.loss)]
+    if bad.size:
+        ax.axvline(int(bad[0]), color=_RED, linewidth=1.4, label=f"not finite at step {int(bad[0]):,}")
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="upper right")
+
+
+def _draw_rate(ax: Axes, run: _Run) -> None:
+    _draw_curve(ax, run, run.tokens_per_s, _TEAL, "tokens/s", _running_median)
+    known = run.tokens_per_s[np.isfinite(run.tokens_per_s)]
+    # Steps that compile are far below the rest, single fast ones above: neither may set the scale.
+    ax.set_ylim(0, 1.2 * float(np.quantile(known, 0.98)) if known.size and known.max() > 0 else 1)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 or y == 0 else f"{y:.3g}"))
+
+
+def _draw_dropped(ax: Axes, run: _Run) -> None:
+    percent = 100 * run.dropped_fraction
+    _draw_curve(ax, run, percent, _RED, "dropped")
+    highest = float(np.nanmax(percent)) if np.isfinite(percent).any() else 0.0
+    ax.set_ylim(0, max(1.12 * highest, 0.1) if highest > 0 else 1)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g} %"))
+    if highest == 0 and np.isfinite(percent).any():
+        ax.text(0.5, 0.5, "no token dropped", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
+
+
+def _load_map(run: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map.
+
+    Columns are means of neighbouring records. One strip of rows per layer, with a row without values between strips.
+    Where there are too many experts for rows that can be seen, neighbours share one, which shows whichever of them
+    is farthest from its fair share.
+    """
+    steps = np.array([step for step, _ in run.loads])
+    num_columns = min(MAX_COLUMNS, steps.size)
+    starts = np.linspace(0, steps.size, num_columns, endpoint=False).astype(np.int64)
+    ends = [*starts[1:], steps.size]
+    means = [np.mean([load for _, load in run.loads[a:b]], axis=0) for a, b in zip(starts, ends)]
+    share_LEC = np.log2(np.maximum(np.stack(means, axis=-1, dtype=np.float64), 1e-3))
+    layers, experts, _ = share_LEC.shape
+    strip_px = MAP_HEIGHT_PX / layers
+    gap_px = max(2.0, 0.1 * strip_px) if layers > 1 else 0.0
+    rows = min(experts, max(1, int((strip_px - gap_px) / MIN_ROW_PX)))
+    groups = np.linspace(0, experts, rows, endpoint=False).astype(np.int64)
+    low = np.minimum.reduceat(share_LEC, groups, axis=1)
+    high = np.maximum.reduceat(share_LEC, groups, axis=1)
+    strips = np.where(-low > high, low, high)
+    values = np.concatenate([strips, np.full((layers, 1, num_columns), np.nan)], axis=1)
+    heights = np.tile([max(strip_px - gap_px, 1.0) / rows] * rows + [gap_px], layers)
+    y_edges = np.concatenate([[0.0], np.cumsum(heights)])
+    return values.reshape(-1, num_columns), np.append(steps[starts], steps[-1] + 1), y_edges
+
+
+def _draw_load(ax: Axes, run: _Run) -> None:
+    ax.grid(visible=False)
+    ax.spines["bottom"].set_visible(False)
+    if not run.loads:
+        ax.set(xticks=[], yticks=[], xlabel="")
+        ax.text(0.5, 0.5, "no layer with experts", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
+        return
+    layers, experts = run.loads[0][1].shape
+    values, x_edges, y_edges = _load_map(run)
+    mesh = ax.pcolormesh(
+        x_edges, y_edges, np.ma.masked_invalid(values), cmap=_LOAD_COLORS, vmin=-2, vmax=2, rasterized=True, zorder=0
+    )
+    ax.set_xlim(int(x_edges[0]), int(x_edges[-1]))
+    strip = y_edges[-1] / layers
+    gap = y_edges[-1] - y_edges[-2]
+    ax.set_ylim(y_edges[-1] - gap, 0)
+    every = max(1, -(-layers // 16))
+    shown = range(0, layers, every)
+    ax.set_yticks([layer * strip + (strip - gap) / 2 for layer in shown], [f"layer {layer}" for layer in shown])
+    rows = values.shape[0] // layers - 1
+    note = "one row each" if rows == experts else f"the most uneven of each {experts / rows:.3g} shown"
+    ax.set_title(f"{experts} experts a layer, {note}", loc="right", fontsize=9.5, color=_GREY, pad=10)
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, aspect=32, extend="both", extendfrac=0.02)
+    bar.set_ticks([float(np.log2(x)) for x in _LOAD_TICKS], labels=list(_LOAD_TICKS.values()))
+    bar.set_label("load / fair share", fontsize=9.5, color=_GREY)
+    bar.ax.tick_params(colors=_GREY, labelsize=9.5, length=0)
+    bar.outline.set_visible(False)
+
+
+def _printable(text: str, encoding: str) -> str:
+    """`text` without what would steer a terminal or what `encoding` lacks; both are written as escapes."""
+    visible = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
+    return visible.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _against(ours: float, theirs: float) -> str:
+    percent = 100 * (ours / theirs - 1)
+    return f"the model is {abs(percent):.1f} % {'below' if percent < 0 else 'above'}"
+
+
+def _comparison(
+    before: tuple[float, float] | None,
+    after: tuple[float, float],
+    unigram_bits_per_byte: float,
+    xz_bits_per_byte: float,
+) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 2), show_edge=False, header_style="bold")
+    table.add_column("held-out text")
+    table.add_column("loss", justify="right")
+    table.add_column("bits per byte", justify="right")
+    table.add_column("")
+    if before is not None:
+        table.add_row("before training", f"{before[0]:.4f}", f"{before[1]:.4f}", "")
+    table.add_row("after training", f"{after[0]:.4f}", f"{after[1]:.4f}", "", style="bold")
+    for name, bits in (("unigram model, same tokens", unigram_bits_per_byte), ("xz -9, same bytes", xz_bits_per_byte)):
+        table.add_row(name, "", f"{bits:.4f}", _against(after[1], bits))
+    return table
+
+
+def print_final_summary(
+    *,
+    output_dir: Path,
+    checkpoint_dir: Path,
+    before: tuple[float, float] | None,
+    after: tuple[float, float],
+    unigram_bits_per_byte: float,
+    xz_bits_per_byte: float,
+    expert_load: np.ndarray | None = None,
+    prompt: str = "",
+    sample: str = "",
+    stream: TextIO | None = None,
+) -> None:
+    """Prints the lines that end a run.
+
+    before, after: (nats per token, bits per byte) of the held-out text; before = None where it was not measured.
+    expert_load [num_moe_layers, num_experts]: fractions or counts (`recent_expert_load`); None without MoE layers.
+    prompt, sample: what the sample began with and what the model wrote after it; both empty: no sample.
+    stream: by default stdout; colours only on a terminal, paths never wrapped.
+    """
+    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = 110
+    console.print()
+    console.print(_comparison(before, after, unigram_bits_per_byte, xz_bits_per_byte))
+    if expert_load is not None:
+        share, layer, expert = least_loaded(expert_load)
+        console.print(f"\nleast loaded expert: {share:.2f} of its fair share (layer {layer}, expert {expert})")
+    if prompt or sample:
+        text = Text(_printable(prompt, console.encoding), style="bold")
+        text.append(_printable(sample, console.encoding), style="not bold")
+        console.print("\nsample")
+        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+    files = (
+        ("checkpoints", f"{checkpoint_dir}"),
+        ("metrics", f"{output_dir / METRICS_FILE}"),
+        ("TensorBoard", f"{output_dir / TENSORBOARD_DIR}"),
+        ("report", f"{output_dir / REPORT_FILE}"),
+    )
+    console.print()
+    for name, path in files:
+        console.print(Text.assemble((f"{name:<13}", "cyan"), _printable(path, console.encoding)), soft_wrap=True)
