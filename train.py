@@ -5,12 +5,14 @@ from jmoe.runtime import start_anew
 if __name__ == "__main__":
     start_anew()  # before JAX is imported
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ from configs import PRESETS
 from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.training import distributed
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.corpus import Corpus, prepare
-from jmoe.training.data import TrainBatches, train_batches, unigram_bits_per_byte, xz_bits_per_byte
+from jmoe.training.checkpoint import Checkpoints, check_compatible
+from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.metrics import MetricsLog, ProgressLine
-from jmoe.training.report import print_summary, write_report
+from jmoe.training.metrics import METRICS_FILE, MetricsLog, ProgressLine, read_events, recent_expert_load
+from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState, make_program
 
 
@@ -36,13 +37,239 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """The preset named first, with the options that follow."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS:
         near = difflib.get_close_matches(arguments[0], PRESETS, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        sys.exit(f"train.py: no preset is named {arguments[0]!r}{hint} Presets: {', '.join(PRESETS)}")
+        hint = f" Did you mean {near[0]}?" if near else ""
+        sys.exit(f"train.py: no preset is named {arguments[0]!r}.{hint} Presets: {', '.join(PRESETS)}")
     config = tyro.extras.overridable_config_cli(PRESETS, args=arguments, prog="train.py", description=__doc__)
     return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{arguments[0]}")
 
 
-def put_batch(rows: np.ndarray, config: TrainConfig, mesh: Mesh) -> jax.Array:
-    """This process's rows [b, S + 1] as its part of a global [accumulation steps, B, S + 1]."""
-    local = rows.reshape(config.gradient_accumulation_steps, -1, rows.shape[-1])
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, ACCUMULATED_BATCH), local)
+def say(text: str) -> None:
+    """A line on process 0's screen."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    config: TrainConfig
+    resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
+    mesh: Mesh
+    corpus: Corpus
+    batches: TrainBatches
+    program: Program
+    checkpoints: Checkpoints
+    watchdog: distributed.Watchdog
+    log: MetricsLog | None  # process 0 only
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.output_dir)
+
+    def next_batch(self) -> jax.Array:
+        """This process's rows [b, S + 1] as its part of a global [accumulation steps, B, S + 1]."""
+        rows = next(self.batches)
+        local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ACCUMULATED_BATCH), local)
+
+    def evaluate(self, state: TrainState) -> tuple[float, float]:
+        """(held-out nats per token, bits per byte; nan where the text is unknown), logged."""
+        step = int(state.step)
+        with self.watchdog.waiting_for("evaluation after step", step):
+            loss = held_out_loss(self.program, state, self.corpus, self.config, self.mesh)
+        bits = self.corpus.bits_per_byte(loss) if self.corpus.held_out_bytes else float("nan")
+        if self.log is not None:
+            self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
+        return loss, bits
+
+    def save(self, step: int, state: TrainState) -> None:
+        with self.watchdog.waiting_for("checkpoint of step", step):
+            self.checkpoints.save(step, state, self.batches.get_state(), json.dumps(self.resolved, indent=1))
+
+
+def start_or_resume(
+    program: Program, checkpoints: Checkpoints, batches: TrainBatches, resolved: dict[str, Any]
+) -> TrainState:
+    """The newest checkpoint's state, with the data at its position, or a fresh one."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return program.init()
+    for note in check_compatible(checkpoints.saved_config(step), resolved):
+        say(note)
+    state, data_state, _ = checkpoints.restore(step, program.state_shape)
+    batches.set_state(data_state)
+    say(f"resuming from step {step} of {checkpoints.directory}")
+    restored: TrainState = state
+    return restored
+
+
+def run_step(program: Program, state: TrainState, tokens: jax.Array, step: int) -> tuple[TrainState, dict[str, Any]]:
+    """One step that took effect; `FloatingPointError` names the layers if the loss or gradient is not finite."""
+    state, metrics = program.step(state, tokens)
+    values = jax.device_get(metrics)
+    if values["overflow"]:
+        state, metrics = program.step_worst_case(state, tokens)
+        values = jax.device_get(metrics)
+    if not values["ok"]:
+        bad = []
+        for name, norm in values["grad_norms"].items():
+            layers = np.flatnonzero(~np.isfinite(np.atleast_1d(norm))).tolist()
+            if layers:
+                bad.append(f"{name} {', '.join(map(str, layers))}" if np.ndim(norm) else name)
+        where = f"not finite in {'; '.join(bad)}" if bad else "finite"
+        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; nothing was updated")
+    return state, values
+
+
+def record(values: dict[str, Any], step_s: float, config: TrainConfig) -> dict[str, Any]:
+    """The line of metrics.jsonl for one step."""
+    names = ("loss", "grad_norm", "learning_rate")
+    line = {name: values[name] for name in names} | {
+        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
+        "dropped_fraction": 0.0,
+        "step_s": step_s,
+    }
+    if "counts" in values:
+        assignments = values["counts"].sum()
+        line |= {
+            "dropped_fraction": float(values["dropped"].sum() / assignments),
+            "balance_loss": values["balance_loss"],
+            "z_loss": values["z_loss"],
+            "router_entropy": values["entropy"].mean(),
+            "expert_load": values["counts"] / values["counts"].sum(axis=1, keepdims=True),
+        }
+    return line
+
+
+def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
+    """Steps until `num_steps` or a signal; (state, whether all steps were done)."""
+    config, start = run.config, int(state.step)
+    progress = None
+    if run.log is not None:
+        progress = ProgressLine(
+            num_steps=config.num_steps,
+            tokens_per_step=config.batch_size * config.sequence_length,
+            flops_per_token=config.model.flops_per_token(config.sequence_length),
+            num_devices=run.mesh.size,
+            device_kind=run.mesh.devices.flat[0].device_kind,
+        )
+    span = config.profile.span() or (-1, -1)
+    stopped = False
+    with distributed.PreemptionSignal(steps_in_flight=0) as stop:
+        for step in range(start, config.num_steps):
+            if max(span[0], start) == step < span[1]:
+                jax.profiler.start_trace(str(run.output_dir / "profile"))
+            begun = time.perf_counter()
+            with run.watchdog.waiting_for("step", step):
+                state, values = run_step(run.program, state, run.next_batch(), step)
+            step_s = time.perf_counter() - begun
+            done = step + 1
+            if done == span[1] > start:
+                jax.profiler.stop_trace()
+            if run.log is not None and progress is not None:
+                line = record(values, step_s, config)
+                run.log.write_step(step, line)
+                progress.update(step, loss=line["loss"], step_s=step_s, dropped_fraction=line["dropped_fraction"])
+            run.checkpoints.check()
+            stopped = done < config.num_steps and stop.requested(step)
+            if stopped or done % config.checkpoint.every_steps == 0 or done == config.num_steps:
+                run.save(done, state)
+            if stopped:
+                break
+            if config.evaluation.every_steps and done % config.evaluation.every_steps == 0 and done < config.num_steps:
+                run.evaluate(state)
+        with run.watchdog.waiting_for("last checkpoint"):
+            run.checkpoints.wait()
+    if progress is not None:
+        progress.close()
+    return state, not stopped
+
+
+def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> None:
+    """Print what the run learned and where its files are."""
+    corpus, after = run.corpus, run.evaluate(state)
+    sample = ""
+    if corpus.tokenizer is not None and run.config.evaluation.sample_tokens:
+        with run.watchdog.waiting_for("sample"):
+            sample = sample_text(run.program, state, corpus.tokenizer, corpus.eot, run.config, run.mesh)
+    if run.log is None:
+        return
+    write_report(run.output_dir)
+    known = bool(corpus.held_out_bytes)
+    print_final_summary(
+        output_dir=run.output_dir,
+        checkpoint_dir=run.checkpoints.directory,
+        before=before,
+        after=after,
+        unigram_bits_per_byte=unigram_bits_per_byte(corpus) if known else float("nan"),
+        xz_bits_per_byte=xz_bits_per_byte(corpus) if known else float("nan"),
+        expert_load=recent_expert_load(run.log.path),
+        sample=sample,
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The whole run: processes, mesh, data, state, steps, evaluation."""
+    config = parse(arguments)
+    distributed.start(config.distributed)
+    output_dir = Path(config.output_dir)
+    mesh = make_mesh(config.check_devices(jax.device_count()))
+    total, active = config.model.num_parameters()
+    say(
+        f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
+        f"device(s) as (data, expert_inter, expert_intra) = {tuple(mesh.shape.values())}; output in {output_dir}"
+    )
+    with contextlib.ExitStack() as stack:
+        limits = config.distributed
+        watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
+        with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s):
+            main_process = jax.process_index() == 0
+            corpus = prepare(
+                config.data,
+                config.model.vocab_size,
+                output_dir / "data",
+                is_main=main_process,
+                wait_s=limits.start_timeout_s,
+            )
+        say(f"{corpus.num_train_tokens:,} tokens to train on, {len(corpus.held_out_tokens):,} held out")
+        batches = train_batches(
+            corpus,
+            batch_size=config.batch_size,
+            sequence_length=config.sequence_length,
+            seed=config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            num_threads=config.data.num_threads,
+            prefetch_batches=config.data.prefetch_batches,
+        )
+        stack.callback(batches.close)
+        program = make_program(config, mesh)
+        checkpoints = stack.enter_context(
+            Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
+        )
+        resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
+        with watchdog.waiting_for("restore or initialisation"):
+            state = start_or_resume(program, checkpoints, batches, resolved)
+        start = int(state.step)
+        log = stack.enter_context(MetricsLog(output_dir, start_step=start)) if main_process else None
+        if main_process:
+            (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
+        run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, log)
+        if start == 0:
+            before: tuple[float, float] | None = run.evaluate(state)
+        else:
+            first = [e for e in read_events(output_dir / METRICS_FILE) if e["event"] == "evaluation" and e["step"] == 0]
+            before = (first[0]["loss"], first[0]["bits_per_byte"]) if first else None
+        state, completed = train(run, state)
+        if completed:
+            finish(run, state, before)
+        else:
+            say(f"stopped by a signal after step {int(state.step)}; the same command goes on from there")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"train.py: {error}")

@@ -148,12 +148,17 @@ def _roll_call(address: str, processes: int, rank: int, timeout_s: float) -> Non
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"distributed.coordinator_address = {address!r}: must read HOST:PORT")
     if rank == 0:
-        _call_the_roll(address, int(port), processes, timeout_s)
+        verdict = _call_the_roll(address, int(port), processes, timeout_s)
     else:
-        _answer_the_roll((host.strip("[]"), int(port)), processes, rank, timeout_s)
+        verdict = _answer_the_roll((host.strip("[]"), int(port)), processes, rank, timeout_s)
+    kind, _, rest = verdict.partition(" ")
+    if kind == "missing":
+        raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
+    if kind == "conflict":
+        raise ValueError(f"distributed: {rest}")
 
 
-def _call_the_roll(address: str, port: int, processes: int, timeout_s: float) -> None:
+def _call_the_roll(address: str, port: int, processes: int, timeout_s: float) -> str:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -163,7 +168,8 @@ def _call_the_roll(address: str, port: int, processes: int, timeout_s: float) ->
             f"distributed.coordinator_address = {address!r}: process 0 cannot listen there: {error}"
         ) from error
     deadline = time.monotonic() + timeout_s
-    present: dict[int, socket.socket] = {}
+    present: set[int] = set()
+    callers: list[socket.socket] = []
     verdict = "go"
     with contextlib.ExitStack() as stack:
         stack.enter_context(server)
@@ -186,14 +192,15 @@ def _call_the_roll(address: str, port: int, processes: int, timeout_s: float) ->
                 verdict = f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
             elif int(rank) in present:
                 verdict = f"conflict two processes were told process_id = {rank}"
-            present[int(rank)] = caller
-        for caller in present.values():
+            present.add(int(rank))
+            callers.append(caller)
+        for caller in callers:
             with contextlib.suppress(OSError):
                 caller.sendall(verdict.encode())
-    _act_on(verdict, timeout_s)
+    return verdict
 
 
-def _answer_the_roll(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> None:
+def _answer_the_roll(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     problem: OSError | None = None
     while (left_s := deadline - time.monotonic()) > 0:
@@ -201,9 +208,8 @@ def _answer_the_roll(address: tuple[str, int], processes: int, rank: int, timeou
             with socket.create_connection(address, timeout=left_s) as caller:
                 caller.sendall(f"jmoe {rank} {processes}\n".encode())
                 caller.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
-                verdict = caller.recv(4096).decode()
-                if verdict:
-                    return _act_on(verdict, timeout_s)
+                if verdict := caller.recv(4096).decode():
+                    return verdict
         except OSError as error:
             problem = error
         time.sleep(0.2)
@@ -211,14 +217,6 @@ def _answer_the_roll(address: tuple[str, int], processes: int, rank: int, timeou
         f"rank 0 (the coordinator, expected at {address[0]}:{address[1]}) did not start within "
         f"distributed.start_timeout_s = {timeout_s:g} s; last attempt: {problem}"
     )
-
-
-def _act_on(verdict: str, timeout_s: float) -> None:
-    kind, _, rest = verdict.partition(" ")
-    if kind == "missing":
-        raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
-    if kind == "conflict":
-        raise ValueError(f"distributed: {rest}")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ MAX_POINTS: Final = 2000  # of a curve; a longer one is drawn as the least and g
 MAX_COLUMNS: Final = 240  # of the heat map
 MAP_HEIGHT_PX: Final = 380  # what the layout leaves to the heat map
 MIN_ROW_PX: Final = 2.5
+LAST_RECORDS: Final = 20  # "at the end" is the mean of so many
 SMALL_RUN: Final = 30  # up to so many steps a curve shows its points
 
 _INK, _GREY, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
@@ -47,14 +49,13 @@ class _Run:
     loss: np.ndarray
     tokens_per_s: np.ndarray
     dropped_fraction: np.ndarray
-    step_s: np.ndarray
     loads: list[tuple[int, np.ndarray]]  # (step, [num_moe_layers, num_experts] multiples of the fair share)
     evaluations: list[dict[str, Any]]  # by step
     resumes: list[int]
 
 
 def _load_run(path: Path) -> _Run:
-    names = ("loss", "tokens_per_s", "dropped_fraction", "step_s")
+    names = ("loss", "tokens_per_s", "dropped_fraction")
 
     def convert(record: dict[str, Any]) -> tuple[list[float], np.ndarray]:
         values = [float("nan") if record.get(name) is None else float(record[name]) for name in names]
@@ -62,9 +63,7 @@ def _load_run(path: Path) -> _Run:
         return values, load_LE * load_LE.shape[-1]
 
     steps, events = read_run(path, convert)
-    loss, tokens_per_s, dropped_fraction, step_s = (
-        np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
-    )
+    loss, tokens_per_s, dropped_fraction = np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
     evaluations = {int(e["step"]): e for e in events if e["event"] == "evaluation"}
     resumes = sorted({int(e["step"]) for e in events if e["event"] == "resume" and int(e["step"]) > 0})
     return _Run(
@@ -72,7 +71,6 @@ def _load_run(path: Path) -> _Run:
         loss,
         tokens_per_s,
         dropped_fraction,
-        step_s,
         loads=[(step, load_LE) for step, (_, load_LE) in steps.items() if load_LE.size],
         evaluations=[e for _, e in sorted(evaluations.items())],
         resumes=resumes,
@@ -86,10 +84,10 @@ def write_report(output_dir: Path) -> Path:
     atomically. Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
     """
     run = _load_run(output_dir / METRICS_FILE)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04, rect=(0, 0, 1, 0.915))
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04, rect=(0, 0, 1, 0.9))
     figure = Figure(figsize=(13.5, 8.4), dpi=130, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    figure.text(0.012, 0.955, output_dir.resolve().name, fontsize=17, fontweight="bold", color=_INK)
+    figure.text(0.012, 0.955, output_dir.resolve().name, fontsize=17, fontweight="bold", color=_INK, parse_math=False)
     figure.text(0.012, 0.925, _headline(run), fontsize=10.5, color=_GREY)
     axes = figure.subplots(2, 2)
     panels = (
@@ -121,17 +119,14 @@ def _headline(run: _Run) -> str:
     if np.isfinite(run.tokens_per_s).any():
         parts.append(f"{np.nanmedian(run.tokens_per_s):,.0f} tokens/s (median)")
     if np.isfinite(run.loss).any():
-        parts.append(f"last training loss {_smooth(run.loss)[np.isfinite(run.loss)][-1]:.3f}")
-    if run.evaluations and run.evaluations[-1]["bits_per_byte"] is not None:
+        parts.append(f"training loss {np.mean(run.loss[np.isfinite(run.loss)][-LAST_RECORDS:]):.3f}")
+    if run.evaluations:
         last = run.evaluations[-1]
         parts.append(f"held-out loss {last['loss']:.3f}, {last['bits_per_byte']:.3f} bits per byte")
     if run.loads:
-        parts.append(f"least loaded expert at the end {least_loaded(_last_load(run))[0]:.2f} of fair share")
+        share, _, _ = least_loaded(np.mean([load_LE for _, load_LE in run.loads[-LAST_RECORDS:]], axis=0))
+        parts.append(f"least loaded expert at the end {share:.2f} of fair share")
     return "   ·   ".join(parts)
-
-
-def _last_load(run: _Run, records: int = 20) -> np.ndarray:
-    return np.mean([load_LE for _, load_LE in run.loads[-records:]], axis=0)
 
 
 def _style(ax: Axes, title: str, unit: str, run: _Run) -> None:
@@ -194,10 +189,13 @@ def _draw_curve(
 ) -> None:
     """Every step light, the smoothed curve strong; a short run as points."""
     if not np.isfinite(y).any():
-        ax.text(0.5, 0.5, "no finite value", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
+        note = "no finite value" if y.size else "no step yet"
+        ax.text(0.5, 0.5, note, transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
         return
     if y.size <= SMALL_RUN:
-        ax.plot(run.step, y, color=color, linewidth=1.6, marker="o", markersize=4.5, label=label, zorder=3)
+        ax.plot(
+            run.step, y, color=color, linewidth=1.6, marker="o", markersize=4.5, label=label, zorder=3, clip_on=False
+        )
         return
     if y.size <= MAX_POINTS:
         ax.plot(run.step, y, color=color, alpha=0.28, linewidth=0.9, zorder=2)
@@ -211,7 +209,7 @@ def _draw_curve(
 
 def _draw_loss(ax: Axes, run: _Run) -> None:
     _draw_curve(ax, run, run.loss, _BLUE, "training")
-    points = [(int(e["step"]), e["loss"], e["bits_per_byte"]) for e in run.evaluations if e["loss"] is not None]
+    points = [(int(e["step"]), e["loss"], e["bits_per_byte"]) for e in run.evaluations if math.isfinite(e["loss"])]
     if points:
         steps, losses, bits = zip(*points)
         ax.plot(
@@ -287,7 +285,7 @@ def _load_map(run: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     values = np.concatenate([strips, np.full((layers, 1, num_columns), np.nan)], axis=1)
     heights = np.tile([max(strip_px - gap_px, 1.0) / rows] * rows + [gap_px], layers)
     y_edges = np.concatenate([[0.0], np.cumsum(heights)])
-    return values.reshape(-1, num_columns), np.append(steps[starts], steps[-1] + 1), y_edges
+    return values.reshape(-1, num_columns), np.append(steps[starts], run.step[-1] + 1), y_edges
 
 
 def _draw_load(ax: Axes, run: _Run) -> None:
@@ -310,8 +308,8 @@ def _draw_load(ax: Axes, run: _Run) -> None:
     shown = range(0, layers, every)
     ax.set_yticks([layer * strip + (strip - gap) / 2 for layer in shown], [f"layer {layer}" for layer in shown])
     rows = values.shape[0] // layers - 1
-    note = "one row each" if rows == experts else f"the most uneven of each {experts / rows:.3g} shown"
-    ax.set_title(f"{experts} experts a layer, {note}", loc="right", fontsize=9.5, color=_GREY, pad=10)
+    note = "one row each" if rows == experts else f"the most uneven of {experts / rows:.3g} a row"
+    ax.set_title(f"{experts} experts, {note}", loc="right", fontsize=9.5, color=_GREY, pad=10)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, aspect=32, extend="both", extendfrac=0.02)
     bar.set_ticks([float(np.log2(x)) for x in _LOAD_TICKS], labels=list(_LOAD_TICKS.values()))
     bar.set_label("load / fair share", fontsize=9.5, color=_GREY)

@@ -1,0 +1,298 @@
+"""Starting together, noticing missing, dead and stuck ranks, stopping together: with real processes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jmoe.config import DistributedConfig
+from jmoe.training import distributed
+from jmoe.training.distributed import PreemptionSignal, Watchdog
+
+Start = Callable[..., subprocess.Popen[str]]
+
+# A run in small: RANK PROCESSES PORT OPTION=VALUE..., one all-reduce a step.
+WORKER = """
+import os, sys, time
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jmoe.config import DistributedConfig
+from jmoe.training.distributed import PreemptionSignal, Watchdog, start
+
+rank, processes, port = map(int, sys.argv[1:4])
+option = dict(word.split("=") for word in sys.argv[4:])
+start(DistributedConfig(
+    coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+    start_timeout_s=int(option.get("start_s", 60)), heartbeat_timeout_s=int(option.get("heartbeat_s", 60)),
+    step_timeout_s=60))
+print("started", jax.process_index(), jax.process_count(), flush=True)
+sharding = NamedSharding(jax.make_mesh((processes,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
+total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
+total(jax.make_array_from_process_local_data(sharding, np.ones((1,), np.float32))).block_until_ready()
+steps = int(option.get("steps", 1000000))
+step_limit_s = float(option.get("step_s", 60))
+with Watchdog(step_limit_s, float(option.get("heartbeat_s", 60))) as watchdog, PreemptionSignal() as preemption:
+    pending = []
+    for step in range(1, steps + 1):
+        with watchdog.waiting_for("training data", step):
+            time.sleep(float(option.get("pause_s", 0.05)))
+            if option.get("stuck") == f"{rank}:{step}":
+                time.sleep(1000)
+            if option.get("error") == f"{rank}:{step}":
+                raise OSError("no space left on the moon")
+        with watchdog.waiting_for("training step", step):
+            x = jax.make_array_from_process_local_data(sharding, np.full((1,), step, np.float32))
+            pending.append(total(x))
+            if len(pending) > 1:  # one step in flight
+                assert float(pending.pop(0)) == processes * (step - 1)
+        print("step", step, flush=True)
+        if preemption.requested(step):
+            print("stop", step, flush=True)
+            time.sleep(float(option.get("save_s", 0)))  # the save
+            print("saved", flush=True)
+            break
+print("end", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def run_ranks(start_python: Start, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]]:
+    """`run_ranks(ranks, processes, *options)` starts these ranks; `log(rank)` of each is in tmp_path."""
+
+    def run(ranks: list[int], processes: int, *options: str) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        environment = {"PYTHONUNBUFFERED": "1", "JAX_NUM_CPU_DEVICES": "1"}
+        return [
+            start_python(["-c", WORKER, rank, processes, port, *options], tmp_path / f"{rank}.log", environment)
+            for rank in ranks
+        ]
+
+    return run
+
+
+def wait_for(log: Path, text: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if log.exists() and text in log.read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{text!r} did not appear in {log}:\n{log.read_text()}")
+
+
+def ends(process: subprocess.Popen[str], seconds: float) -> int:
+    """Its exit status, within this many seconds: the ranks' own limits, plus what a busy machine adds."""
+    return process.wait(timeout=seconds)
+
+
+def test_processes_start_together(run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path) -> None:
+    ranks = run_ranks([0, 1, 2], 3, "steps=3")
+    assert [ends(rank, 60) for rank in ranks] == [0, 0, 0]
+    for rank in range(3):
+        log = (tmp_path / f"{rank}.log").read_text()
+        assert f"started {rank} 3" in log
+        assert "step 3\nend" in log
+
+
+@pytest.mark.parametrize("present", [[0, 2], [2]])
+def test_a_missing_rank_is_named_on_every_rank_present(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, present: list[int]
+) -> None:
+    """With rank 0 absent the others can name only it; else rank 0 names all that are missing."""
+    ranks = run_ranks(present, 4, "start_s=4")
+    assert [ends(rank, 40) for rank in ranks] == [1] * len(present)
+    expected = "TimeoutError: ranks 1, 3 did not start within" if 0 in present else "TimeoutError: rank 0 (the coord"
+    for rank in present:
+        log = (tmp_path / f"{rank}.log").read_text()
+        assert expected in log
+        assert "distributed.start_timeout_s = 4 s" in log
+
+
+def test_two_processes_with_one_rank_are_an_error_everywhere(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, start_python: Start
+) -> None:
+    port = free_port()
+    arguments = [(0, "a"), (1, "b"), (1, "c")]
+    ranks = [start_python(["-c", WORKER, rank, 3, port, "start_s=30"], tmp_path / name) for rank, name in arguments]
+    assert [ends(rank, 60) for rank in ranks] == [1, 1, 1]
+    for _, name in arguments:
+        assert "ValueError: distributed: two processes were told process_id = 1" in (tmp_path / name).read_text()
+
+
+def test_a_killed_rank_is_named_and_the_others_end(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    ranks = run_ranks([0, 1, 2], 3, "heartbeat_s=5")
+    for rank in range(3):
+        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+    ranks[1].kill()
+    for rank in (0, 2):
+        assert ends(ranks[rank], 30) not in (0, None)
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in (0, 2)]
+    assert any(re.search(r"rank 1: no sign of life.* dead or stopped", log) for log in logs), logs
+    assert not any(re.search(r"rank [02]: no sign of life", log) for log in logs), logs
+
+
+def test_a_stopped_rank_is_named_and_the_others_end(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    """SIGSTOP: no connection breaks, only the signs of life end."""
+    ranks = run_ranks([0, 1], 2, "heartbeat_s=5")
+    for rank in range(2):
+        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    assert ends(ranks[0], 30) != 0
+    log = (tmp_path / "0.log").read_text()
+    assert re.search(r"jmoe: rank 1: no sign of life for \d s, dead or stopped, at training", log), log
+
+
+def test_a_stopped_coordinator_ends_the_others(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    ranks = run_ranks([0, 1], 2, "heartbeat_s=60", "step_s=4")
+    for rank in range(2):
+        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+    os.kill(ranks[0].pid, signal.SIGSTOP)
+    assert ends(ranks[1], 30) == distributed.EXIT_CODE
+    log = (tmp_path / "1.log").read_text()
+    assert re.search(r"rank 1 has waited . s for training step \d+ .*; rank 0 .the coord.* does not answer", log), log
+
+
+def test_a_stuck_rank_is_named_and_prints_its_own_stack(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    """Rank 1 is alive but does not come on: heartbeats go on, steps do not."""
+    ranks = run_ranks([0, 1], 2, "stuck=1:10", "step_s=4")
+    assert [ends(rank, 60) for rank in ranks] == [distributed.EXIT_CODE] * 2
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    # Whichever limit ran out first told the other rank.
+    told = r"rank 1 is behind, at training data 10|rank 1 has waited \d s for training data 10"
+    assert all(re.search(told, log) for log in logs), logs
+    assert all("most recent call first" in log for log in logs), logs
+
+
+def test_an_error_on_one_rank_is_told_to_the_others(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    """No rank waits for the shutdown barrier, in which the failed one would keep it for `step_timeout_s`."""
+    ranks = run_ranks([0, 1], 2, "error=0:10", "heartbeat_s=5")
+    assert ends(ranks[0], 30) == 1
+    assert ends(ranks[1], 30) != 0
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    assert "OSError: no space left on the moon" in logs[0]
+    assert "jmoe: rank 0 ended with OSError: no space left on the moon" in logs[1]
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM, signal.SIGUSR1], [signal.SIGUSR1, None], [None, signal.SIGTERM]])
+def test_all_ranks_stop_after_the_same_step(
+    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, numbers: list[signal.Signals | None]
+) -> None:
+    """The signal comes to all ranks at different times, or to one only; it comes again during the save."""
+    ranks = run_ranks([0, 1], 2, "pause_s=0.02", "save_s=1")
+    for rank in range(2):
+        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+    for rank, number in zip(ranks, numbers, strict=True):
+        if number is not None:
+            rank.send_signal(number)
+            time.sleep(0.1)
+    for rank in range(2):
+        wait_for(tmp_path / f"{rank}.log", "stop ")
+        ranks[rank].send_signal(signal.SIGTERM)
+    assert [ends(rank, 30) for rank in ranks] == [0, 0]
+    stops = [re.findall(r"stop (\d+)\nsaved\nend", (tmp_path / f"{rank}.log").read_text()) for rank in range(2)]
+    assert stops[0] == stops[1], stops
+    assert len(stops[0]) == 1
+
+
+# One process
+
+
+def test_one_process_stops_at_once_and_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in PreemptionSignal.SIGNALS]
+    for number in PreemptionSignal.SIGNALS:
+        with PreemptionSignal() as preemption:
+            assert not preemption.requested(1)
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            assert preemption.asked()
+            assert preemption.requested(2)
+    assert [signal.getsignal(number) for number in PreemptionSignal.SIGNALS] == before
+
+
+def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = """if True:
+        import time
+        from jmoe.training.distributed import Watchdog
+        with Watchdog(1.0) as watchdog:
+            with watchdog.waiting_for("evaluation", 7, timeout_s=30):
+                with watchdog.waiting_for("training data", 7):
+                    print("begun", flush=True)
+                    time.sleep(60)
+    """
+    ended = run_python(["-c", code], timeout=60)
+    assert ended.returncode == distributed.EXIT_CODE
+    assert ended.stdout == "begun\n"
+    assert re.search(r"jmoe: rank 0 has waited \d s for training data 7 \(limit 1 s\)", ended.stderr)
+    assert 'File "<string>", line 8 in <module>' in ended.stderr
+
+
+def test_waits_in_time_do_nothing() -> None:
+    with Watchdog(0.5) as watchdog:
+        for step in range(4):
+            with watchdog.waiting_for("training step", step):
+                time.sleep(0.2)
+        time.sleep(0.6)  # between waits there is no limit
+        with watchdog.waiting_for("evaluation", timeout_s=60):
+            for step in range(3):
+                with watchdog.waiting_for("held-out batch", step, timeout_s=1):
+                    time.sleep(0.25)
+
+
+# Where the processes are
+
+
+def test_no_launcher_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed.start(DistributedConfig())
+    alone = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert distributed._detect(1, alone) is None
+    assert distributed._detect(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None  # not a pod of an indexed job
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # inside sbatch, but not started by srun
+    assert distributed._detect(1) is None
+
+
+def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"JOB_ID": "42", "STEP_NODELIST": "node[007-009]", "NTASKS": "6", "PROCID": "5", "LOCALID": "1"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert distributed._detect(1) == (f"node007:{61440 + 42}", 6, 5)
+    for name in slurm:
+        monkeypatch.delenv(f"SLURM_{name}")
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://10.96.0.1,10.148.0.1:34911")
+    for name, value in {"SIZE": "8", "RANK": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    address, processes, rank = distributed._detect(1) or ("", 0, 0)
+    assert (address.partition(":")[0], processes, rank) == ("10.96.0.1", 8, 3)
+
+
+def test_a_bad_address_is_an_error() -> None:
+    config = DistributedConfig(coordinator_address="somewhere", num_processes=2, process_id=1)
+    with pytest.raises(ValueError, match=r"distributed.coordinator_address = 'somewhere': must read HOST:PORT"):
+        distributed.start(config)
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = DistributedConfig(coordinator_address=address, num_processes=2, process_id=0)
+        with pytest.raises(OSError, match="process 0 cannot listen there"):
+            distributed.start(config)
