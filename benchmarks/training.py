@@ -132,14 +132,13 @@ def torch_like(state: Any, seed: int = 0) -> Any:
         names = [str(getattr(k, "key", k)) for k in path]
         rng = np.random.default_rng([seed, *"/".join(names).encode()])
         if names[-1] in ("embedding", "positions"):
-            value = rng.standard_normal(w.shape)
+            value = rng.standard_normal(w.shape, np.float32)
         elif names[-1] in ("scale", "bias"):
             return w
         else:
             fan_in = {"b_up": "w_up", "b_down": "w_down", "b_qkv": "w_qkv", "b_out": "w_out"}.get(names[-1])
             rows = w.shape[-2] if fan_in is None else fans["/".join([*names[:-1], fan_in])]
-            value = rng.uniform(-1, 1, w.shape) / np.sqrt(rows)
-        value = value.astype(np.float32)
+            value = (rng.random(w.shape, np.float32) * 2 - 1) / np.float32(np.sqrt(rows))
         return jax.make_array_from_callback(w.shape, w.sharding, lambda index: value[index])
 
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
@@ -161,14 +160,14 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     config = train_config(a)
     mesh = make_mesh(config.check_devices(jax.device_count()))
     program = make_program(config, mesh)
-    state = program.init()
-    if a.init == "torch":
-        state = torch_like(state)
     sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
     batch = jax.make_array_from_process_local_data(sharding, tokens(a, config, rank))
     begun = time.perf_counter()
-    step = program.step.lower(state, batch).compile()  # type: ignore[attr-defined]
+    step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
     compile_s = time.perf_counter() - begun
+    state = program.init()  # after compiling, whose memory it takes over
+    if a.init == "torch":
+        state = torch_like(state)
     seconds, losses, dropped = [], [], 0
     for i in range(a.warmup + a.steps):
         begun = time.perf_counter()

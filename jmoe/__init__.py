@@ -1,0 +1,51 @@
+"""jmoe: train Mixture-of-Experts models on many hosts, in JAX.
+
+For a model of your own: `from jmoe import MoELayer, RouterConfig`. Names load on first use, so that `jmoe.runtime`
+can set up the process before JAX is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jmoe.config import ModelConfig, RouterConfig, TrainConfig
+    from jmoe.layers.experts import Experts
+    from jmoe.layers.moe import MoELayer, MoEMetrics, MoEStats, moe_metrics
+    from jmoe.layers.router import Router, Routing
+    from jmoe.models.decoder import Decoder
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Decoder": "jmoe.models.decoder",
+    "Experts": "jmoe.layers.experts",
+    "ModelConfig": "jmoe.config",
+    "MoELayer": "jmoe.layers.moe",
+    "MoEMetrics": "jmoe.layers.moe",
+    "MoEStats": "jmoe.layers.moe",
+    "Router": "jmoe.layers.router",
+    "RouterConfig": "jmoe.config",
+    "Routing": "jmoe.layers.router",
+    "TrainConfig": "jmoe.config",
+    "moe_metrics": "jmoe.layers.moe",
+}
+
+__all__ = [
+    "Decoder",
+    "Experts",
+    "MoELayer",
+    "MoEMetrics",
+    "MoEStats",
+    "ModelConfig",
+    "Router",
+    "RouterConfig",
+    "Routing",
+    "TrainConfig",
+    "moe_metrics",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jmoe' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

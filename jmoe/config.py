@@ -65,7 +65,9 @@ class RouterConfig:
         _not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
         check(0 <= self.jitter_noise < 1, "jitter_noise", self.jitter_noise, "must be in [0, 1)")
         _positive(self, "n_group", "topk_group", "routed_scaling_factor")
-        check(self.topk_group <= self.n_group, "topk_group", self.topk_group, f"must not exceed n_group = {self.n_group}")
+        check(
+            self.topk_group <= self.n_group, "topk_group", self.topk_group, f"must not exceed n_group = {self.n_group}"
+        )
 
 
 @dataclass(frozen=True)

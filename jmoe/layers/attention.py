@@ -10,7 +10,6 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.config import ModelConfig

@@ -20,7 +20,7 @@ from jmoe.config import RouterConfig, check
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import split_over
-from kernels_pallas.token_permute import combine, dispatch, take_rows
+from kernels_pallas.token_permute import combine, dispatch
 
 DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
 
@@ -259,9 +259,7 @@ class MoELayer(nnx.Module):
         def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
             return split_over(self.expert_axes if "experts" in jax.tree_util.keystr(path) else ())
 
-        def body(
-            state: Any, x_TD: jax.Array, key: jax.Array | None
-        ) -> tuple[jax.Array, MoEMetrics]:
+        def body(state: Any, x_TD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, MoEMetrics]:
             if key is not None:
                 key = jax.random.fold_in(key, lax.axis_index(axes))
             layer = nnx.merge(graph, state)

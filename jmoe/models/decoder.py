@@ -43,7 +43,7 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         self.attention = Attention(config, out_std, rngs=rngs)
         self.feed_forward_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
-        mlp = {
+        mlp: dict[str, Any] = {
             "activation": config.hidden_act,
             "bias": config.mlp_bias,
             "init_std": config.initializer_range,
@@ -90,9 +90,11 @@ class DecoderLayer(nnx.Module):
         return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype), stats
 
 
-def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` copies of a module as one, every parameter with a leading layer dimension."""
-    return nnx.vmap(make)(nnx.Rngs(params=jax.random.split(rngs.params(), count)))
+def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+    """`count` copies of a module as one, every parameter with a leading layer dimension; drawn one layer at a time."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    draw = lambda key: nnx.state(make(nnx.Rngs(params=key)))  # noqa: E731
+    return nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
 
 
 class Decoder(nnx.Module):

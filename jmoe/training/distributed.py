@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -37,12 +38,15 @@ from typing import Any, TypeVar
 import jax
 
 from jmoe.config import DistributedConfig
+from jmoe.training import roll_call
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
 EXIT_CODE = 70  # of a rank ended by its watchdog (EX_SOFTWARE)
 CALL_TIMEOUT_S = 3.0
+CLOSED = -1  # the last beat of a rank that has left its watchdog in order
+NO_COORDINATOR = "rank 0 (the coordinator) does not answer: dead, stopped or out of reach"
 
 T = TypeVar("T")
 
@@ -69,7 +73,7 @@ def start(config: DistributedConfig) -> None:
     if processes == 1:
         return
     deadline = time.monotonic() + config.start_timeout_s
-    _roll_call(address, processes, rank, config.start_timeout_s)
+    roll_call.meet(address, processes, rank, config.start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(
@@ -138,92 +142,6 @@ def _need_kubernetes_client() -> None:
         ) from error
 
 
-def _roll_call(address: str, processes: int, rank: int, timeout_s: float) -> None:
-    """Return once all ranks are here; `TimeoutError` names those that are not.
-
-    `jax.distributed.initialize` would abort the process without a name. Rank 0 listens at the very address that JAX's
-    coordinator takes afterwards, so no other port must be open.
-    """
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"distributed.coordinator_address = {address!r}: must read HOST:PORT")
-    if rank == 0:
-        verdict = _call_the_roll(address, int(port), processes, timeout_s)
-    else:
-        verdict = _answer_the_roll((host.strip("[]"), int(port)), processes, rank, timeout_s)
-    kind, _, rest = verdict.partition(" ")
-    if kind == "missing":
-        raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
-    if kind == "conflict":
-        raise ValueError(f"distributed: {rest}")
-
-
-def _call_the_roll(address: str, port: int, processes: int, timeout_s: float) -> str:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        server = socket.create_server(("", port), family=family, backlog=processes, dualstack_ipv6=dual)
-    except OSError as error:
-        raise OSError(
-            f"distributed.coordinator_address = {address!r}: process 0 cannot listen there: {error}"
-        ) from error
-    deadline = time.monotonic() + timeout_s
-    present: set[int] = set()
-    callers: list[socket.socket] = []
-    verdict = "go"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(server)
-        while len(present) < processes - 1 and verdict == "go":
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                caller = stack.enter_context(server.accept()[0])
-                caller.settimeout(2.0)
-                name, rank, count = caller.recv(64).decode(errors="replace").split()
-                if name != "jmoe":
-                    continue
-            except TimeoutError:
-                if time.monotonic() >= deadline:
-                    missing = [rank for rank in range(1, processes) if rank not in present]
-                    verdict = f"missing {_ranks(missing)}"
-                continue
-            except (OSError, ValueError):
-                continue  # somebody else knocked
-            if int(count) != processes:
-                verdict = f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
-            elif int(rank) in present:
-                verdict = f"conflict two processes were told process_id = {rank}"
-            present.add(int(rank))
-            callers.append(caller)
-        for caller in callers:
-            with contextlib.suppress(OSError):
-                caller.sendall(verdict.encode())
-    return verdict
-
-
-def _answer_the_roll(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> str:
-    deadline = time.monotonic() + timeout_s
-    problem: OSError | None = None
-    while (left_s := deadline - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(address, timeout=left_s) as caller:
-                caller.sendall(f"jmoe {rank} {processes}\n".encode())
-                caller.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
-                if verdict := caller.recv(4096).decode():
-                    return verdict
-        except OSError as error:
-            problem = error
-        time.sleep(0.2)
-    raise TimeoutError(
-        f"rank 0 (the coordinator, expected at {address[0]}:{address[1]}) did not start within "
-        f"distributed.start_timeout_s = {timeout_s:g} s; last attempt: {problem}"
-    )
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:32])) + (f" and {len(ranks) - 32} more" if len(ranks) > 32 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
 # Watchdog
 
 
@@ -239,13 +157,14 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._tick_s = min(1.0, timeout_s / 10)
-        self._beat_s = min(1.0, heartbeat_timeout_s / 5)
+        self._beat_s = min(1.0, heartbeat_timeout_s / 10)
         self._rank, self._processes = jax.process_index(), jax.process_count()
         self._store: Any = _store()
         self._wait: _Wait | None = None
         self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
         self._last = "nothing yet"
         self._closing = threading.Event()
+        self._ending = threading.Lock()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if self._store is not None:
             self._threads.append(threading.Thread(target=self._report, name="watchdog reports", daemon=True))
@@ -261,14 +180,17 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-        if failed and self._store is not None:
-            assert kind is not None
-            words = f"rank {self._rank} ended with {kind.__name__}: {str(error).partition(chr(10))[0][:300]}"
+        regular = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if error is not None and not regular and self._store is not None:
+            words = f"rank {self._rank} ended with {type(error).__name__}: {_first_line(error)}"
             _limited(lambda: self._publish(words, ends=False))
             # the coordinator takes the store with it: let the others read first
             atexit.register(_leave_after_an_error, True, 2 * self._beat_s if self._rank == 0 else 0.0)
         self._closing.set()
+        for thread in self._threads:
+            thread.join(CALL_TIMEOUT_S)
+        if regular and self._store is not None:
+            _limited(lambda: self._beat(CLOSED))
 
     def _watch(self) -> None:
         while not self._closing.wait(self._tick_s):
@@ -278,20 +200,25 @@ class Watchdog:
 
     def _give_up(self, wait: _Wait) -> None:
         waited_s = time.monotonic() - wait.since
-        lines = [f"rank {self._rank} has waited {waited_s:.0f} s for {wait.label} (limit {wait.timeout_s:g} s)"]
-        if self._store is not None:
-            lines += self._behind() or [f"all {self._processes} ranks have come as far"]
-        words = "; ".join(lines)
-        _say(words)
-        if self._store is not None:
-            _limited(lambda: self._publish(words, ends=True))
-            time.sleep(2.5 * self._beat_s)  # every rank reads it and prints its own stacks
-        _end()
-
-    def _behind(self) -> list[str]:
+        words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.label} (limit {wait.timeout_s:g} s)"
         reports = _limited(self._reports)
-        if reports is None:
-            return ["rank 0 (the coordinator) does not answer"]
+        if self._store is not None:
+            words += "; " + (NO_COORDINATOR if reports is None else self._behind(reports))
+        _say(words)
+        if reports:
+            _limited(lambda: self._publish(words, ends=True))
+        self._end()
+
+    def _end(self) -> None:
+        self._ending.acquire()  # both threads may come here, one prints
+        faulthandler.dump_traceback(file=2)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._rank == 0 and self._store is not None:
+            time.sleep(2.5 * self._beat_s)  # its end is everyone's: let them read the notice and print their stacks
+        os._exit(EXIT_CODE)
+
+    def _behind(self, reports: dict[int, dict[str, Any]]) -> str:
         lines = []
         for rank in range(self._processes):
             report = reports.get(rank)
@@ -299,46 +226,47 @@ class Watchdog:
                 lines.append(f"rank {rank} has not begun")
             elif report["waits"] < self._waits:
                 lines.append(f"rank {rank} is behind, at {report['at']}")
-        return lines
+        return "; ".join(lines) or f"all {self._processes} ranks have come as far"
 
     def _failed_in(self, wait: _Wait, error: BaseException) -> None:
         """Name the ranks whose silence explains this error, before it goes on its way."""
         if self._store is None or self._closing.is_set() or not isinstance(error, Exception):
             return
-        _say(f"rank {self._rank} failed in {wait.label}: {str(error).partition(chr(10))[0][:300]}")
+        gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""  # JAX ends this process any moment
+        _say(f"rank {self._rank} failed in {wait.label}: {_first_line(error)}{gone}")
         before = _limited(self._reports)
         time.sleep(2.5 * self._beat_s)
         after = _limited(self._reports)
         if before is None or after is None:
-            _say("rank 0 (the coordinator) does not answer: dead, stopped or out of reach")
+            _say(NO_COORDINATOR)
             return
         ended = _limited(self._notices) or {}
-        silent = [r for r in after if r != self._rank and r not in ended and before.get(r) == after[r]]
+        silent = [r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]]
         if silent:
-            _say(f"{_ranks(silent)}: no sign of life, dead or stopped")
+            _say(f"{roll_call.named(silent)}: no sign of life, dead or stopped")
 
     # Reports, in a thread of their own: a call to a coordinator that is stopped does not return
 
     def _report(self) -> None:
-        seen: set[int] = {self._rank}
-        changed: dict[int, tuple[Any, float]] = {}
+        seen: set[str] = set()
+        changed: dict[int, tuple[int, float]] = {}
         beat = 0
         while not self._closing.is_set():
             beat += 1
             try:
                 self._beat(beat)
+                if self._rank == 0:
+                    self._look_for_silence(changed)
                 for rank, notice in self._notices().items():
-                    if rank not in seen:
-                        seen.add(rank)
+                    if rank != self._rank and notice["line"] not in seen:
+                        seen.add(notice["line"])
                         _say(notice["line"])
                         if notice["ends"]:
-                            _say(f"rank {self._rank} was at {self._at()}; ends with the others")
-                            _end()
-                if self._rank == 0:
-                    self._look_for_silence(changed, seen)
+                            _say(f"rank {self._rank} was at {self._at()}; ends too")
+                            self._end()
             except jax.errors.JaxRuntimeError as error:
                 if not self._closing.is_set():
-                    _say(f"rank 0 (the coordinator) does not answer: {str(error).partition(chr(10))[0][:200]}")
+                    _say(f"{NO_COORDINATOR}: {_first_line(error)}")
                 return
             self._closing.wait(self._beat_s)
 
@@ -346,17 +274,16 @@ class Watchdog:
         report = {"beat": beat, "waits": self._waits, "at": self._at()}
         self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
 
-    def _look_for_silence(self, changed: dict[int, tuple[Any, float]], seen: set[int]) -> None:
+    def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
         """Rank 0: name ranks that stopped reporting, somewhat before JAX ends the run for want of their heartbeats."""
         now = time.monotonic()
         for rank, report in self._reports().items():
             if rank not in changed or changed[rank][0] != report["beat"]:
                 changed[rank] = (report["beat"], now)
             silent_s = now - changed[rank][1]
-            if silent_s > 0.6 * self._heartbeat_timeout_s and rank not in seen:
-                seen.add(rank)
+            if silent_s > 0.5 * self._heartbeat_timeout_s and report["beat"] != CLOSED:
+                changed[rank] = (report["beat"], math.inf)  # said once
                 words = f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at {report['at']}"
-                _say(words)
                 self._publish(words, ends=False, rank=rank)
 
     def _at(self) -> str:
@@ -370,7 +297,7 @@ class Watchdog:
         self._store.key_value_set(key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True)
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        return _read(self._store, REPORTS)
+        return {} if self._store is None else _read(self._store, REPORTS)
 
     def _notices(self) -> dict[int, dict[str, Any]]:
         return _read(self._store, NOTICES)
@@ -404,6 +331,18 @@ def _store() -> Any | None:
     return distributed.global_state.client
 
 
+def _coordinator_is_gone() -> bool:
+    """Whether nothing listens at the coordinator's address any more."""
+    from jax._src import distributed
+
+    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=0.3).close()
+    except OSError:
+        return True
+    return False
+
+
 def _read(store: Any, folder: str) -> dict[int, Any]:
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in store.key_value_dir_get(folder)}
 
@@ -422,15 +361,12 @@ def _limited(call: Callable[[], T]) -> T | None:
     return result[0] if result else None
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
 def _say(line: str) -> None:
     print(f"jmoe: {line}", file=sys.stderr, flush=True)
-
-
-def _end() -> None:
-    faulthandler.dump_traceback(file=2)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_CODE)
 
 
 # Stop

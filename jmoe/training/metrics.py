@@ -161,21 +161,22 @@ class _EventFile:
     disk, training waits on the queue for ever. This writes in the caller and raises `OSError` there.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None) -> None:
+    def __init__(self, folder: Path, purge_step: int | None, flush_s: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         second, nanosecond = divmod(time.time_ns(), 10**9)
         self._writer = RecordWriter(
             str(folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{nanosecond:09d}")
         )
-        self._flushed_s = 0.0
+        self._flush_s, self._flushed_s = flush_s, time.monotonic()
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
             start = SessionLog(status=SessionLog.START)
             self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._writer.flush()
 
     def _write(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
-        if time.monotonic() - self._flushed_s > TENSORBOARD_FLUSH_S:
+        if time.monotonic() - self._flushed_s >= self._flush_s:
             self._writer.flush()
             self._flushed_s = time.monotonic()
 
@@ -208,10 +209,10 @@ class MetricsLog:
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
             resumes = exists or start_step > 0
             folder = output_dir / TENSORBOARD_DIR
-            self._train = _EventFile(folder / "train", start_step if resumes else None)
+            self._train = _EventFile(folder / "train", start_step if resumes else None, TENSORBOARD_FLUSH_S)
             stack.callback(self._train.close)
             # An evaluation at start_step belongs to the state that is resumed from, so it stays.
-            self._evaluation = _EventFile(folder / "evaluation", start_step + 1 if resumes else None)
+            self._evaluation = _EventFile(folder / "evaluation", start_step + 1 if resumes else None, 0.0)
             stack.callback(self._evaluation.close)
             self._load_step = start_step
             if resumes:
@@ -427,7 +428,7 @@ class ProgressLine:
         rest.stylize("bold", 0, len(parts[1]))
         grid = Table.grid(padding=(0, 2), expand=True)
         row: list[Text | ProgressBar] = [Text(parts[0], style="cyan", no_wrap=True), rest]
-        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=len(parts[0]))
         if self._console.width >= len(parts[0]) + rest.cell_len + 16:
             grid.add_column(ratio=1)
             row.insert(1, ProgressBar(total=self._num_steps, completed=step + 1))

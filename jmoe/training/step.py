@@ -76,7 +76,8 @@ class _Model:
         self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(config.compute_dtype)
         self.abstract = nnx.eval_shape(self.build)
-        self.graph, params, bias = nnx.split(self.abstract, nnx.Param, RouterBias)
+        split: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
+        self.graph, params, bias = split
         self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self.bias_shapes = _pure(params), _pure(bias)
         self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense)
@@ -128,9 +129,7 @@ def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> 
     """This device's part of the (weighted) balance and z losses, averaged over layers; tokens are global."""
     router, model = config.model.router, config.model
     counts_NE = lax.psum(stats.counts_E, ALL)
-    balance = balance_loss_local(
-        stats.probs_sum_E, counts_NE, num_tokens, model.num_experts, model.num_experts_per_tok
-    )
+    balance = balance_loss_local(stats.probs_sum_E, counts_NE, num_tokens, model.num_experts, model.num_experts_per_tok)
     layers = model.num_moe_layers
     return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
 
@@ -256,9 +255,7 @@ def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable
             ]
             params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
         speed = config.model.router.bias_update_speed
-        bias = jax.tree.map(
-            lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias
-        )
+        bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias)
         metrics |= {
             "grad_norm": norm,
             "grad_norms": jax.tree.map(jnp.sqrt, squares),
@@ -280,13 +277,15 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
     model = _Model(config, mesh)
+    step_spec: Any = REPLICATED
     state_specs = TrainState(
-        model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), REPLICATED
+        model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), step_spec
     )
     state_shardings = shardings(state_specs, mesh)
 
     def init() -> TrainState:
-        _, params, bias = nnx.split(model.build(), nnx.Param, RouterBias)
+        split: Any = nnx.split(model.build(), nnx.Param, RouterBias)
+        _, params, bias = split
         zeros = jax.tree.map(jnp.zeros_like, _pure(params))
         return TrainState(_pure(params), zeros, jax.tree.map(jnp.copy, zeros), _pure(bias), jnp.int32(0))
 

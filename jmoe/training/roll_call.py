@@ -1,0 +1,96 @@
+"""The ranks of a run meet over TCP before JAX connects them, so that a missing one has a name.
+
+`jax.distributed.initialize` waits too, but then aborts the process without saying for whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+
+def meet(address: str, processes: int, rank: int, timeout_s: float) -> None:
+    """Return once all ranks are here; `TimeoutError` names those that are not.
+
+    `jax.distributed.initialize` would abort the process without a name. Rank 0 listens at the very address that JAX's
+    coordinator takes afterwards, so no other port must be open.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"distributed.coordinator_address = {address!r}: must read HOST:PORT")
+    if rank == 0:
+        verdict = _call(address, int(port), processes, timeout_s)
+    else:
+        verdict = _answer((host.strip("[]"), int(port)), processes, rank, timeout_s)
+    kind, _, rest = verdict.partition(" ")
+    if kind == "missing":
+        raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
+    if kind == "conflict":
+        raise ValueError(f"distributed: {rest}")
+
+
+def _call(address: str, port: int, processes: int, timeout_s: float) -> str:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, backlog=processes, dualstack_ipv6=dual)
+    except OSError as error:
+        raise OSError(
+            f"distributed.coordinator_address = {address!r}: process 0 cannot listen there: {error}"
+        ) from error
+    deadline = time.monotonic() + timeout_s
+    present: set[int] = set()
+    callers: list[socket.socket] = []
+    verdict = "go"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(server)
+        while len(present) < processes - 1 and verdict == "go":
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                caller = stack.enter_context(server.accept()[0])
+                caller.settimeout(2.0)
+                words = caller.recv(64).decode(errors="replace").split()
+                rank, count = int(words[1]), int(words[2])
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    missing = [rank for rank in range(1, processes) if rank not in present]
+                    verdict = f"missing {named(missing)}"
+                continue
+            except (OSError, ValueError, IndexError):
+                continue  # somebody else knocked
+            if count != processes:
+                verdict = f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
+            elif rank in present:
+                verdict = f"conflict two processes were told process_id = {rank}"
+            present.add(rank)
+            callers.append(caller)
+        for caller in callers:
+            with contextlib.suppress(OSError):
+                caller.sendall(verdict.encode())
+    return verdict
+
+
+def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    problem: OSError | None = None
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left_s) as caller:
+                caller.sendall(f"jmoe {rank} {processes}\n".encode())
+                caller.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
+                if verdict := caller.recv(4096).decode():
+                    return verdict
+        except OSError as error:
+            problem = error
+        time.sleep(0.2)
+    raise TimeoutError(
+        f"rank 0 (the coordinator, expected at {address[0]}:{address[1]}) did not start within "
+        f"distributed.start_timeout_s = {timeout_s:g} s; last attempt: {problem}"
+    )
+
+
+def named(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 1, 2`."""
+    shown = ", ".join(map(str, ranks[:32])) + (f" and {len(ranks) - 32} more" if len(ranks) > 32 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

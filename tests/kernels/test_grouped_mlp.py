@@ -1,0 +1,108 @@
+"""The grouped MLP against its `ragged_dot` oracle: values and every gradient, for even and skewed groups.
+
+Legend: N rows sorted by group, L groups, D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.grouped_mlp import grouped_mlp
+from kernels_pallas.grouped_mlp import reference
+
+N, L, D, F = 400, 4, 12, 20
+GROUPS = {
+    "balanced": (100, 100, 100, 100),
+    "uneven": (130, 37, 201, 32),
+    "one group": (0, 0, 400, 0),  # with few slots: three overflow tiles of one group, the last one partly filled
+    "empty groups": (0, 233, 0, 167),
+    "rows beyond": (60, 0, 151, 20),  # 169 rows belong to no group
+    "no rows": (0, 0, 0, 0),
+    "edges": (128, 129, 127, 16),  # groups that end on a tile's edge, and one beside it
+}
+
+
+def arrays(activation: str, bias: bool, dtype: jnp.dtype) -> list[jax.Array | None]:
+    """[x, w_up, w_down, b_up, b_down]; the biases float32, as the layers keep them."""
+    up = 2 * F if activation == "swiglu" else F
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, w_up, w_down = draw(N, D), draw(L, D, up) * D**-0.5, draw(L, F, D) * F**-0.5
+    biases = [draw(L, up), draw(L, D)] if bias else [None, None]
+    return [x.astype(dtype), w_up.astype(dtype), w_down.astype(dtype), *biases]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def run(slots: int | None, activation: str, operands: list[Any], sizes_L: jax.Array, dy_ND: jax.Array) -> Any:
+    """(y, gradients of the operands); slots None is the oracle. One compilation serves every routing."""
+
+    def f(x: jax.Array, *weights: Any) -> jax.Array:
+        if slots is None:
+            return reference.grouped_mlp(x, sizes_L, *weights, activation=activation)
+        return grouped_mlp(x, sizes_L, *weights, activation=activation, slots=slots)
+
+    y, vjp = jax.vjp(f, *operands)
+    return y, vjp(dy_ND)
+
+
+def compare(slots: int, activation: str, bias: bool, dtype: jnp.dtype, tolerance: float) -> None:
+    operands = arrays(activation, bias, dtype)
+    dy_ND = jnp.asarray(np.random.default_rng(1).normal(size=(N, D)), dtype)
+    for name, sizes in GROUPS.items():
+        sizes_L = jnp.asarray(sizes, jnp.int32)
+        ours, expected = (run(s, activation, operands, sizes_L, dy_ND) for s in (slots, None))
+        assert jax.tree.structure(ours) == jax.tree.structure(expected)
+        for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)):
+            assert a.dtype == b.dtype
+            a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            np.testing.assert_allclose(
+                a32, b32, rtol=0, atol=tolerance * max(1e-3, np.abs(b32).max()), err_msg=f"{name}, leaf {i}"
+            )
+        assert not np.asarray(ours[0], np.float32)[sum(sizes) :].any(), name
+        assert not np.asarray(ours[1][0], np.float32)[sum(sizes) :].any(), name
+
+
+@pytest.mark.parametrize("slots", [8, 40, 128, 1000])  # nearly all rows in tiles ... all rows in slots
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_float32(activation: str, bias: bool, slots: int) -> None:
+    compare(slots, activation, bias, jnp.float32, 1e-5)
+
+
+@pytest.mark.parametrize("slots", [40, 1000])
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("gelu", True)])
+def test_bfloat16(activation: str, bias: bool, slots: int) -> None:
+    compare(slots, activation, bias, jnp.bfloat16, 2e-2)
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    """Rounded operands, not rounded sums: bfloat16 is within a per cent of the float32 result."""
+    low, full = (arrays("swiglu", False, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    sizes_L, dy_ND = jnp.asarray(GROUPS["uneven"], jnp.int32), jnp.ones((N, D))
+    ours = run(40, "swiglu", low, sizes_L, dy_ND.astype(jnp.bfloat16))
+    expected = run(40, "swiglu", full, sizes_L, dy_ND)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        a32, b32 = np.asarray(a, np.float32), np.asarray(b)
+        assert np.linalg.norm(a32 - b32) < 1e-2 * np.linalg.norm(b32)
+
+
+def test_one_group() -> None:
+    x, w_up, w_down, _, _ = arrays("swiglu", False, jnp.float32)
+    assert x is not None and w_up is not None and w_down is not None
+    y = grouped_mlp(x, jnp.array([N], jnp.int32), w_up[:1], w_down[:1], None, None, activation="swiglu", slots=64)
+    expected = reference.activate(x @ w_up[0], "swiglu") @ w_down[0]
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_activations() -> None:
+    h = jnp.linspace(-3, 3, 12).reshape(2, 6)
+    gate, up = h[:, :3], h[:, 3:]
+    np.testing.assert_allclose(reference.activate(h, "swiglu"), gate / (1 + jnp.exp(-gate)) * up, rtol=1e-5)
+    erf = jax.scipy.special.erf(h / jnp.sqrt(2.0))
+    np.testing.assert_allclose(reference.activate(h, "gelu"), h * (1 + erf) / 2, rtol=1e-5, atol=1e-6)

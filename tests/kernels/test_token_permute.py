@@ -1,0 +1,115 @@
+"""Dispatch and combine against plain indexing and JAX's own gradients of it.
+
+Legend: T tokens, K choices a token, M rows of a buffer, D hidden.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.token_permute import combine, dispatch, take_rows
+
+T, K, D = 20, 3, 8
+
+
+def permutation(rows: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
+    """(src_M, slot_TK) of a random assignment of the T * K choices to `rows` rows, `dropped` of them to none."""
+    rng = np.random.default_rng(rows + dropped)
+    kept = rng.permutation(T * K)[dropped:]
+    row_of = rng.permutation(rows)[: kept.size]
+    src_M, slot_N = np.full(rows, T, np.int32), np.full(T * K, rows, np.int32)
+    src_M[row_of], slot_N[kept] = kept // K, row_of
+    return src_M, slot_N.reshape(T, K)
+
+
+# rows == T * K: full; more: empty rows; choices dropped: tokens that lost one choice or all of them
+cases = pytest.mark.parametrize(("rows", "dropped"), [(60, 0), (96, 0), (40, 20), (64, 31), (8, 60)])
+
+
+def plain_dispatch(x_TD: jax.Array, src_M: np.ndarray) -> jax.Array:
+    return jnp.concatenate([x_TD, jnp.zeros((1, D), x_TD.dtype)])[src_M]
+
+
+def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, slot_TK: np.ndarray) -> jax.Array:
+    y_MD = jnp.concatenate([y_MD.astype(jnp.float32), jnp.zeros((1, D))])
+    return jnp.einsum("tkd,tk->td", y_MD[slot_TK], weights_TK)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dispatch(rows: int, dropped: int, dtype: jnp.dtype) -> None:
+    src_M, slot_TK = permutation(rows, dropped)
+    rng = np.random.default_rng(0)
+    x_TD = jnp.asarray(rng.normal(size=(T, D)), dtype)
+    g_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
+
+    @jax.jit
+    def run(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, g_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, vjp = jax.vjp(lambda x: dispatch(x, src_M, slot_TK), x_TD)
+        return y, vjp(g_MD)[0]
+
+    y_MD, dx_TD = run(x_TD, jnp.asarray(src_M), jnp.asarray(slot_TK), g_MD)
+    np.testing.assert_array_equal(y_MD, plain_dispatch(x_TD, src_M))
+    assert y_MD.dtype == dx_TD.dtype == dtype
+    # the gradient is summed in float32 and rounded once
+    _, vjp = jax.vjp(lambda x: plain_dispatch(x, src_M), x_TD.astype(jnp.float32))
+    expected = vjp(g_MD.astype(jnp.float32))[0]
+    tolerance = 1e-6 if dtype == jnp.float32 else 4e-3
+    np.testing.assert_allclose(dx_TD.astype(jnp.float32), expected, rtol=tolerance, atol=1e-6)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_combine(rows: int, dropped: int, dtype: jnp.dtype) -> None:
+    src_M, slot_TK = permutation(rows, dropped)
+    rng = np.random.default_rng(1)
+    y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
+    weights_TK = jnp.asarray(rng.uniform(size=(T, K)), jnp.float32)
+    g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)  # exact in both dtypes
+
+    @jax.jit
+    def run(
+        y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, slot_TK: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out, vjp = jax.vjp(lambda y, w: combine(y, w, src_M, slot_TK), y_MD, weights_TK)
+        return out, *vjp(g_TD)
+
+    out_TD, dy_MD, dweights_TK = run(y_MD, weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK))
+    expected, vjp = jax.vjp(lambda y, w: plain_combine(y, w, slot_TK), y_MD.astype(jnp.float32), weights_TK)
+    expected_dy, expected_dweights = vjp(g_TD)
+    assert out_TD.dtype == dweights_TK.dtype == jnp.float32 and dy_MD.dtype == dtype
+    np.testing.assert_allclose(out_TD, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dweights_TK, expected_dweights, rtol=1e-5, atol=1e-6)
+    tolerance = 1e-6 if dtype == jnp.float32 else 4e-3
+    np.testing.assert_allclose(dy_MD.astype(jnp.float32), expected_dy, rtol=tolerance, atol=1e-6)
+    lost_T = (slot_TK == rows).all(axis=1)
+    assert not out_TD[lost_T].any()
+    assert not dy_MD[src_M == T].any()  # an empty row takes no gradient
+    assert not dweights_TK[slot_TK == rows].any()  # nor does the weight of a dropped choice
+
+
+def test_dispatch_then_combine_is_the_sum_of_the_kept_weights() -> None:
+    src_M, slot_TK = permutation(64, 31)
+    x_TD = jnp.asarray(np.random.default_rng(2).normal(size=(T, D)), jnp.float32)
+    weights_TK = jnp.full((T, K), 0.25)
+    out_TD = combine(dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK))
+    kept_T = (slot_TK < 64).sum(axis=1).astype(np.float32)
+    np.testing.assert_allclose(out_TD, x_TD * (0.25 * kept_T)[:, None], rtol=1e-6)
+
+
+def test_no_scatter_forwards_or_backwards() -> None:
+    """XLA:CPU scatters row by row, and float scatters on GPU add in no fixed order."""
+    src_M, slot_TK = permutation(96, 0)
+
+    def loss(x_TD: jax.Array, weights_TK: jax.Array) -> jax.Array:
+        return combine(dispatch(x_TD, src_M, slot_TK), weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK)).sum()
+
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((T, D)), jnp.ones((T, K))))
+
+
+def test_take_rows_out_of_range_is_zero() -> None:
+    x = jnp.arange(6.0).reshape(3, 2) + 1
+    np.testing.assert_array_equal(take_rows(x, jnp.array([2, 3, 0])), [[5, 6], [0, 0], [1, 2]])

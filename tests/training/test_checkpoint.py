@@ -1,0 +1,511 @@
+"""Checkpoints on a real disk: what was saved comes back, or an error says why not and what is still intact."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.training.checkpoint import MANIFEST, Checkpoints, check_compatible
+from tests.training.test_distributed import free_port, wait_for
+
+CONFIG = TrainConfig(num_steps=7)
+DATA_STATE = {"epoch": 3, "position": [1, 2**40], "name": "größe"}
+
+
+class Moments(NamedTuple):
+    m: Any
+    v: Any
+
+
+@pytest.fixture
+def open_checkpoints(tmp_path: Path) -> Iterator[Callable[..., Checkpoints]]:
+    """`open_checkpoints(keep=2)` of tmp_path/checkpoints; closed at the end, whatever happened."""
+    opened: list[Checkpoints] = []
+
+    def open_them(keep: int = 2) -> Checkpoints:
+        opened.append(Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=keep), timeout_s=60))
+        return opened[-1]
+
+    yield open_them
+    for checkpoints in opened:
+        with contextlib.suppress(OSError):
+            checkpoints.close()
+
+
+def make_mesh(*shape: int) -> jax.sharding.Mesh:
+    names = ("a", "b")[: len(shape)]
+    return jax.make_mesh(
+        shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[: np.prod(shape)]
+    )
+
+
+def make_state(seed: int, mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
+    """A state like a model's: nested, a named tuple, several dtypes and placements."""
+    rng = np.random.default_rng(seed)
+    mesh = mesh or make_mesh(8)
+    rows, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(mesh.axis_names[-1]), PartitionSpec()))
+    w = rng.standard_normal((16, 300)).astype(np.float32)
+    return {
+        "params": {"embed": jax.device_put(w, rows), "layers": [jax.device_put(w.astype(jnp.bfloat16), whole)]},
+        "moments": Moments(m=jax.device_put(w * 2, rows), v=jax.device_put(w**2, rows)),
+        "step": jax.device_put(np.int32(seed), whole),
+        "empty": {},
+    }
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def snapshot(state: Any) -> Any:
+    return jax.tree.map(lambda x: np.array(x, copy=True), state)
+
+
+# Round trips
+
+
+def test_everything_comes_back(open_checkpoints: Callable[..., Checkpoints], tmp_path: Path) -> None:
+    checkpoints = open_checkpoints()
+    assert checkpoints.latest_step() is None
+    assert not (tmp_path / "checkpoints").exists()  # looking changes nothing
+    state = make_state(1)
+    checkpoints.save(1, state, DATA_STATE, CONFIG.to_json())
+    checkpoints.close()
+    again = open_checkpoints()
+    assert again.latest_step() == 1
+    restored, data_state, config = again.restore(1, abstract(state))
+    assert_same(restored, state)
+    assert data_state == DATA_STATE
+    assert config == again.saved_config(1) == json.loads(CONFIG.to_json())
+    assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+
+
+def test_the_state_may_be_donated_at_once(open_checkpoints: Callable[..., Checkpoints]) -> None:
+    """Buffers are overwritten while the save is still writing them: the saved values are those of the call."""
+    checkpoints = open_checkpoints(keep=20)
+    update = jax.jit(lambda s: jax.tree.map(lambda x: x * jnp.asarray(0.5, x.dtype) + 1, s), donate_argnums=0)
+    state = {f"w{i}": jax.random.normal(jax.random.key(i), (200, 1000)) for i in range(8)}
+    expected = {}
+    for step in range(1, 6):
+        state = update(state)
+        expected[step] = snapshot(state)
+        del state["w7"]  # nothing but the checkpoint and the step holds the arrays
+        state["w7"] = jnp.asarray(expected[step]["w7"].copy())
+        checkpoints.save(step, state, {}, "{}")
+        for _ in range(3):
+            state = update(state)
+        jax.block_until_ready(state)
+    checkpoints.wait()
+    for step, values in expected.items():
+        assert_same(snapshot(checkpoints.restore(step, abstract(state))[0]), values)
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4), (4, 2)])
+def test_restores_onto_another_mesh(open_checkpoints: Callable[..., Checkpoints], shape: tuple[int, ...]) -> None:
+    checkpoints = open_checkpoints()
+    state = make_state(2, make_mesh(8))
+    checkpoints.save(5, state, None, "{}")
+    checkpoints.wait()
+    target = abstract(make_state(0, make_mesh(*shape)))
+    restored, data_state, _ = checkpoints.restore(5, target)
+    assert data_state is None
+    assert_same(snapshot(restored), snapshot(state))
+    assert jax.tree.leaves(restored)[0].sharding.mesh.devices.shape == shape
+
+
+def test_the_newest_are_kept(open_checkpoints: Callable[..., Checkpoints], tmp_path: Path) -> None:
+    checkpoints = open_checkpoints(keep=2)
+    for step in (10, 20, 30, 110):
+        checkpoints.save(step, make_state(step), step, "{}")
+    checkpoints.save(110, make_state(110), 110, "{}")  # again, as a run's last step may be: nothing happens
+    checkpoints.wait()
+    assert checkpoints.steps() == [30, 110]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["110", "30"]
+    again = open_checkpoints(keep=2)
+    assert again.latest_step() == 110
+    state, _, _ = again.restore(110, abstract(make_state(0)))
+    again.save(110, state, 110, "{}")  # nothing to do after the restore: again nothing happens
+    with pytest.raises(ValueError, match=r"step = 30: already saved in .*checkpoints"):
+        again.save(30, state, 30, "{}")
+    again.save(120, state, 120, "{}")
+    again.wait()
+    assert again.steps() == [110, 120]
+
+
+# Damage
+
+
+@pytest.fixture
+def two_steps(open_checkpoints: Callable[..., Checkpoints]) -> Checkpoints:
+    checkpoints = open_checkpoints()
+    for step in (1, 2):
+        checkpoints.save(step, make_state(step), step, CONFIG.to_json())
+    checkpoints.close()
+    return checkpoints
+
+
+def test_an_incomplete_step_is_skipped_and_set_aside(
+    two_steps: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half-deleted (by hand, by a crash while an old step was deleted) or half-copied."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "2", folder / "3")
+    shutil.copytree(folder / "2", folder / "4")
+    shutil.copytree(folder / "2", folder / "5")
+    (folder / "3" / MANIFEST).unlink()
+    shutil.rmtree(folder / "4" / "state")
+    (folder / "5" / MANIFEST).write_text('{"step": 5, "fil')
+    (folder / "6.orbax-checkpoint-tmp").mkdir()  # killed in mid-save
+    assert two_steps.latest_step() == 2
+    errors = capsys.readouterr().err
+    assert f"{folder}/3 is incomplete: it has no {MANIFEST}; skipped" in errors
+    assert re.search(rf"{folder}/4 is incomplete: state/\S+ is missing; skipped", errors)
+    assert f"{folder}/5 is incomplete: its {MANIFEST} cannot be read; skipped" in errors
+    state, _, _ = two_steps.restore(2, abstract(make_state(0)))
+    two_steps.save(3, state, 3, "{}")
+    two_steps.wait()
+    assert two_steps.steps() == [2, 3]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"2", "3", "incomplete-3-1", "incomplete-4-1", "incomplete-5-1"}
+
+
+def test_every_damaged_file_is_noticed(two_steps: Checkpoints, tmp_path: Path) -> None:
+    """Truncated, or one bit changed: OCDBT alone returns garbage for a flipped bit in an array."""
+    folder = tmp_path / "checkpoints" / "2"
+    older = {path: path.read_bytes() for path in (folder.parent / "1").rglob("*") if path.is_file()}
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    assert any("ocdbt.process_0/d/" in name for name in files)
+    for name in files:
+        path = folder / name
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        for damaged, words in (
+            (content[:-1], f"{name} has {len(content) - 1} of {len(content)} bytes"),
+            (bytes(flipped), f"the content of {name} has changed"),
+        ):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=re.escape(words)) as caught:
+                two_steps.restore(2, abstract(make_state(0)))
+            assert f"checkpoint {folder} is damaged" in str(caught.value)
+            assert f"step 1 is intact: delete {folder} to go on from it" in str(caught.value)
+        if name.startswith("config/"):
+            with pytest.raises(ValueError, match=re.escape(name)):
+                two_steps.saved_config(2)
+        path.write_bytes(content)
+    assert_same(two_steps.restore(2, abstract(make_state(0)))[0], make_state(2))
+    assert older == {path: path.read_bytes() for path in (folder.parent / "1").rglob("*") if path.is_file()}
+
+
+def test_no_intact_step_is_left(two_steps: Checkpoints, tmp_path: Path) -> None:
+    for step in (1, 2):
+        name = next(iter(json.loads((tmp_path / "checkpoints" / str(step) / MANIFEST).read_text())["files"]))
+        (tmp_path / "checkpoints" / str(step) / name).write_bytes(b"")
+    with pytest.raises(ValueError, match="there is no intact older step"):
+        two_steps.restore(2, abstract(make_state(0)))
+    with pytest.raises(ValueError, match=r"step = 9: no such checkpoint in .*; there are \[1, 2\]"):
+        two_steps.restore(9, abstract(make_state(0)))
+
+
+def test_other_arrays_are_listed(two_steps: Checkpoints) -> None:
+    target = abstract(make_state(0))
+    embed = target["params"]["embed"]
+    target["params"]["embed"] = jax.ShapeDtypeStruct((16, 301), embed.dtype, sharding=embed.sharding)
+    target["step"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=target["step"].sharding)
+    target["router"] = target["params"]["layers"].pop()
+    with pytest.raises(ValueError, match="holds other arrays") as caught:
+        two_steps.restore(2, target)
+    message = str(caught.value)
+    assert "params.embed: float32[16, 300] -> float32[16, 301]" in message
+    assert "step: int32[] -> float32[]" in message
+    assert "params.layers.0: bfloat16[16, 300] -> absent" in message
+    assert "router: absent -> bfloat16[16, 300]" in message
+
+
+# The configuration
+
+
+def configured(**changes: Any) -> dict[str, Any]:
+    return dict(json.loads(dataclasses.replace(CONFIG, **changes).to_json()))
+
+
+def test_what_may_change_between_checkpoint_and_run() -> None:
+    free = configured(
+        output_dir="elsewhere",
+        mesh=MeshConfig(expert_intra=2),
+        checkpoint=CheckpointConfig(every_steps=3),
+        remat="layer",
+    )
+    assert check_compatible(configured(), configured()) == []
+    assert check_compatible(configured(), free) == []
+    notes = check_compatible(configured(), configured(num_steps=9))
+    assert notes == ["num_steps: 7 -> 9 (the cosine schedule now ends at another step)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model": ModelConfig(hidden_size=512)}, "model.hidden_size: 256 -> 512"),
+        ({"optimizer": OptimizerConfig(beta2=0.9)}, "optimizer.beta2: 0.95 -> 0.9"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"batch_size": 16, "num_steps": 8}, "batch_size: 8 -> 16"),
+        ({"sequence_length": 128}, "sequence_length: 256 -> 128"),
+    ],
+)
+def test_what_must_not_change(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        check_compatible(configured(), configured(**changes))
+    assert "num_steps" not in str(caught.value)
+
+
+def test_a_fingerprint_stands_for_the_data() -> None:
+    saved, now = configured(), configured()
+    now["data"] = {**now["data"], "path": ["/moved/text"]}
+    with pytest.raises(ValueError, match=r"data.path: \[\] -> \['/moved/text'\]"):
+        check_compatible(saved, now)
+    assert len(check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"})) == 1
+    with pytest.raises(ValueError, match="data_fingerprint: 'a' -> 'b'"):
+        check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "b"})
+
+
+# Disks that fail
+
+
+FILL = """
+import resource, sys
+from pathlib import Path
+import jax.numpy as jnp, numpy as np
+from jmoe.config import CheckpointConfig
+from jmoe.training.checkpoint import Checkpoints
+folder, limited = Path(sys.argv[1]), sys.argv[2] == "limited"
+checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
+small = {"w": jnp.arange(1000.0)}
+checkpoints.save(1, small, 1, "{}")
+checkpoints.wait()
+before = sorted((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+if limited:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, resource.RLIM_INFINITY))
+big = {"w": jnp.asarray(np.random.default_rng(0).random(4_000_000, np.float32))}
+try:
+    checkpoints.save(2, big, 2, "{}")
+    print("went on", flush=True)
+    checkpoints.save(3, small, 3, "{}")
+except OSError as error:
+    print("OSError:", error, flush=True)
+assert before == sorted((path, path.read_bytes()) for path in folder.glob("1/**/*") if path.is_file())
+assert checkpoints.latest_step() == 1
+assert np.array_equal(checkpoints.restore(1, small)[0]["w"], small["w"])
+checkpoints.save(3, small, 3, "{}")  # there is room for this one
+checkpoints.close()
+print("steps", checkpoints.steps(), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.parametrize("how", ["full", "limited"])
+def test_a_full_disk_is_an_error_and_the_older_step_stays(tmp_path: Path, how: str) -> None:
+    """A file system of 8 MB (where this user may mount one), or a limit on the size of files."""
+    import sys
+
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = [sys.executable, "-c", FILL, str(folder), how]
+    if how == "full":
+        mount = f"mount -t tmpfs -o size=8m tmpfs {folder}"
+        if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+            pytest.skip("this user may not mount a file system")
+        command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "went on"  # the error is that of the background save
+    assert lines[1].startswith(f"OSError: checkpoint of step 2 in {folder} was not written: ")
+    assert lines[1].endswith("; step 1 is complete")
+    assert ("No space left" if how == "full" else "File too large") in lines[1]
+    assert lines[2] == "steps [1, 3] ['1', '3']"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointConfig())
+    assert checkpoints.latest_step() is None
+    with pytest.raises(OSError, match=r"checkpoint folder .*/file/checkpoints cannot be written: .*Not a directory"):
+        checkpoints.save(1, make_state(1), None, "{}")
+
+
+# Real processes
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jmoe.config import CheckpointConfig
+from jmoe.training.checkpoint import Checkpoints
+checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointConfig(keep=2))
+begin = checkpoints.latest_step() or 0
+make = jax.jit(lambda step: {f"w{i}": jnp.full((300_000,), step * 100 + i, jnp.int32) for i in range(6)})
+for step in range(begin + 1, 100_000):
+    checkpoints.save(step, make(jnp.int32(step)), {"step": step}, "{}")
+    print("saving", step, flush=True)
+    checkpoints.wait()
+    print("saved", step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_loses_nothing_saved(
+    start_python: Callable[..., subprocess.Popen[str]], open_checkpoints: Callable[..., Checkpoints], tmp_path: Path
+) -> None:
+    target = {f"w{i}": jax.ShapeDtypeStruct((300_000,), jnp.int32, sharding=None) for i in range(6)}
+    reader = open_checkpoints()
+    newest = 0
+    for attempt in range(5):
+        log = tmp_path / f"{attempt}.log"
+        process = start_python(["-c", SAVE_FOR_EVER, tmp_path / "checkpoints"], log)
+        wait_for(log, f"saved {newest + 1}\n")
+        time.sleep(0.06 * attempt)
+        process.kill()
+        process.wait()
+        saved = int(re.findall(r"saved (\d+)", log.read_text())[-1])
+        newest = reader.latest_step() or 0
+        assert newest >= saved
+        state, data_state, _ = reader.restore(newest, target)
+        assert data_state == {"step": newest}
+        assert all((np.asarray(state[f"w{i}"]) == newest * 100 + i).all() for i in range(6))
+
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jmoe.config import CheckpointConfig, DistributedConfig
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.distributed import Watchdog, start
+
+rank, processes, port, folder, mode = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+if processes > 1:
+    start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+                            start_timeout_s=60, heartbeat_timeout_s=60))
+mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+rows, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
+make = jax.jit(lambda n: {"rows": jnp.arange(8.0 * 5000).reshape(8, 5000) + n, "step": n},
+               out_shardings={"rows": rows, "step": whole})
+train = jax.jit(lambda s: {"rows": s["rows"] + s["rows"].mean() * 0 + 1, "step": s["step"] + 1}, donate_argnums=0)
+checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=3), timeout_s=20)
+target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(jnp.float32(0)))
+with Watchdog(60) as watchdog:
+    newest = checkpoints.latest_step()
+    state = make(jnp.float32(0))
+    if newest is not None:
+        print("config", checkpoints.saved_config(newest), flush=True)
+        state, data_state, _ = checkpoints.restore(newest, target)
+        assert data_state == newest
+        for shard in state["rows"].addressable_shards:
+            want = (np.arange(8.0 * 5000, dtype=np.float32).reshape(8, 5000) + newest)[shard.index]
+            assert np.array_equal(shard.data, want)
+    begin = newest or 0
+    print("begin", begin, jax.device_count(), flush=True)
+    if mode == "fail" and rank == 1:
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    for step in range(begin + 1, begin + 41):
+        with watchdog.waiting_for("training step", step):
+            state = train(state)
+            jax.block_until_ready(state)
+        checkpoints.check()
+        if step % 5 == 0:
+            with watchdog.waiting_for("checkpoint", step):
+                checkpoints.save(step, state, step, '{"made": "by %d processes"}' % processes)
+    checkpoints.close()
+print("steps", checkpoints.steps(), flush=True)
+"""
+
+
+@pytest.fixture
+def run_ranks(
+    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> Callable[..., tuple[list[int], list[str]]]:
+    """`run_ranks(processes, devices, mode="", folders=None)` -> exit statuses and outputs of all ranks."""
+
+    def run(
+        processes: int, devices: int, mode: str = "", folders: list[Path] | None = None
+    ) -> tuple[list[int], list[str]]:
+        port = free_port()
+        folders = folders or [tmp_path / "shared"] * processes
+        logs = [tmp_path / f"{processes}-{rank}.log" for rank in range(processes)]
+        environment = {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONWARNINGS": "error"}
+        ranks = [
+            start_python(["-c", RANK, rank, processes, port, folders[rank], mode], logs[rank], environment)
+            for rank in range(processes)
+        ]
+        return [rank.wait(timeout=120) for rank in ranks], [log.read_text() for log in logs]
+
+    return run
+
+
+def test_other_numbers_of_processes_go_on(run_ranks: Callable[..., tuple[list[int], list[str]]]) -> None:
+    """2 processes x 2 devices, then 1 x 4, then 4 x 1; saves go on under collectives of the training step."""
+    begin, made = 0, ""
+    for processes, devices in ((2, 2), (1, 4), (4, 1)):
+        statuses, logs = run_ranks(processes, devices)
+        assert statuses == [0] * processes, logs
+        for log in logs:
+            assert f"begin {begin} 4\n" in log
+            assert f"steps [{begin + 30}, {begin + 35}, {begin + 40}]" in log
+            assert not made or f"config {{'made': '{made}'}}" in log
+        begin, made = begin + 40, f"by {processes} processes"
+
+
+def test_folders_that_are_not_shared_are_an_error(
+    run_ranks: Callable[..., tuple[list[int], list[str]]], tmp_path: Path
+) -> None:
+    statuses, logs = run_ranks(2, 1, folders=[tmp_path / "a", tmp_path / "b"])
+    assert statuses == [1, 1]
+    assert all("processes [1] do not see what process 0 writes" in log for log in logs), logs
+
+
+def test_a_save_that_fails_on_one_rank_ends_all(
+    run_ranks: Callable[..., tuple[list[int], list[str]]], tmp_path: Path
+) -> None:
+    """Rank 1 cannot write: no rank waits longer than the limit, and rank 1 says what the matter is."""
+    statuses, logs = run_ranks(2, 1, mode="fail")
+    assert 0 not in statuses
+    assert re.search(r"OSError: checkpoint of step 5 in \S+/shared was not written: .*File too large", logs[1]), logs
+    assert not list((tmp_path / "shared").glob("[0-9]"))
+
+
+def test_signals_do_not_stop_a_save(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    code = SAVE_FOR_EVER.replace("for step in", "import signal\nfor step in").replace(
+        "begin + 1, 100_000", "begin + 1, begin + 30"
+    )
+    code = "from jmoe.training.distributed import PreemptionSignal\nPreemptionSignal().__enter__()\n" + code
+    log = tmp_path / "log"
+    process = start_python(["-c", code, tmp_path / "checkpoints"], log)
+    wait_for(log, "saving 1\n")
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert process.returncode == 0, log.read_text()
+    assert "saved 29" in log.read_text()
