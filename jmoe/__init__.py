@@ -1,7 +1,6 @@
 """jmoe: train Mixture-of-Experts models on many hosts, in JAX.
 
-For a model of your own: `from jmoe import MoELayer, RouterConfig`. Names load on first use, so that `jmoe.runtime`
-can set up the process before JAX is imported.
+For a model of your own: `from jmoe import MoELayer, RouterConfig`.
 """
 
 from importlib import import_module
@@ -16,20 +15,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Decoder": "jmoe.models.decoder",
-    "Experts": "jmoe.layers.experts",
-    "ModelConfig": "jmoe.config",
-    "MoELayer": "jmoe.layers.moe",
-    "MoEMetrics": "jmoe.layers.moe",
-    "MoEStats": "jmoe.layers.moe",
-    "Router": "jmoe.layers.router",
-    "RouterConfig": "jmoe.config",
-    "Routing": "jmoe.layers.router",
-    "TrainConfig": "jmoe.config",
-    "moe_metrics": "jmoe.layers.moe",
-}
-
 __all__ = [
     "Decoder",
     "Experts",
@@ -41,11 +26,31 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "TrainConfig",
+    "__version__",
     "moe_metrics",
 ]
 
+# Imported on first use: `jmoe.runtime` and `jmoe.config` have to be importable without JAX.
+_HOME = {
+    "Decoder": "jmoe.models.decoder",
+    "Experts": "jmoe.layers.experts",
+    "MoELayer": "jmoe.layers.moe",
+    "MoEMetrics": "jmoe.layers.moe",
+    "MoEStats": "jmoe.layers.moe",
+    "ModelConfig": "jmoe.config",
+    "Router": "jmoe.layers.router",
+    "RouterConfig": "jmoe.config",
+    "Routing": "jmoe.layers.router",
+    "TrainConfig": "jmoe.config",
+    "moe_metrics": "jmoe.layers.moe",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOME:
         raise AttributeError(f"module 'jmoe' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,12 +10,12 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.config import ModelConfig
 from jmoe.layers.experts import normal
 from jmoe.layers.norm import Norm
 from kernels_pallas.matmul import dot, matmul, transposed
+from kernels_pallas.saved import saved, saved_residual
 
 QUERY_BLOCK = 128
 
@@ -64,7 +64,7 @@ def _blocked_fwd(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> Any:
         out.append((o.reshape(*s.shape[:-1], -1) / total).astype(q.dtype))
         lse.append(top + jnp.log(total))
     o, lse_all = jnp.concatenate(out, axis=3), jnp.concatenate(lse, axis=3)
-    o, lse_all = checkpoint_name(o, "attention"), checkpoint_name(lse_all, "attention")
+    o, lse_all = saved_residual(o, "attention"), saved_residual(lse_all, "attention")
     return o, (q, k, v, o, lse_all)
 
 
@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         qkv = matmul(x_BSD, self.w_qkv[...].astype(dtype))
         if self.b_qkv is not None:
             qkv = qkv + self.b_qkv[...].astype(jnp.float32)
-        q, k, v = jnp.split(qkv.astype(dtype), [heads * dh, (heads + groups) * dh], axis=-1)
+        q, k, v = jnp.split(saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1)
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None:
             if config.qk_norm == "full":
@@ -137,7 +137,6 @@ class Attention(nnx.Module):
         if self.config.position == "rope":
             positions = jnp.arange(x_BSD.shape[1])
             q, k = rotary(q, positions, self.config.rope_theta), rotary(k, positions, self.config.rope_theta)
-        q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
         o = causal_attention(q, k, v)
         y = matmul(o.reshape(*o.shape[:-2], -1), self.w_out[...].astype(x_BSD.dtype))
         return y if self.b_out is None else y + self.b_out[...].astype(jnp.float32)

@@ -8,11 +8,11 @@ import math
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.config import check
 from kernels_pallas.grouped_mlp import activate, grouped_mlp
 from kernels_pallas.matmul import matmul
+from kernels_pallas.saved import saved
 
 SLOT_FACTOR = 1.25  # rows of an expert that take the batched product / a fair share; the rest go through tiles
 SLOT_MULTIPLE = 32
@@ -96,6 +96,6 @@ class MLP(nnx.Module):
         h = matmul(x, self.w_up[...].astype(x.dtype))
         if self.b_up is not None:
             h = h + self.b_up[...].astype(jnp.float32)
-        h = checkpoint_name(h.astype(x.dtype), "mlp_up").astype(jnp.float32)
+        h = saved(h.astype(x.dtype), "mlp_up").astype(jnp.float32)
         y = matmul(activate(h, self.activation).astype(x.dtype), self.w_down[...].astype(x.dtype))
         return y if self.b_down is None else y + self.b_down[...].astype(jnp.float32)

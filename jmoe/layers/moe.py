@@ -13,13 +13,13 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.collectives.all_to_all import Exchange, make_exchange
 from jmoe.config import RouterConfig, check
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
-from jmoe.mesh import split_over
+from jmoe.mesh import EXPERTS_PATH, path_names, split_over
+from kernels_pallas.saved import saved, saved_residual
 from kernels_pallas.token_permute import combine, dispatch
 
 DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
@@ -64,7 +64,7 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
     order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
     rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(idx_N.size, dtype=jnp.int32), unique_indices=True)
-    return checkpoint_name(order_N, "routing"), checkpoint_name(rank_N, "routing")
+    return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
 
 
 def _experts_on_arrival(recv_MD: jax.Array, sizes_RL: jax.Array, num_rows: int, expert_fn: ExpertFn) -> jax.Array:
@@ -75,9 +75,9 @@ def _experts_on_arrival(recv_MD: jax.Array, sizes_RL: jax.Array, num_rows: int, 
     at_C = jnp.arange(rows, dtype=jnp.int32)
     expert_M = (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)  # L: empty row
     order_M, rank_M = _order_by_expert(expert_M, num_local + 1)
-    sorted_MD = dispatch(recv_MD, order_M, rank_M[:, None])
+    sorted_MD = dispatch(recv_MD, order_M, rank_M[:, None], True)
     out_MD = expert_fn(sorted_MD, sizes_RL.sum(axis=0, dtype=jnp.int32), num_rows)
-    return dispatch(out_MD, rank_M, order_M[:, None])
+    return dispatch(out_MD, rank_M, order_M[:, None], True)
 
 
 def moe_local(
@@ -105,12 +105,12 @@ def moe_local(
     if exchange is None:
         with jax.named_scope("dispatch"):
             slot_TK = rank_N.reshape(num_tokens, k)
-            rows_ND = dispatch(x_TD, token_N, slot_TK)
+            rows_ND = dispatch(x_TD, token_N, slot_TK, True)
         with jax.named_scope("experts"):
             out_ND = expert_fn(rows_ND, routing.counts_E, num_assignments)
         with jax.named_scope("combine"):
-            out_ND = checkpoint_name(out_ND, "expert_out")
-            y_TD = combine(out_ND, routing.topk_weights_TK, token_N, slot_TK)
+            out_ND = saved(out_ND, "expert_out")
+            y_TD = combine(out_ND, routing.topk_weights_TK, token_N, slot_TK, True)
         return y_TD, jnp.zeros((), jnp.int32)
 
     rows = buffer_rows(num_assignments, num_devices, capacity_factor, worst_case)
@@ -130,13 +130,13 @@ def moe_local(
         send_MD = dispatch(x_TD, token_M, slot_TK)
     with jax.named_scope("all_to_all"):
         recv_RCD, recv_RL = exchange((send_MD.reshape(num_devices, rows, -1), kept_RL))
-        recv_RCD, recv_RL = checkpoint_name(recv_RCD, "expert_rows"), checkpoint_name(recv_RL, "routing")
+        recv_RCD, recv_RL = saved(recv_RCD, "expert_rows"), saved_residual(recv_RL, "routing")
     with jax.named_scope("experts"):
         out_MD = _experts_on_arrival(recv_RCD.reshape(send_MD.shape), recv_RL, num_assignments, expert_fn)
     with jax.named_scope("all_to_all_back"):
         back_MD = exchange(out_MD.reshape(num_devices, rows, -1)).reshape(send_MD.shape)
     with jax.named_scope("combine"):
-        back_MD = checkpoint_name(back_MD, "expert_out")
+        back_MD = saved(back_MD, "expert_out")
         y_TD = combine(back_MD, routing.topk_weights_TK, token_M, slot_TK)
     return y_TD, num_assignments - kept_RL.sum(dtype=jnp.int32)
 
@@ -221,7 +221,7 @@ class MoELayer(nnx.Module):
         """(float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`; `experts` holds its L experts."""
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train)
-            routing = replace(routing, topk_idx_TK=checkpoint_name(routing.topk_idx_TK, "routing"))
+            routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
         y_TD, dropped = moe_local(
             x_TD,
             routing,
@@ -257,7 +257,7 @@ class MoELayer(nnx.Module):
         num_tokens = x_TD.shape[0]
 
         def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
-            return split_over(self.expert_axes if "experts" in jax.tree_util.keystr(path) else ())
+            return split_over(self.expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
 
         def body(state: Any, x_TD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, MoEMetrics]:
             if key is not None:

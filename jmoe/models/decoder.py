@@ -11,19 +11,19 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention
 from jmoe.layers.experts import MLP, normal
 from jmoe.layers.moe import MoELayer, MoEStats
 from jmoe.layers.norm import Norm
+from kernels_pallas.saved import saved
 
 Gather = Callable[[Any], Any]
 
 # Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations, casts, permutations,
 # and a layer's whole weights, which are gathered again) is computed again: cheaper than to write and read it.
-SAVED = ("q", "k", "v", "attention", "after_attention", "routing", "expert_rows", "expert_up", "expert_out", "mlp_up")
+SAVED = ("qkv", "attention", "after_attention", "routing", "expert_rows", "expert_up", "expert_out", "mlp_up")
 
 
 class DecoderLayer(nnx.Module):
@@ -75,7 +75,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, MoEStats | None]:
         with jax.named_scope("attention"):
             h_BSD = self.attention(self.attention_norm(x_BSD, dtype))
-            x_BSD = checkpoint_name(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
+            x_BSD = saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
         if self.moe is None:
             assert self.mlp is not None
             with jax.named_scope("mlp"):

@@ -12,6 +12,7 @@ background threads, in another order than the training step's) by naming the act
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import sys
@@ -313,6 +314,7 @@ class Checkpoints:
             "data": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
             "config": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
         }
+        logging.getLogger("absl").addFilter(_not_raised_again)
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_names=tuple(handlers), item_handlers=handlers
         )
@@ -340,7 +342,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             probe.touch()
         self._from_process_0(0)  # the probe exists
-        deadline = time.monotonic() + min(10, self._timeout_s)
+        deadline = time.monotonic() + min(3, self._timeout_s)
         while not (seen := probe.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)  # a network file system may lag
         blind = np.flatnonzero(multihost_utils.process_allgather(np.int32(not seen))).tolist()
@@ -355,14 +357,11 @@ class Checkpoints:
     def _fail(self, error: BaseException) -> None:
         step, self._step, self._error = self._step, -1, None
         self._manager = None  # the next save begins afresh and removes what this one left
-        cause: BaseException | None = error
-        root = error
-        while cause is not None:  # a barrier that failed afterwards hides why
-            root, cause = cause, cause.__cause__ or cause.__context__
+        root = _root(error)
         reason = str(root).partition("\n")[0][:500] or type(root).__name__
         older = self.steps()
         last = f"step {older[-1]} is complete" if older else "there is no older checkpoint"
-        raise OSError(f"checkpoint of step {step} in {self.directory} was not written: {reason}; {last}") from error
+        raise OSError(f"checkpoint of step {step} in {self.directory} was not written: {reason}; {last}") from root
 
     def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
         """Background: wait for Orbax's rename, then make it durable."""
@@ -383,20 +382,32 @@ class Checkpoints:
         """Orbax's barriers between processes, in background threads."""
         if jax.process_count() == 1:
             return
-        rank, folder = jax.process_index(), self._writing()
-        if "async_write_complete" in key and rank != 0 and folder is not None:
-            own = {
-                str(path.relative_to(folder)): [path.stat().st_size, _crc32(path)]
-                for path in _files(folder / "state" / f"ocdbt.process_{rank}")
-            }
-            (folder / f"files-{rank}.json").write_text(json.dumps(own))
+        rank = jax.process_index()
+        if "async_write_complete" in key and rank != 0:
+            self._sum_own_files(rank)
         wait = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
         try:
             wait(key=key, timeout_ms=timeout_ms)
         except RuntimeError as error:
             raise TimeoutError(
-                f"process {rank} waited for the other processes at {key!r}, at most {timeout_ms // 1000} s: {error}"
+                f"process {rank} waited for the others at {key!r}, at most {timeout_ms // 1000} s: "
+                + " ".join(str(error).split())
             ) from error
+
+    def _sum_own_files(self, rank: int) -> None:
+        """The process that wrote the arrays' files also takes their sums, for process 0 to put in the manifest."""
+        folder = self._writing()
+        own = (
+            {}
+            if folder is None
+            else {
+                f"state/{path.relative_to(item)}": [path.stat().st_size, _crc32(path)]
+                for item in folder.glob("state*")  # Orbax gives it its final name later
+                for path in _files(item / f"ocdbt.process_{rank}")
+            }
+        )
+        if folder is not None:
+            (folder / f"files-{rank}.json").write_text(json.dumps(own))
 
     def _seal(self) -> None:
         """Process 0, when all is written and before the rename: add the manifest and sync every file and folder."""
@@ -437,6 +448,19 @@ def _words(entry: list[Any] | None) -> str:
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error that led to this one: barriers that fail afterwards would hide it."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    return next((link for link in reversed(chain) if not isinstance(link, jax.errors.JaxRuntimeError)), error)
+
+
+def _not_raised_again(record: logging.LogRecord) -> bool:
+    """Not the errors that Orbax logs with their stacks: the next call here raises them."""
+    return record.exc_info is None or record.filename not in ("async_checkpointer.py", "checkpoint_manager.py")
 
 
 def _files(folder: Path) -> Iterator[Path]:

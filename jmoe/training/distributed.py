@@ -108,19 +108,23 @@ def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tu
         return None
     from jax._src.clusters import ClusterEnv  # jax.distributed.initialize() asks it too, but does not tell
 
-    address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, int(timeout_s)
-    )
-    if address is None or processes is None or rank is None:
-        launched = _launched(environment)
-        if "OMPI_COMM_WORLD_SIZE" in environment and launched > 1:
-            raise ValueError(
-                f"OMPI_COMM_WORLD_SIZE = {launched}: this version of JAX cannot find the other processes of this Open "
-                "MPI; give --distributed.coordinator-address HOST:PORT, --distributed.num-processes "
-                "$OMPI_COMM_WORLD_SIZE and --distributed.process-id $OMPI_COMM_WORLD_RANK"
-            )
+    problem: RuntimeError | None = None
+    address = processes = rank = None
+    try:
+        address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, int(timeout_s)
+        )
+    except RuntimeError as error:  # Open MPI 5 without mpi4py, a pod without the right to look around
+        problem = error
+    if address is not None and processes is not None and rank is not None:
+        return address, processes, rank
+    if problem is None and "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
-    return address, processes, rank
+    raise ValueError(
+        f"JAX cannot find the other processes of this job ({problem or 'unknown version of Open MPI'}); give "
+        "--distributed.coordinator-address HOST:PORT, --distributed.num-processes N and --distributed.process-id I "
+        "(Open MPI: $OMPI_COMM_WORLD_SIZE and $OMPI_COMM_WORLD_RANK)"
+    ) from problem
 
 
 def _launched(environment: Mapping[str, str]) -> int:
@@ -332,15 +336,15 @@ def _store() -> Any | None:
 
 
 def _coordinator_is_gone() -> bool:
-    """Whether nothing listens at the coordinator's address any more."""
+    """Whether no coordinator answers at its address any more. A gRPC server speaks first, and at once."""
     from jax._src import distributed
 
     host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=0.3).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=0.5) as line:
+            return not line.recv(1)
     except OSError:
         return True
-    return False
 
 
 def _read(store: Any, folder: str) -> dict[int, Any]:
@@ -376,10 +380,12 @@ class PreemptionSignal:
     """SIGTERM and SIGUSR1 (SLURM's warning before a time limit) ask the run to stop; all ranks stop after one step.
 
     The handlers only take note, so a second signal does not disturb the save that follows: leave the context when the
-    save is done. A rank that learns of a signal, its own or another's, publishes the step it has reached. Once all
-    have, the run stops after step max(published) + 1 + steps_in_flight. No rank can get past that step without having
-    read all of them, as a training step needs every rank: `steps_in_flight` is how many steps the loop may have
-    dispatched beyond the last whose result it has seen (0: it waits for each).
+    save is done. A process that was asked to stop ignores both signals from then on.
+
+    A rank that learns of a signal, its own or another's, publishes the step it has reached. Once all have, the run
+    stops after step max(published) + 1 + steps_in_flight. No rank can get past that step without having read all of
+    them, as a training step needs every rank: `steps_in_flight` is how many steps the loop may have dispatched beyond
+    the last whose result it has seen (0: it waits for each).
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -404,7 +410,7 @@ class PreemptionSignal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._closing.set()
         for number, previous in self._previous.items():
-            signal.signal(number, previous)
+            signal.signal(number, signal.SIG_IGN if self.asked() else previous)
 
     def asked(self) -> bool:
         """Whether a signal has come to this rank, or another rank has told of one. Ranks may differ for a moment."""

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.grouped_mlp.reference import activate
 from kernels_pallas.matmul import dot, transposed
-from kernels_pallas.token_permute.reference import take_rows
+from kernels_pallas.saved import bits, saved_residual
+from kernels_pallas.token_permute.reference import take_any_rows, take_rows
 
-TILE_ROWS = 128
+TILE_ROWS = 64
 
 
 class Weights(NamedTuple):
@@ -65,14 +65,14 @@ def _tile(layout: _Layout, i: jax.Array, num_rows: int, slots: int) -> tuple[jax
 
 
 def _of(weights: Weights, group: jax.Array) -> Weights:
-    """One group's weights. bfloat16 is sliced as bits: XLA:CPU would convert the whole array to float32 first."""
+    """One group's weights."""
+    pick = lambda w: lax.dynamic_index_in_dim(bits(w), group, 0, keepdims=False)  # noqa: E731
+    return jax.tree.map(lambda w: lax.bitcast_convert_type(pick(w), w.dtype), weights)
 
-    def pick(w: jax.Array) -> jax.Array:
-        bits = lax.bitcast_convert_type(w, jnp.uint16) if w.dtype == jnp.bfloat16 else w
-        one = lax.dynamic_index_in_dim(bits, group, 0, keepdims=False)
-        return lax.bitcast_convert_type(one, w.dtype)
 
-    return jax.tree.map(pick, weights)
+def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
+    """x's rows written into the bits of an array; rows past its end are left out."""
+    return bits_ND.at[rows_B].set(bits(x_BD), mode="drop")
 
 
 def _up(x: jax.Array, weights: Weights) -> jax.Array:
@@ -113,18 +113,19 @@ def _grouped_mlp(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, ac
 def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> Any:
     num_rows = x_ND.shape[0]
     layout = _layout(group_sizes_L, num_rows, slots)
-    h_LCU = checkpoint_name(_up(take_rows(x_ND, layout.rows_LC), weights), "expert_up")
+    h_LCU = saved_residual(_up(take_any_rows(x_ND, layout.rows_LC), weights), "expert_up")
     y_LCD = _down(h_LCU, weights, activation)
-    y_ND = take_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
+    y_ND = take_any_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
 
-        def tile(i: jax.Array, y_ND: jax.Array) -> jax.Array:
+        def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
             group, rows_B = _tile(layout, i, num_rows, slots)
             mine = _of(weights, group)
             y_BD = _down(_up(take_rows(x_ND, rows_B), mine), mine, activation)
-            return y_ND.at[rows_B].set(y_BD, mode="drop")
+            return _put_rows(bits_ND, rows_B, y_BD)
 
-        y_ND = lax.fori_loop(0, layout.tiles_L.sum(dtype=jnp.int32), tile, y_ND)
+        bits_ND = lax.fori_loop(0, layout.tiles_L.sum(dtype=jnp.int32), tile, bits(y_ND))
+        y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
     return y_ND, (x_ND, layout, weights, h_LCU)
 
 
@@ -132,21 +133,22 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
     x_ND, layout, weights, h_LCU = residuals
     num_rows = x_ND.shape[0]
     dx_LCD, dweights = _backward(
-        take_rows(x_ND, layout.rows_LC), h_LCU, take_rows(dy_ND, layout.rows_LC), weights, activation
+        take_any_rows(x_ND, layout.rows_LC), h_LCU, take_rows(dy_ND, layout.rows_LC), weights, activation
     )
-    dx_ND = take_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
+    dx_ND = take_any_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
 
         def tile(i: jax.Array, carry: tuple[jax.Array, Weights]) -> tuple[jax.Array, Weights]:
-            dx_ND, dweights = carry
+            bits_ND, dweights = carry
             group, rows_B = _tile(layout, i, num_rows, slots)
             mine, x_BD = _of(weights, group), take_rows(x_ND, rows_B)
             dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation)
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
-            return dx_ND.at[rows_B].set(dx_BD, mode="drop"), dweights
+            return _put_rows(bits_ND, rows_B, dx_BD), dweights
 
         tiles = layout.tiles_L.sum(dtype=jnp.int32)
-        dx_ND, dweights = lax.fori_loop(0, tiles, tile, (dx_ND, dweights))
+        bits_ND, dweights = lax.fori_loop(0, tiles, tile, (bits(dx_ND), dweights))
+        dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
     return dx_ND, None, jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
 
 
@@ -164,7 +166,7 @@ def grouped_mlp(
     activation: str,
     slots: int,
 ) -> jax.Array:
-    """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups are zero.
+    """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups hold anything.
 
     slots: rows of each group that take the batched product; rows beyond them are exact but slower. A fair share of
     the rows plus a quarter is a good value.

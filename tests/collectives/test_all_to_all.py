@@ -61,9 +61,7 @@ def test_exchange_is_its_own_inverse() -> None:
     mesh, axes = mesh_of(2, 4), ("node", "gpu")
     x = np.random.default_rng(1).normal(size=(64, C)).astype(np.float32)
     exchange, spec = make_exchange("two_level", axes), split_over(axes)
-    twice = jax.shard_map(
-        lambda x: exchange(exchange(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
+    twice = jax.shard_map(lambda x: exchange(exchange(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     np.testing.assert_array_equal(jax.block_until_ready(jax.jit(twice)(x)), x)
 
 
@@ -71,10 +69,10 @@ def test_one_axis_takes_the_flat_exchange() -> None:
     mesh = jax.make_mesh((8,), ("gpu",), axis_types=(AxisType.Auto,))
     x = np.arange(64, dtype=np.float32).reshape(64, 1)
     spec = split_over(("gpu",))
-    run = jax.shard_map(
-        make_exchange("two_level", ("gpu",)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    run = jax.shard_map(make_exchange("two_level", ("gpu",)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(
+        jax.block_until_ready(jax.jit(run)(x)), x.reshape(8, 8, 1).swapaxes(0, 1).reshape(64, 1)
     )
-    np.testing.assert_array_equal(jax.block_until_ready(jax.jit(run)(x)), x.reshape(8, 8, 1).swapaxes(0, 1).reshape(64, 1))
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -61,11 +61,12 @@ def compare(slots: int, activation: str, bias: bool, dtype: jnp.dtype, tolerance
         for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)):
             assert a.dtype == b.dtype
             a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            assert np.isfinite(a32).all(), name
+            if len(a32) == N:  # rows that belong to no group hold anything
+                a32, b32 = a32[: sum(sizes)], b32[: sum(sizes)]
             np.testing.assert_allclose(
-                a32, b32, rtol=0, atol=tolerance * max(1e-3, np.abs(b32).max()), err_msg=f"{name}, leaf {i}"
+                a32, b32, rtol=0, atol=tolerance * max(1e-3, np.abs(b32).max(initial=0)), err_msg=f"{name}, leaf {i}"
             )
-        assert not np.asarray(ours[0], np.float32)[sum(sizes) :].any(), name
-        assert not np.asarray(ours[1][0], np.float32)[sum(sizes) :].any(), name
 
 
 @pytest.mark.parametrize("slots", [8, 40, 128, 1000])  # nearly all rows in tiles ... all rows in slots

@@ -22,7 +22,9 @@ def rounded(rng: np.random.Generator, shape: tuple[int, ...], dtype: jnp.dtype) 
 def assert_close(ours: jax.Array, expected: np.ndarray, rtol: float) -> None:
     """Largest error within `rtol` of the largest value."""
     assert ours.shape == expected.shape
-    np.testing.assert_allclose(np.asarray(ours.astype(jnp.float32)), expected, rtol=0, atol=rtol * np.abs(expected).max())
+    np.testing.assert_allclose(
+        np.asarray(ours.astype(jnp.float32)), expected, rtol=0, atol=rtol * np.abs(expected).max()
+    )
 
 
 def flip(x: np.ndarray) -> np.ndarray:

@@ -52,7 +52,9 @@ def test_dispatch(rows: int, dropped: int, dtype: jnp.dtype) -> None:
         return y, vjp(g_MD)[0]
 
     y_MD, dx_TD = run(x_TD, jnp.asarray(src_M), jnp.asarray(slot_TK), g_MD)
-    np.testing.assert_array_equal(y_MD, plain_dispatch(x_TD, src_M))
+    full_M = src_M < T  # an empty row holds some token
+    np.testing.assert_array_equal(y_MD[full_M], plain_dispatch(x_TD, src_M)[full_M])
+    assert np.isfinite(np.asarray(y_MD, np.float32)).all()
     assert y_MD.dtype == dx_TD.dtype == dtype
     # the gradient is summed in float32 and rounded once
     _, vjp = jax.vjp(lambda x: plain_dispatch(x, src_M), x_TD.astype(jnp.float32))

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_distributed import free_port, wait_for
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jmoe.training.checkpoint import MANIFEST, Checkpoints, check_compatible
-from tests.training.test_distributed import free_port, wait_for
 
 CONFIG = TrainConfig(num_steps=7)
 DATA_STATE = {"epoch": 3, "position": [1, 2**40], "name": "größe"}
@@ -410,10 +410,11 @@ if processes > 1:
                             start_timeout_s=60, heartbeat_timeout_s=60))
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 rows, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
-make = jax.jit(lambda n: {"rows": jnp.arange(8.0 * 5000).reshape(8, 5000) + n, "step": n},
+width = 500_000 if mode == "fail" else 5000
+make = jax.jit(lambda n: {"rows": jnp.arange(8.0 * width).reshape(8, width) + n, "step": n},
                out_shardings={"rows": rows, "step": whole})
 train = jax.jit(lambda s: {"rows": s["rows"] + s["rows"].mean() * 0 + 1, "step": s["step"] + 1}, donate_argnums=0)
-checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=3), timeout_s=20)
+checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=3), timeout_s=10)
 target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(jnp.float32(0)))
 with Watchdog(60) as watchdog:
     newest = checkpoints.latest_step()
@@ -423,13 +424,13 @@ with Watchdog(60) as watchdog:
         state, data_state, _ = checkpoints.restore(newest, target)
         assert data_state == newest
         for shard in state["rows"].addressable_shards:
-            want = (np.arange(8.0 * 5000, dtype=np.float32).reshape(8, 5000) + newest)[shard.index]
+            want = (np.arange(8.0 * width, dtype=np.float32).reshape(8, width) + newest)[shard.index]
             assert np.array_equal(shard.data, want)
     begin = newest or 0
     print("begin", begin, jax.device_count(), flush=True)
     if mode == "fail" and rank == 1:
         import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     for step in range(begin + 1, begin + 41):
         with watchdog.waiting_for("training step", step):
             state = train(state)
@@ -465,7 +466,9 @@ def run_ranks(
     return run
 
 
-def test_other_numbers_of_processes_go_on(run_ranks: Callable[..., tuple[list[int], list[str]]]) -> None:
+def test_other_numbers_of_processes_go_on(
+    run_ranks: Callable[..., tuple[list[int], list[str]]], tmp_path: Path
+) -> None:
     """2 processes x 2 devices, then 1 x 4, then 4 x 1; saves go on under collectives of the training step."""
     begin, made = 0, ""
     for processes, devices in ((2, 2), (1, 4), (4, 1)):
@@ -476,6 +479,9 @@ def test_other_numbers_of_processes_go_on(run_ranks: Callable[..., tuple[list[in
             assert f"steps [{begin + 30}, {begin + 35}, {begin + 40}]" in log
             assert not made or f"config {{'made': '{made}'}}" in log
         begin, made = begin + 40, f"by {processes} processes"
+        manifest = json.loads((tmp_path / "shared" / str(begin) / MANIFEST).read_text())
+        written_by = {name.split("/")[1] for name in manifest["files"] if "/d/" in name}
+        assert written_by == {"d", *(f"ocdbt.process_{rank}" for rank in range(processes))}
 
 
 def test_folders_that_are_not_shared_are_an_error(
@@ -493,19 +499,39 @@ def test_a_save_that_fails_on_one_rank_ends_all(
     statuses, logs = run_ranks(2, 1, mode="fail")
     assert 0 not in statuses
     assert re.search(r"OSError: checkpoint of step 5 in \S+/shared was not written: .*File too large", logs[1]), logs
+    assert re.search(r"OSError: checkpoint of step 5 in .* process 0 waited for the others at .* names: 1 ", logs[0]), (
+        logs
+    )
     assert not list((tmp_path / "shared").glob("[0-9]"))
 
 
+SAVE_UNDER_SIGNALS = """
+import sys
+from pathlib import Path
+import jax.numpy as jnp
+from jmoe.config import CheckpointConfig
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.distributed import PreemptionSignal
+with PreemptionSignal() as preemption:
+    print("ready", flush=True)
+    checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointConfig(keep=100))
+    for step in range(1, 30):
+        checkpoints.save(step, {"w": jnp.arange(300_000)}, step, "{}")
+        checkpoints.wait()
+    checkpoints.close()
+    assert preemption.requested(29)
+print("saved", checkpoints.steps()[-1], flush=True)
+"""
+
+
 def test_signals_do_not_stop_a_save(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    code = SAVE_FOR_EVER.replace("for step in", "import signal\nfor step in").replace(
-        "begin + 1, 100_000", "begin + 1, begin + 30"
-    )
-    code = "from jmoe.training.distributed import PreemptionSignal\nPreemptionSignal().__enter__()\n" + code
     log = tmp_path / "log"
-    process = start_python(["-c", code, tmp_path / "checkpoints"], log)
-    wait_for(log, "saving 1\n")
+    process = start_python(["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints"], log)
+    wait_for(log, "ready\n")
+    number = 0
     while process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal((signal.SIGTERM, signal.SIGUSR1)[number % 2])
+        number += 1
         time.sleep(0.05)
     assert process.returncode == 0, log.read_text()
     assert "saved 29" in log.read_text()

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -222,16 +223,21 @@ def test_all_ranks_stop_after_the_same_step(
 # One process
 
 
-def test_one_process_stops_at_once_and_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in PreemptionSignal.SIGNALS]
+def test_one_process_stops_at_once() -> None:
+    """Handlers are put back, unless a stop was asked for: then the process is about to end, and may do so in peace."""
+    before = {number: signal.getsignal(number) for number in PreemptionSignal.SIGNALS}
     for number in PreemptionSignal.SIGNALS:
         with PreemptionSignal() as preemption:
             assert not preemption.requested(1)
+        assert {number: signal.getsignal(number) for number in before} == before
+        with PreemptionSignal() as preemption:
             signal.raise_signal(number)
             signal.raise_signal(number)
             assert preemption.asked()
             assert preemption.requested(2)
-    assert [signal.getsignal(number) for number in PreemptionSignal.SIGNALS] == before
+        assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN] * 2
+        for other, handler in before.items():
+            signal.signal(other, handler)
 
 
 def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
@@ -289,6 +295,19 @@ def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     address, processes, rank = distributed._detect(1) or ("", 0, 0)
     assert (address.partition(":")[0], processes, rank) == ("10.96.0.1", 8, 3)
+
+
+def test_a_job_that_jax_cannot_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every process would train by itself, all into one folder."""
+    for name, value in {"SIZE": "8", "RANK": "3", "LOCAL_RANK": "1"}.items():  # Open MPI 5
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(ValueError, match=r"cannot find the other processes .*--distributed.process-id I"):
+        distributed.start(DistributedConfig())
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ValueError, match="JAX needs the package `kubernetes`"):
+        distributed.start(DistributedConfig())
 
 
 def test_a_bad_address_is_an_error() -> None:

@@ -1,0 +1,495 @@
+"""`MoELayer` against a dense reference in which every expert computes every token: values, metrics and gradients.
+
+Legend: T tokens, D hidden, F expert hidden, E experts, K choices a token, N = T K assignments, R expert devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import jmoe
+from jmoe import Experts, MoELayer, MoEMetrics, Router, RouterConfig, Routing, moe_metrics
+from jmoe.layers.moe import buffer_rows
+from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
+
+T, D, F, E = 128, 16, 12, 8
+LOSSES = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large: their gradients must not hide behind the output's
+CASES = {
+    "switch": (1, RouterConfig(kind="switch", **LOSSES)),
+    "gshard": (2, RouterConfig(kind="gshard", **LOSSES)),
+    "softmax": (2, RouterConfig(kind="softmax", **LOSSES)),
+    "softmax-raw": (3, RouterConfig(kind="softmax", norm_topk_prob=False, **LOSSES)),
+    "sigmoid": (3, RouterConfig(kind="sigmoid", routed_scaling_factor=2.5, **LOSSES)),
+    "group_limited": (3, RouterConfig(kind="group_limited", n_group=4, topk_group=2, **LOSSES)),
+}
+SPLITS = [(d, i, 8 // d // i) for d in (1, 2, 4, 8) for i in (1, 2, 4, 8) if 8 % (d * i) == 0]
+
+
+def make(name: str, mesh: Mesh | None = None, **options: Any) -> MoELayer:
+    """A layer with parameters large enough that every term of a gradient shows, the same on every mesh."""
+    k, config = CASES[name]
+    if mesh is not None:
+        options = {"expert_axes": EXPERT, "data_axes": (DATA,)} | options
+    layer = MoELayer(D, E, k, F, router=config, mesh=mesh, init_std=0.3, rngs=nnx.Rngs(0), **options)
+    rng = np.random.default_rng(0)
+    for biases in (getattr(layer.experts, "b_up", None), getattr(layer.experts, "b_down", None)):
+        if biases is not None:
+            biases[...] = jnp.asarray(rng.normal(size=biases[...].shape) * 0.3, jnp.float32)
+    if isinstance(layer.router, Router):
+        layer.router.kernel[...] = jnp.asarray(rng.normal(size=(D, E)) * 0.4, jnp.float32)
+        if layer.router.e_score_correction_bias is not None:
+            layer.router.e_score_correction_bias[...] = jnp.asarray(rng.normal(size=E) * 0.2, jnp.float32)
+    return layer
+
+
+def inputs(dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """(x, gradient of y)."""
+    rng = np.random.default_rng(1)
+    x, g = (jnp.asarray(rng.normal(size=(T, D)), dtype) for _ in range(2))
+    return x, g
+
+
+@dataclass(frozen=True)
+class Result:
+    y: Any
+    metrics: MoEMetrics
+    dx: Any
+    dparams: dict[str, Any]
+
+
+def run(layer: MoELayer, x: jax.Array, g: jax.Array) -> Result:
+    """The layer under `jit`, with the gradients of sum(y g) + balance loss + z loss."""
+    parts: Any = nnx.split(layer, nnx.Param, ...)
+    graph, params, rest = parts
+
+    def loss(params: nnx.State, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, MoEMetrics]]:
+        y, metrics = nnx.merge(graph, params, rest)(x)
+        total = (y * g).sum().astype(jnp.float32) + metrics.balance_loss + metrics.z_loss
+        return total, (y, metrics)
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, (y, metrics)), (dparams, dx) = jax.block_until_ready(step(params, x))
+    return Result(y, metrics, dx, nnx.to_pure_dict(dparams))
+
+
+def choose(layer: MoELayer, x: jax.Array) -> np.ndarray:
+    """[T, K] experts of each token by plain sorting, in float64."""
+    router, (k, config) = layer.router, (layer.num_experts_per_tok, layer.router_config)
+    assert isinstance(router, Router)
+    logits = np.asarray(x, np.float64) @ np.asarray(router.kernel[...], np.float64)
+    if config.kind not in ("sigmoid", "group_limited"):
+        return np.argsort(-logits, axis=1)[:, :k]
+    assert router.e_score_correction_bias is not None
+    choice = 1 / (1 + np.exp(-logits)) + np.asarray(router.e_score_correction_bias[...], np.float64)
+    if config.kind == "group_limited":  # groups of two experts: both count
+        groups = choice.reshape(T, config.n_group, -1)
+        best = np.argsort(-groups.sum(axis=2), axis=1)[:, : config.topk_group]
+        is_open = (np.arange(config.n_group) == best[:, :, None]).any(axis=1)
+        choice = np.where(is_open[:, :, None], groups, -np.inf).reshape(T, E)
+    return np.argsort(-choice, axis=1)[:, :k]
+
+
+def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | None = None) -> Result:
+    """The same as `run(layer, x, g)`: y = sum_e weight[t, e] expert_e(x[t]) over *all* experts."""
+    k, config = layer.num_experts_per_tok, layer.router_config
+    idx = choose(layer, x)
+    kept_TK = np.ones(idx.shape, bool) if kept_TK is None else kept_TK
+    onehot_TKE = jnp.asarray(np.eye(E, dtype=np.float32)[idx])
+    counts_E = np.bincount(idx.reshape(-1), minlength=E).astype(np.float32)
+    gelu = isinstance(layer.experts, Experts) and layer.experts.activation == "gelu"
+
+    def weights_and_probs(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        softmax = config.kind in ("switch", "gshard", "softmax")
+        scores_TE = jax.nn.softmax(logits_TE) if softmax else jax.nn.sigmoid(logits_TE)
+        weights_TK = jnp.einsum("tke,te->tk", onehot_TKE, scores_TE)
+        if k > 1 and config.norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(axis=1, keepdims=True)
+        weights_TK = weights_TK * config.routed_scaling_factor
+        return weights_TK, scores_TE / scores_TE.sum(axis=1, keepdims=True)
+
+    def loss(params: Any, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, MoEMetrics]]:
+        logits_TE = x @ params["router"]["kernel"]
+        weights_TK, probs_TE = weights_and_probs(logits_TE)
+        weights_TE = jnp.einsum("tk,tke->te", jnp.where(kept_TK, weights_TK, 0), onehot_TKE)
+        experts = params["experts"]
+        h_TEU = jnp.einsum("td,edu->teu", x, experts["w_up"]) + experts.get("b_up", 0.0)
+        gate, up = h_TEU[..., :F], h_TEU[..., F:]
+        a_TEF = jax.nn.gelu(h_TEU, approximate=False) if gelu else gate * jax.nn.sigmoid(gate) * up
+        y_TED = jnp.einsum("tef,efd->ted", a_TEF, experts["w_down"]) + experts.get("b_down", 0.0)
+        y_TD = jnp.einsum("te,ted->td", weights_TE, y_TED)
+        metrics = MoEMetrics(
+            load_E=counts_E / (T * k),
+            entropy=-(probs_TE * jnp.log(probs_TE)).sum(axis=1).mean(),
+            dropped_fraction=jnp.float32((~kept_TK).mean()),
+            balance_loss=config.aux_loss_coef * E * jnp.sum(counts_E / (T * k) * probs_TE.mean(axis=0)),
+            z_loss=config.z_loss_coef * jnp.mean(jax.nn.logsumexp(logits_TE, axis=1) ** 2),
+        )
+        return (y_TD * g).sum() + metrics.balance_loss + metrics.z_loss, (y_TD, metrics)
+
+    params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, (y, metrics)), (dparams, dx) = jax.block_until_ready(step(params, x))
+    return Result(y, metrics, dx, dparams)
+
+
+def assert_same(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Every leaf of two pytrees within `tolerance` of its largest value."""
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape, path
+        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=str(path))
+
+
+def assert_agree(ours: Result, expected: Result) -> None:
+    for name in ("y", "metrics", "dx", "dparams"):
+        assert_same(getattr(ours, name), getattr(expected, name))
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves((ours.y, ours.dx, ours.dparams)))
+
+
+# ---- against the dense reference
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_device(name: str) -> None:
+    layer = make(name, bias=name == "softmax")
+    result = run(layer, *inputs())
+    assert_agree(result, dense(layer, *inputs()))
+    assert float(result.metrics.dropped_fraction) == 0
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("exchange", ["flat", "two_level"])
+def test_every_split_of_8_devices(split: tuple[int, int, int], exchange: str) -> None:
+    layer = make("softmax", make_mesh(split), exchange=exchange, bias=True)
+    result = run(layer, *inputs())
+    assert_agree(result, dense(layer, *inputs()))
+    assert float(result.metrics.dropped_fraction) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "softmax"])
+def test_every_router_on_8_devices(name: str) -> None:
+    layer = make(name, make_mesh((2, 2, 2)))
+    assert_agree(run(layer, *inputs()), dense(layer, *inputs()))
+
+
+@pytest.mark.parametrize("split", [None, (1, 2, 4)])
+def test_gelu_experts(split: tuple[int, int, int] | None) -> None:
+    layer = make("softmax", None if split is None else make_mesh(split), activation="gelu", bias=True)
+    assert_agree(run(layer, *inputs()), dense(layer, *inputs()))
+
+
+@pytest.mark.parametrize("split", [None, (2, 2, 2), (1, 1, 8)])
+def test_dropless_with_every_token_on_the_same_experts(split: tuple[int, int, int] | None) -> None:
+    layer = make("softmax", None if split is None else make_mesh(split))
+    assert isinstance(layer.router, Router)
+    x, g = inputs()
+    x = x.at[:, 0].set(1.0)
+    layer.router.kernel[0] = jnp.zeros(E).at[jnp.array([5, 6])].set(jnp.array([40.0, 39.0]))
+    result = run(layer, x, g)
+    assert float(result.metrics.load_E[5]) == float(result.metrics.load_E[6]) == 0.5
+    assert float(result.metrics.dropped_fraction) == 0
+    expected = dense(layer, x, g)
+    for name in ("y", "metrics", "dx", "dparams"):
+        assert_same(getattr(result, name), getattr(expected, name))
+
+
+# ---- capacity
+
+
+def kept_choices(idx_TK: np.ndarray, num_shards: int, num_expert_devices: int, rows: int) -> np.ndarray:
+    """Which choices find a row, one by one: experts in order, and their tokens in order, until a buffer is full."""
+    kept_TK = np.zeros(idx_TK.shape, bool)
+    tokens = T // num_shards
+    for shard in range(num_shards):
+        used = [0] * num_expert_devices
+        for expert in range(E):
+            device = expert // (E // num_expert_devices)
+            for token, choice in np.argwhere(idx_TK[shard * tokens : (shard + 1) * tokens] == expert):
+                kept_TK[shard * tokens + token, choice] = used[device] < rows
+                used[device] += 1
+    return kept_TK
+
+
+@pytest.mark.parametrize(
+    ("split", "exchange"), [((2, 2, 2), "two_level"), ((4, 1, 2), "flat"), ((1, 2, 4), "two_level")]
+)
+@pytest.mark.parametrize("factor", [0.25, 1.0])
+def test_capacity_drops_exactly_what_does_not_fit(split: tuple[int, int, int], exchange: str, factor: float) -> None:
+    layer = make("sigmoid", make_mesh(split), exchange=exchange, capacity_factor=factor)  # its bias makes load uneven
+    x, g = inputs()
+    devices = split[1] * split[2]
+    rows = math.ceil(factor * T // 8 * 3 / devices / 8) * 8
+    kept_TK = kept_choices(choose(layer, x), 8, devices, rows)
+    assert 0 < kept_TK.mean() < 1
+    result = run(layer, x, g)
+    assert_agree(result, dense(layer, x, g, kept_TK))
+    assert float(result.metrics.dropped_fraction) == pytest.approx((~kept_TK).mean())
+    lost_T = ~kept_TK.any(axis=1)
+    assert not np.asarray(result.y)[lost_T].any()
+
+
+def test_a_large_capacity_factor_drops_nothing() -> None:
+    layer = make("softmax", make_mesh((2, 2, 2)), capacity_factor=4.0)  # 4 x 4 devices: a row for every assignment
+    assert_agree(run(layer, *inputs()), dense(layer, *inputs()))
+
+
+def test_buffer_rows() -> None:
+    assert buffer_rows(1000, 8, 1.0, False) == 128  # 125, in eights
+    assert buffer_rows(1000, 8, 1.25, False) == 160
+    assert buffer_rows(1000, 8, None, False) == 256  # a dropless first try has room for twice a fair share
+    assert buffer_rows(1000, 8, None, True) == buffer_rows(1000, 8, 99.0, False) == 1000
+    assert buffer_rows(1000, 1, 0.5, False) == 1000
+    assert buffer_rows(5, 2, 1.0, False) == 5
+
+
+# ---- as a guest in a user's own program
+
+
+def test_own_axis_names_and_shardings_under_own_jit() -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    expected = run(make("softmax"), *inputs())
+    for axes in ({"expert_axes": ("y",), "data_axes": ("x",)}, {"expert_axes": ("x",)}, {"data_axes": ("x", "y")}):
+        layer = make("softmax", mesh, **({"expert_axes": (), "data_axes": ()} | axes))
+        assert_agree(run(layer, *inputs()), expected)
+    layer = make("softmax", mesh, expert_axes=("x", "y"), data_axes=())
+    graph, state = nnx.split(layer)
+    experts = NamedSharding(mesh, split_over(("x", "y")))
+    state["experts"] = jax.device_put(state["experts"], experts)
+    x = jax.device_put(inputs()[0].reshape(8, 4, 4, D), NamedSharding(mesh, split_over(("x", "y"))))
+
+    @jax.jit
+    def double(state: nnx.State, x: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+        y, metrics = nnx.merge(graph, state)(x)
+        return 2 * y, metrics
+
+    y, metrics = jax.block_until_ready(double(state, x))
+    assert y.shape == x.shape
+    assert_same(y.reshape(T, D), 2 * expected.y)
+    assert_same(metrics, expected.metrics)
+
+
+def stacked(layers: list[MoELayer]) -> tuple[Any, nnx.State]:
+    """(graph, state with a leading layer dimension)."""
+    graphs, states = zip(*[nnx.split(layer) for layer in layers], strict=True)
+    return graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+@pytest.mark.parametrize("split", [None, (2, 2, 2)])
+def test_scan_over_stacked_layers_and_remat(split: tuple[int, int, int] | None) -> None:
+    layers = [make("softmax", None if split is None else make_mesh(split)) for _ in range(3)]
+    for i, layer in enumerate(layers):
+        assert isinstance(layer.router, Router)
+        layer.router.kernel[...] = jnp.roll(layer.router.kernel[...], i, axis=1)
+    graph, states = stacked(layers)
+    x, g = inputs()
+
+    def call(state: nnx.State, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, metrics = nnx.merge(graph, state)(x)
+        return x + 0.1 * y, metrics.balance_loss + metrics.z_loss
+
+    def loop(states: nnx.State, x: jax.Array) -> jax.Array:
+        total = jnp.float32(0)
+        for i in range(3):
+            x, loss = call(jax.tree.map(lambda leaf: leaf[i], states), x)  # noqa: B023 (used at once)
+            total += loss
+        return (x * g).sum() + total
+
+    def scanned(states: nnx.State, x: jax.Array) -> jax.Array:
+        step = jax.checkpoint(call)
+        x, losses = lax.scan(lambda x, state: step(state, x), x, states)
+        return (x * g).sum() + losses.sum()
+
+    ours, expected = (jax.block_until_ready(jax.jit(jax.value_and_grad(f, (0, 1)))(states, x)) for f in (scanned, loop))
+    assert_same(ours, expected)
+    if split is not None:
+        alone, _ = stacked([make("softmax")])
+        graph = alone  # `scanned` now runs the layers on one device
+        assert_same(ours, jax.jit(jax.value_and_grad(scanned, (0, 1)))(states, x))
+
+
+def test_local_inside_own_shard_map() -> None:
+    mesh = make_mesh((2, 2, 2))
+    layer = make("softmax", mesh)
+    graph, state = nnx.split(layer)
+    x, _ = inputs()
+
+    def body(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+        y, stats = nnx.merge(graph, state).local(x_TD, worst_case=True)
+        return y, moe_metrics(stats, CASES["softmax"][1], T, 2, ALL)
+
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: split_over(EXPERT if "experts" in jax.tree_util.keystr(path) else ()), state
+    )
+    step = jax.shard_map(
+        body, mesh=mesh, in_specs=(specs, split_over(ALL)), out_specs=(split_over(ALL), split_over(())), check_vma=False
+    )
+    y, metrics = jax.block_until_ready(jax.jit(step)(state, x))
+    expected = run(make("softmax"), *inputs())
+    assert_same(y, expected.y)
+    assert_same(metrics, expected.metrics)
+
+
+def round_robin(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+    """A user's own router: token t of a device to experts t and t + 3, half of each."""
+    first_T = jnp.arange(x_TD.shape[0], dtype=jnp.int32) % E
+    idx_TK = jnp.stack([first_T, (first_T + 3) % E], axis=1)
+    tokens = jnp.float32(x_TD.shape[0])
+    return Routing(
+        topk_idx_TK=idx_TK,
+        topk_weights_TK=jnp.full(idx_TK.shape, 0.5),
+        counts_E=jnp.bincount(idx_TK.reshape(-1), length=E).astype(jnp.int32),
+        probs_sum_E=jnp.full(E, tokens / E),
+        z_sum=jnp.float32(0),
+        entropy_sum=tokens * jnp.log(jnp.float32(E)),
+    )
+
+
+class Scale(nnx.Module):
+    """A user's own experts: expert e multiplies by a vector."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.asarray(np.random.default_rng(3).normal(size=(E, D)), jnp.float32))
+
+    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+        assert expected_rows <= rows_ND.shape[0]
+        group_N = (jnp.arange(rows_ND.shape[0])[:, None] >= jnp.cumsum(group_sizes_L)).sum(axis=1)
+        return rows_ND * jnp.take(self.scale[...], group_N, axis=0, mode="fill", fill_value=0)
+
+
+class ExpertsBias(nnx.Module):
+    """A user's own router with a parameter of its own, whose name must not be taken for the experts'."""
+
+    def __init__(self) -> None:
+        self.experts_bias = nnx.Param(jnp.linspace(0.5, 1.5, 3))
+
+    def __call__(self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+        routing = round_robin(x_TD)
+        weights_TK = routing.topk_weights_TK * self.experts_bias[...].sum()
+        return Routing(**{**vars(routing), "topk_weights_TK": weights_TK})
+
+
+@pytest.mark.parametrize("split", [None, (1, 2, 4)])
+def test_own_router_and_own_experts(split: tuple[int, int, int] | None) -> None:
+    mesh = None if split is None else make_mesh(split)
+    axes: dict[str, Any] = {} if mesh is None else {"expert_axes": EXPERT, "data_axes": (DATA,)}
+    x, g = inputs()
+    first_T = np.arange(T) % E  # 16 tokens a device: every device starts at expert 0
+    scale = np.asarray(Scale().scale[...])
+    expected = np.asarray(x) * (scale[first_T] + scale[(first_T + 3) % E]) / 2
+    for router, factor in ((round_robin, 1.0), (ExpertsBias(), 3.0)):
+        layer = MoELayer(D, E, 2, F, router=router, experts=Scale(), mesh=mesh, rngs=nnx.Rngs(0), **axes)
+        result = run(layer, x, g)
+        assert_same(result.y, factor * expected)
+        assert_same(result.dx, factor * np.asarray(g) * expected / np.asarray(x))
+        np.testing.assert_allclose(result.metrics.load_E, np.full(E, 1 / E), rtol=1e-6)
+        dscale = np.zeros((E, D), np.float32)
+        np.add.at(dscale, first_T, np.asarray(x * g) / 2)
+        np.add.at(dscale, (first_T + 3) % E, np.asarray(x * g) / 2)
+        assert_same(result.dparams["experts"]["scale"], factor * dscale)
+    assert_same(result.dparams["router"]["experts_bias"], np.full(3, (expected * np.asarray(g)).sum(), np.float32))
+
+
+def test_plain_function_as_experts() -> None:
+    layer = MoELayer(D, E, 2, F, router=round_robin, experts=lambda rows, sizes, expected: 3 * rows, rngs=nnx.Rngs(0))
+    x, _ = inputs()
+    y, _ = layer(x)
+    assert_same(y, 3 * x)
+    assert not jax.tree.leaves(nnx.state(layer, nnx.Param))
+
+
+def test_jitter_in_training_only() -> None:
+    config = RouterConfig(kind="switch", jitter_noise=0.2, z_loss_coef=1.0)
+    for mesh in (None, make_mesh((2, 2, 2))):
+        axes: dict[str, Any] = {} if mesh is None else {"expert_axes": EXPERT, "data_axes": (DATA,)}
+        layer = MoELayer(D, E, 1, F, router=config, mesh=mesh, rngs=nnx.Rngs(0), **axes)
+        assert isinstance(layer.router, Router)
+        layer.router.kernel[...] = jnp.ones((D, E)) * jnp.linspace(0.1, 1.0, E)
+        graph, state = nnx.split(layer)
+        call = jax.jit(
+            lambda x, key, train: nnx.merge(graph, state)(x, key=key, train=train)[1].z_loss, static_argnums=2
+        )
+        # every token the same: without jitter the z loss is that of one token, with it noise averages out to nearly it
+        x = jnp.ones((T, D))
+        calm, first, again, second = (
+            float(jax.block_until_ready(call(x, key, train)))
+            for key, train in (
+                (None, False),
+                (jax.random.key(0), True),
+                (jax.random.key(0), True),
+                (jax.random.key(1), True),
+            )
+        )
+        assert first == again
+        assert len({calm, first, second}) == 3
+        assert first == pytest.approx(calm, rel=0.02)
+        with pytest.raises(ValueError, match=r"key = None"):
+            layer(x, train=True)
+
+
+def test_devices_draw_different_jitter() -> None:
+    config = RouterConfig(kind="switch", jitter_noise=0.5)
+    layer = MoELayer(
+        D, E, 1, F, router=config, mesh=make_mesh((8, 1, 1)), data_axes=(DATA,), expert_axes=EXPERT, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(layer)
+    y, _ = jax.jit(lambda x, key: nnx.merge(graph, state)(x, key=key, train=True))(jnp.ones((T, D)), jax.random.key(0))
+    shards = np.asarray(y).reshape(8, -1)
+    assert len({shard.tobytes() for shard in shards}) == 8
+
+
+@pytest.mark.parametrize("split", [None, (2, 2, 2)])
+def test_bfloat16_inputs(split: tuple[int, int, int] | None) -> None:
+    layer = make("softmax", None if split is None else make_mesh(split), bias=True)
+    x, g = inputs(jnp.bfloat16)
+    ours, expected = run(layer, x, g), dense(make("softmax", bias=True), x.astype(jnp.float32), g.astype(jnp.float32))
+    assert ours.y.dtype == ours.dx.dtype == jnp.bfloat16
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(ours.dparams))
+    assert_same(ours.metrics, expected.metrics)  # the router sees the same numbers, in float32
+    for a, b in zip(
+        jax.tree.leaves((ours.y, ours.dx, ours.dparams)),
+        jax.tree.leaves((expected.y, expected.dx, expected.dparams)),
+        strict=True,
+    ):
+        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a64 - b64) < 0.02 * np.linalg.norm(b64)
+
+
+# ---- mistakes
+
+
+def test_bad_inputs() -> None:
+    layer, mesh = make("softmax"), make_mesh((2, 2, 2))
+    with pytest.raises(ValueError, match=r"x.shape = \(4, 17\): must end in hidden_size = 16"):
+        layer(jnp.zeros((4, 17)))
+    with pytest.raises(ValueError, match=r"tokens = 12: must be a multiple of 8 devices"):
+        make("softmax", mesh)(jnp.zeros((12, D)))
+    with pytest.raises(ValueError, match=r"num_experts = 6: must be a multiple of 4 devices"):
+        MoELayer(D, 6, 2, F, mesh=mesh, expert_axes=EXPERT, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"'model'.* is not an axis of \('data', 'expert_inter', 'expert_intra'\)"):
+        MoELayer(D, E, 2, F, mesh=mesh, expert_axes=("model",), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"expert_axes = \('expert_intra',\): needs a mesh"):
+        MoELayer(D, E, 2, F, expert_axes=("expert_intra",), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of flat, two_level"):
+        MoELayer(D, E, 2, F, mesh=mesh, expert_axes=EXPERT, exchange="ring", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"activation = 'relu'"):
+        MoELayer(D, E, 2, F, activation="relu", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"num_experts_per_tok = 9"):
+        MoELayer(D, E, 9, F, rngs=nnx.Rngs(0))
+
+
+def test_package_exports() -> None:
+    assert all(getattr(jmoe, name) is not None for name in jmoe.__all__)
+    assert set(jmoe.__all__) <= set(dir(jmoe))
+    with pytest.raises(AttributeError, match="no attribute 'Transformer'"):
+        _ = jmoe.Transformer
