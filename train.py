@@ -35,12 +35,25 @@ from jmoe.training.step import Program, TrainState, make_program
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """The preset named first, with the options that follow."""
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS:
-        near = difflib.get_close_matches(arguments[0], PRESETS, n=1, cutoff=0.3)
+    name = arguments[0] if arguments else ""
+    if name in ("", "-h", "--help"):
+        presets = "".join(f"  {preset:{max(map(len, PRESETS))}}  {line}\n" for preset, (line, _) in PRESETS.items())
+        print(f"{__doc__}\n\npresets:\n{presets}\ntrain.py PRESET --help shows every option with the preset's value.")
+        sys.exit(0 if name else 2)
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
         hint = f" Did you mean {near[0]}?" if near else ""
-        sys.exit(f"train.py: no preset is named {arguments[0]!r}.{hint} Presets: {', '.join(PRESETS)}")
-    config = tyro.extras.overridable_config_cli(PRESETS, args=arguments, prog="train.py", description=__doc__)
-    return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{arguments[0]}")
+        sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(PRESETS)}")
+    line, preset = PRESETS[name]
+    config = tyro.cli(
+        TrainConfig,
+        default=preset,
+        args=arguments[1:],
+        prog=f"train.py {name}",
+        description=line,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}")
 
 
 def say(text: str) -> None:

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.grouped_mlp import grouped_mlp
-from kernels_pallas.grouped_mlp import reference
+from kernels_pallas.grouped_mlp import grouped_mlp, reference
 
 N, L, D, F = 400, 4, 12, 20
 GROUPS = {

@@ -26,7 +26,8 @@ def permutation(rows: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 # rows == T * K: full; more: empty rows; choices dropped: tokens that lost one choice or all of them
-cases = pytest.mark.parametrize(("rows", "dropped"), [(60, 0), (96, 0), (40, 20), (64, 31), (8, 60)])
+CASES = [(60, 0), (96, 0), (40, 20), (64, 31), (8, 60)]
+dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 
 
 def plain_dispatch(x_TD: jax.Array, src_M: np.ndarray) -> jax.Array:
@@ -38,9 +39,9 @@ def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, slot_TK: np.ndarray) -
     return jnp.einsum("tkd,tk->td", y_MD[slot_TK], weights_TK)
 
 
-@cases
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_dispatch(rows: int, dropped: int, dtype: jnp.dtype) -> None:
+@pytest.mark.parametrize(("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True), (96, 0, True)])
+@dtypes
+def test_dispatch(rows: int, dropped: int, complete: bool, dtype: jnp.dtype) -> None:
     src_M, slot_TK = permutation(rows, dropped)
     rng = np.random.default_rng(0)
     x_TD = jnp.asarray(rng.normal(size=(T, D)), dtype)
@@ -48,7 +49,7 @@ def test_dispatch(rows: int, dropped: int, dtype: jnp.dtype) -> None:
 
     @jax.jit
     def run(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, g_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, vjp = jax.vjp(lambda x: dispatch(x, src_M, slot_TK), x_TD)
+        y, vjp = jax.vjp(lambda x: dispatch(x, src_M, slot_TK, complete), x_TD)
         return y, vjp(g_MD)[0]
 
     y_MD, dx_TD = run(x_TD, jnp.asarray(src_M), jnp.asarray(slot_TK), g_MD)
@@ -63,9 +64,9 @@ def test_dispatch(rows: int, dropped: int, dtype: jnp.dtype) -> None:
     np.testing.assert_allclose(dx_TD.astype(jnp.float32), expected, rtol=tolerance, atol=1e-6)
 
 
-@cases
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_combine(rows: int, dropped: int, dtype: jnp.dtype) -> None:
+@pytest.mark.parametrize(("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True)])
+@dtypes
+def test_combine(rows: int, dropped: int, complete: bool, dtype: jnp.dtype) -> None:
     src_M, slot_TK = permutation(rows, dropped)
     rng = np.random.default_rng(1)
     y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
@@ -76,7 +77,7 @@ def test_combine(rows: int, dropped: int, dtype: jnp.dtype) -> None:
     def run(
         y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, slot_TK: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        out, vjp = jax.vjp(lambda y, w: combine(y, w, src_M, slot_TK), y_MD, weights_TK)
+        out, vjp = jax.vjp(lambda y, w: combine(y, w, src_M, slot_TK, complete), y_MD, weights_TK)
         return out, *vjp(g_TD)
 
     out_TD, dy_MD, dweights_TK = run(y_MD, weights_TK, jnp.asarray(src_M), jnp.asarray(slot_TK))
@@ -91,6 +92,20 @@ def test_combine(rows: int, dropped: int, dtype: jnp.dtype) -> None:
     assert not out_TD[lost_T].any()
     assert not dy_MD[src_M == T].any()  # an empty row takes no gradient
     assert not dweights_TK[slot_TK == rows].any()  # nor does the weight of a dropped choice
+
+
+def test_a_permutation_and_its_inverse() -> None:
+    """Rows put in order and back, as the exchange does on arrival: bit-exact, forwards and backwards."""
+    order_M = jnp.asarray(np.random.default_rng(3).permutation(64), jnp.int32)
+    rank_M = jnp.argsort(order_M).astype(jnp.int32)
+    x_MD, g_MD = (jnp.asarray(np.random.default_rng(s).normal(size=(64, D)), jnp.bfloat16) for s in (4, 5))
+
+    def there_and_back(x_MD: jax.Array) -> jax.Array:
+        return dispatch(dispatch(x_MD, order_M, rank_M[:, None], True), rank_M, order_M[:, None], True)
+
+    y_MD, vjp = jax.vjp(there_and_back, x_MD)
+    np.testing.assert_array_equal(y_MD, x_MD)
+    np.testing.assert_array_equal(vjp(g_MD)[0], g_MD)
 
 
 def test_dispatch_then_combine_is_the_sum_of_the_kept_weights() -> None:

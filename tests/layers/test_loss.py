@@ -1,0 +1,96 @@
+"""The chunked cross-entropy against `jax.nn.log_softmax` of all logits at once.
+
+Legend: T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.layers import loss
+from jmoe.layers.loss import cross_entropy
+
+T, D, V = 96, 12, 50
+
+
+def plain(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> jax.Array:
+    log_p_TV = jax.nn.log_softmax(x_TD @ w_DV)
+    return -(jnp.take_along_axis(log_p_TV, labels_T[:, None], axis=1)[:, 0] * weights_T).sum()
+
+
+def operands(dtype: Any, num_tokens: int = T, scale: float = 1.0) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(scale * rng.normal(size=s), dtype) for s in ((num_tokens, D), (D, V)))
+    weights = rng.uniform(size=num_tokens) * (rng.uniform(size=num_tokens) > 0.2)  # some tokens count for nothing
+    labels = rng.integers(0, V, num_tokens)
+    return x, w, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32)
+
+
+def gradients(f: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # a fresh function: the chunk size is read while tracing
+    scaled = lambda x, w, labels, weights: 0.5 * f(x, w, labels, weights)  # noqa: E731
+    result: tuple[jax.Array, tuple[jax.Array, jax.Array]] = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arrays)
+    return result
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 1000])  # 7: the largest divisor within it is 6
+def test_float32(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * V)
+    arrays = operands(jnp.float32)
+    value, (dx, dw) = gradients(cross_entropy, *arrays)
+    expected, (edx, edw) = gradients(plain, *arrays)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(0.5 * jax.jit(lambda *a: cross_entropy(*a))(*arrays), expected, rtol=1e-6)
+    for a, b in ((dx, edx), (dw, edw)):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
+    assert not dx[arrays[3] == 0].any()
+
+
+@pytest.mark.parametrize("chunk_tokens", [32, 1000])
+def test_bfloat16(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * V)
+    x, w, labels, weights = operands(jnp.bfloat16)
+    value, grads = gradients(cross_entropy, x, w, labels, weights)
+    expected, egrads = gradients(plain, x.astype(jnp.float32), w.astype(jnp.float32), labels, weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)  # the operands are exact, so are the float32 logits
+    for a, b in zip(grads, egrads, strict=True):
+        assert a.dtype == jnp.bfloat16
+        a32, b32 = np.asarray(a, np.float32), np.asarray(b)
+        assert np.linalg.norm(a32 - b32) < 1e-2 * np.linalg.norm(b32)
+
+
+def test_a_chunk_divides_the_tokens() -> None:
+    assert loss._chunk(96, loss.CHUNK_LOGITS // 40) == 32
+    assert loss._chunk(96, 10) == 96
+    assert loss._chunk(97, loss.CHUNK_LOGITS // 40) == 1  # a prime
+    assert loss._chunk(8, 10 * loss.CHUNK_LOGITS) == 1
+
+
+def test_a_prime_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 10 * V)
+    arrays = operands(jnp.float32, num_tokens=37)
+    value, (dx, _) = gradients(cross_entropy, *arrays)
+    expected, (edx, _) = gradients(plain, *arrays)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(dx, edx, rtol=0, atol=1e-5 * float(jnp.abs(edx).max()))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    arrays = operands(jnp.float32, scale=20.0)
+    value, (dx, dw) = gradients(cross_entropy, *arrays)
+    expected, (edx, edw) = gradients(plain, *arrays)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in ((dx, edx), (dw, edw)):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * float(jnp.abs(b).max()))
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * V)
+    text = jax.jit(jax.grad(cross_entropy, (0, 1))).lower(*operands(jnp.float32)).as_text()
+    assert f"tensor<8x{V}xf32>" in text
+    assert f"tensor<{T}x{V}xf32>" not in text and f"tensor<12x8x{V}xf32>" not in text
