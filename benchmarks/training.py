@@ -52,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--capacity-factor", type=float, default=None, help="default: dropless")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--hf-config", type=Path, help="config.json; replaces the shape options")
+    parser.add_argument("--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters")
     parser.add_argument("--data", choices=("random", "text"), default="random")
     parser.add_argument("--init", choices=("jmoe", "torch"), default="jmoe", help="torch: that library's defaults")
     parser.add_argument("--warmup", type=int, default=2)
@@ -102,7 +103,7 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
         optimizer=OptimizerConfig(
             learning_rate=a.lr, schedule="constant", warmup_steps=0, beta2=0.999, weight_decay=0.01, clip_norm=1.0
         ),
-        mesh=MeshConfig(expert_intra=a.ep),
+        mesh=MeshConfig(expert_intra=a.ep, shard_dense=not a.replicate_dense),
         num_steps=a.warmup + a.steps,
         batch_size=a.batch * a.processes,
         sequence_length=a.seq,

@@ -4,10 +4,13 @@ Legend: R expert devices = P nodes x Q devices a node, C rows per destination. A
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
+
+from kernels_pallas.saved import bits
 
 Exchange = Callable[[Any], Any]
 
@@ -27,11 +30,29 @@ def two_level_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
     return x.reshape(shape)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _exchange(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`move` on the bits of x: XLA:CPU would send bfloat16 as float32. The exchange is its own transpose."""
+    return lax.bitcast_convert_type(move(bits(x)), x.dtype)
+
+
+def _exchange_fwd(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, None]:
+    return _exchange(x, move), None
+
+
+def _exchange_bwd(move: Callable[[jax.Array], jax.Array], _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (_exchange(g, move),)
+
+
+_exchange.defvjp(_exchange_fwd, _exchange_bwd)
+
+
 def make_exchange(kind: str, axes: tuple[str, ...]) -> Exchange:
     """The exchange over `axes`, named `flat` or `two_level` (which needs two axes), applied to a pytree of [R, ...]."""
     if kind not in ("flat", "two_level"):
         raise ValueError(f"exchange = {kind!r}: must be one of flat, two_level")
     if kind == "two_level" and len(axes) == 2:
-        inter, intra = axes
-        return lambda tree: jax.tree.map(lambda x: two_level_local(x, (inter, intra)), tree)
-    return lambda tree: jax.tree.map(lambda x: flat_local(x, axes), tree)
+        move = partial(two_level_local, axes=(axes[0], axes[1]))
+    else:
+        move = partial(flat_local, axes=axes)
+    return lambda tree: jax.tree.map(lambda x: _exchange(x, move), tree)

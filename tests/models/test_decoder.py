@@ -1,0 +1,293 @@
+"""The decoder against a plain one without stacks, scans, blocks or permutations, for every option of `ModelConfig`.
+
+Legend: B batch, S sequence, D hidden, F feed-forward hidden, V vocabulary, E experts, H heads, G key/value heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jmoe.config import ModelConfig, RouterConfig
+from jmoe.models.decoder import Decoder
+
+B, S = 2, 20
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "gpt": {"norm": "layernorm", "position": "learned", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
+    "swiglu with biases": {"mlp_bias": True},
+    "grouped queries, wide heads": {"num_key_value_heads": 2, "head_dim": 6},
+    "qk_norm head": {"qk_norm": "head", "num_key_value_heads": 2},
+    "qk_norm full": {"qk_norm": "full", "num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "dense first": {"num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "dense first, every second layer": {"num_hidden_layers": 5, "first_k_dense_replace": 1, "decoder_sparse_step": 2},
+    "shared expert": {"shared_expert_intermediate_size": 20, "mlp_bias": True},
+    "no experts": {"num_experts": 0},
+    "switch": {"num_experts_per_tok": 1, "router": RouterConfig(kind="switch")},
+    "sigmoid": {"router": RouterConfig(kind="sigmoid", routed_scaling_factor=2.5)},
+    "everything": {
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 1,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 20,
+        "norm": "layernorm",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "qk_norm": "head",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "router": RouterConfig(kind="group_limited", n_group=2, topk_group=1),
+    },
+}
+
+
+def config_of(**options: Any) -> ModelConfig:
+    return ModelConfig(**(TINY | options))
+
+
+def build(config: ModelConfig) -> tuple[Any, nnx.State]:
+    """(graph, state): random norms and biases too, so that each of them shows in values and gradients."""
+
+    @jax.jit
+    def state() -> nnx.State:
+        def disturb(path: Any, x: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(1), hash(jax.tree_util.keystr(path)) % 2**31)
+            return x + 0.1 * jax.random.normal(key, x.shape)
+
+        return jax.tree_util.tree_map_with_path(disturb, nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
+
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), state()
+
+
+def tokens_of(config: ModelConfig) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (B, S)), jnp.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(graph: Any, state: nnx.State, tokens_BS: jax.Array) -> jax.Array:
+    model = nnx.merge(graph, state)
+    return model(tokens_BS)[0] @ model.lm_head()
+
+
+# ---- the plain decoder
+
+
+def norm(config: ModelConfig, p: Any, x: jax.Array, kind: str | None = None) -> jax.Array:
+    if (kind or config.norm) == "layernorm":
+        return p["scale"] * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) + p["bias"]
+    return p["scale"] * x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def turn(config: ModelConfig, x_BSHd: jax.Array) -> jax.Array:
+    half = x_BSHd.shape[-1] // 2
+    angle = jnp.arange(S)[:, None] * jnp.asarray(config.rope_theta ** (-np.arange(half) / half), jnp.float32)
+    z = (x_BSHd[..., :half] + 1j * x_BSHd[..., half:]) * jnp.exp(1j * angle.astype(jnp.complex64))[:, None]
+    return jnp.concatenate([z.real, z.imag], axis=-1)
+
+
+def attention(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
+    h, g, dh = config.num_attention_heads, config.num_key_value_heads, config.dim_per_head
+    qkv = x @ p["w_qkv"] + p.get("b_qkv", 0.0)
+    q, k, v = qkv[..., : h * dh], qkv[..., h * dh : (h + g) * dh], qkv[..., (h + g) * dh :]
+    if config.qk_norm == "full":
+        q, k = norm(config, p["q_norm"], q, "rmsnorm"), norm(config, p["k_norm"], k, "rmsnorm")
+    q, k, v = q.reshape(B, S, h, dh), k.reshape(B, S, g, dh), v.reshape(B, S, g, dh)
+    if config.qk_norm == "head":
+        q, k = norm(config, p["q_norm"], q, "rmsnorm"), norm(config, p["k_norm"], k, "rmsnorm")
+    if config.position == "rope":
+        q, k = turn(config, q), turn(config, k)
+    k, v = jnp.repeat(k, h // g, axis=2), jnp.repeat(v, h // g, axis=2)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.float32(dh**0.5)
+    a = jax.nn.softmax(jnp.where(np.tri(S, dtype=bool), s, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(B, S, -1) @ p["w_out"] + p.get("b_out", 0.0)
+
+
+def feed_forward(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
+    h = x @ p["w_up"] + p.get("b_up", 0.0)
+    f = p["w_down"].shape[0]
+    a = jax.nn.gelu(h, approximate=False) if config.hidden_act == "gelu" else jax.nn.silu(h[..., :f]) * h[..., f:]
+    return a @ p["w_down"] + p.get("b_down", 0.0)
+
+
+def mixture(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
+    """Every expert computes every token. Selection and weights are the router's own, tested beside it."""
+    from jmoe.layers.router import route
+
+    logits = (x @ p["router"]["kernel"]).reshape(B * S, -1)
+    bias = p["router"].get("e_score_correction_bias")
+    routing = route(logits, config.num_experts_per_tok, config.router, bias)
+    onehot = jax.nn.one_hot(routing.topk_idx_TK, config.num_experts)
+    weights = jnp.einsum("tk,tke->te", routing.topk_weights_TK, onehot).reshape(B, S, -1)
+    y = jnp.zeros(x.shape)
+    for e in range(config.num_experts):
+        y += weights[..., e, None] * feed_forward(config, jax.tree.map(lambda w: w[e], p["experts"]), x)  # noqa: B023
+    return y
+
+
+def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> jax.Array:
+    x = params["embedding"][tokens_BS]
+    if config.position == "learned":
+        x = x + params["positions"][:S]
+    used = {"dense_layers": 0, "moe_layers": 0}
+    for i in range(config.num_hidden_layers):
+        after = i - config.first_k_dense_replace  # Hugging Face: (layer + 1) % decoder_sparse_step == 0 has experts
+        sparse = bool(config.num_experts) and after >= 0 and (after + 1) % config.decoder_sparse_step == 0
+        stack = "moe_layers" if sparse else "dense_layers"
+        p = jax.tree.map(lambda w, n=used[stack]: w[n], params[stack])
+        used[stack] += 1
+        x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x))
+        h = norm(config, p["feed_forward_norm"], x)
+        x = x + (mixture(config, p["moe"], h) if sparse else feed_forward(config, p["mlp"], h))
+        if "shared_expert" in p:
+            x = x + feed_forward(config, p["shared_expert"], h)
+    head = params["embedding"].T if config.tie_word_embeddings else params["head"]
+    return norm(config, params["norm"], x) @ head
+
+
+# ---- tests
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_agrees_with_a_plain_decoder(name: str) -> None:
+    config = config_of(**OPTIONS[name])
+    graph, state = build(config)
+    tokens_BS = tokens_of(config)
+    g = jnp.asarray(np.random.default_rng(1).normal(size=(B, S, config.vocab_size)), jnp.float32)
+
+    def ours(state: nnx.State) -> tuple[jax.Array, jax.Array]:
+        logits = logits_of(graph, state, tokens_BS)
+        return (logits * g).sum(), logits
+
+    def plain(params: Any) -> tuple[jax.Array, jax.Array]:
+        logits = plain_logits(config, params, tokens_BS)
+        return (logits * g).sum(), logits
+
+    (_, logits), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(state)
+    (_, expected), egrads = jax.jit(jax.value_and_grad(plain, has_aux=True))(nnx.to_pure_dict(state))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+    grads = nnx.to_pure_dict(grads)
+    assert jax.tree.structure(grads) == jax.tree.structure(egrads)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(egrads), strict=True):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * float(jnp.abs(b).max()), err_msg=where)
+        if "e_score_correction_bias" not in where:  # it steers the choice and has no gradient
+            assert jnp.abs(b).max() > 1e-3, where
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_number_of_parameters(name: str) -> None:
+    config = config_of(**OPTIONS[name])
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    assert total == config.num_parameters()[0]
+    shared = config.num_experts - config.num_experts_per_tok if config.num_experts else 0
+    experts = jax.tree_util.tree_leaves_with_path(nnx.state(model))
+    one = sum(leaf.size for path, leaf in experts if "experts" in jax.tree_util.keystr(path)) // max(
+        1, config.num_experts
+    )
+    assert total - shared * one == config.num_parameters()[1]
+
+
+@pytest.mark.parametrize("name", ["default", "gpt", "everything"])
+def test_a_later_token_changes_nothing_earlier(name: str) -> None:
+    config = config_of(**OPTIONS[name])
+    graph, state = build(config)
+    tokens_BS = tokens_of(config)
+    changed = tokens_BS.at[:, 11].set((tokens_BS[:, 11] + 1) % config.vocab_size)
+    before, after = logits_of(graph, state, tokens_BS), logits_of(graph, state, changed)
+    # other tokens of an expert may sit in other rows of a product: equal up to rounding
+    np.testing.assert_allclose(before[:, :11], after[:, :11], rtol=0, atol=1e-5 * float(jnp.abs(before).max()))
+    assert (jnp.abs(before - after)[:, 11:].max(axis=-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("name", ["default", "everything"])
+def test_remat_changes_nothing(name: str) -> None:
+    config = config_of(**OPTIONS[name])
+    graph, state = build(config)
+    tokens_BS = tokens_of(config)
+
+    def loss(state: nnx.State, remat: bool) -> jax.Array:
+        return jnp.square(nnx.merge(graph, state)(tokens_BS, remat=remat)[0]).sum()
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    kept, remat = step(state, False), step(state, True)
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(remat), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+def test_statistics_have_a_layer_dimension() -> None:
+    config = config_of(num_hidden_layers=5, first_k_dense_replace=1, decoder_sparse_step=2)
+    graph, state = build(config)
+    _, stats = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(state, tokens_of(config))
+    assert stats is not None
+    assert stats.counts_E.shape == (2, 4) and stats.counts_E.sum(axis=1).tolist() == [B * S * 2] * 2
+    assert stats.entropy_sum.shape == stats.z_sum.shape == stats.dropped.shape == (2,)
+    assert stats.dropped.tolist() == [0, 0]
+    _, none = nnx.merge(*build(config_of(num_experts=0)))(tokens_of(config))
+    assert none is None
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    graph, state = build(config_of(num_experts=0))  # without experts: no token changes its expert by rounding
+    tokens_BS = tokens_of(config_of())
+    full, low = (
+        jax.jit(lambda state, dtype=dtype: nnx.merge(graph, state)(tokens_BS, dtype=dtype)[0])(state)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert low.dtype == jnp.bfloat16 and full.dtype == jnp.float32
+    assert np.linalg.norm(np.asarray(low, np.float32) - full) < 0.03 * np.linalg.norm(full)
+
+
+@pytest.mark.parametrize("options", [{}, {"decoder_sparse_step": 2}, {"num_experts": 0}], ids=str)
+def test_the_program_does_not_grow_with_depth(options: dict[str, Any]) -> None:
+    def program_size(num_layers: int) -> int:
+        config = config_of(num_hidden_layers=num_layers, **options)
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(model)
+        tokens_BS = jax.ShapeDtypeStruct((B, S), jnp.int32)
+
+        def loss(state: nnx.State, tokens_BS: jax.Array) -> jax.Array:
+            return nnx.merge(graph, state)(tokens_BS)[0].sum()
+
+        return len(jax.jit(jax.grad(loss)).lower(state, tokens_BS).as_text())
+
+    shallow, deep = program_size(2), program_size(8)
+    assert abs(deep - shallow) < 0.02 * shallow
+
+
+def test_initialisation() -> None:
+    config = config_of(hidden_size=64, num_hidden_layers=8, initializer_range=0.02)
+    params = nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
+    layer = params["moe_layers"]
+    out_std = 0.02 / np.sqrt(2 * 8)  # what adds to the residual stream is scaled by depth, as in GPT-2
+    for weights, std in (
+        (params["embedding"], 0.02),
+        (layer["attention"]["w_qkv"], 0.02),
+        (layer["attention"]["w_out"], out_std),
+        (layer["moe"]["experts"]["w_up"], 0.02),
+        (layer["moe"]["experts"]["w_down"], out_std),
+    ):
+        assert float(weights.std()) == pytest.approx(std, rel=0.05)
+    stacked = layer["moe"]["experts"]["w_up"].reshape(8 * 4, -1)
+    assert np.abs(np.corrcoef(stacked) - np.eye(32)).max() < 0.2  # every layer and expert drawn on its own
