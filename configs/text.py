@@ -16,7 +16,7 @@ tiny = TrainConfig(
         num_experts_per_tok=2,
         router=RouterConfig(kind="softmax", aux_loss_coef=0.04),
     ),
-    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
+    optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=40),
     num_steps=360,
     batch_size=16,
     sequence_length=256,
