@@ -117,12 +117,13 @@ def start_or_resume(
     return restored
 
 
-def run_step(program: Program, state: TrainState, tokens: jax.Array, step: int) -> tuple[TrainState, dict[str, Any]]:
+def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
     """One step that took effect; `FloatingPointError` names the layers if the loss or gradient is not finite."""
-    state, metrics = program.step(state, tokens)
+    tokens = run.next_batch()
+    state, metrics = run.program.step(state, tokens)
     values = jax.device_get(metrics)
     if values["overflow"]:
-        state, metrics = program.step_worst_case(state, tokens)
+        state, metrics = run.program.step_worst_case(state, tokens)
         values = jax.device_get(metrics)
     if not values["ok"]:
         bad = []
@@ -131,7 +132,11 @@ def run_step(program: Program, state: TrainState, tokens: jax.Array, step: int) 
             if layers:
                 bad.append(f"{name} {', '.join(map(str, layers))}" if np.ndim(norm) else name)
         where = f"not finite in {'; '.join(bad)}" if bad else "finite"
-        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; nothing was updated")
+        run.checkpoints.wait()
+        # One of this very step holds the parameters that have just failed.
+        good = [run.checkpoints.directory / str(saved) for saved in run.checkpoints.steps() if saved < step]
+        last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
+        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; {last}")
     return state, values
 
 
@@ -175,7 +180,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
             begun = time.perf_counter()
             with run.watchdog.waiting_for("step", step):
-                state, values = run_step(run.program, state, run.next_batch(), step)
+                state, values = run_step(run, state, step)
             step_s = time.perf_counter() - begun
             done = step + 1
             if done == span[1] > start:

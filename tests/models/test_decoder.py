@@ -15,6 +15,8 @@ import pytest
 from flax import nnx
 
 from jmoe.config import ModelConfig, RouterConfig
+from jmoe.layers.router import route
+from jmoe.mesh import is_expert
 from jmoe.models.decoder import Decoder
 
 B, S = 2, 20
@@ -34,18 +36,12 @@ TINY = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "gpt": {"norm": "layernorm", "position": "learned", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
-    "swiglu with biases": {"mlp_bias": True},
-    "grouped queries, wide heads": {"num_key_value_heads": 2, "head_dim": 6},
-    "qk_norm head": {"qk_norm": "head", "num_key_value_heads": 2},
-    "qk_norm full": {"qk_norm": "full", "num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "dense first": {"num_hidden_layers": 3, "first_k_dense_replace": 1},
-    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
-    "dense first, every second layer": {"num_hidden_layers": 5, "first_k_dense_replace": 1, "decoder_sparse_step": 2},
+    "grouped queries": {"num_key_value_heads": 2, "head_dim": 6, "qk_norm": "head"},
+    "one key/value head": {"num_key_value_heads": 1, "qk_norm": "full", "tie_word_embeddings": True},
+    "dense first": {"num_hidden_layers": 3, "first_k_dense_replace": 2},
+    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts_per_tok": 1},
     "shared expert": {"shared_expert_intermediate_size": 20, "mlp_bias": True},
     "no experts": {"num_experts": 0},
-    "switch": {"num_experts_per_tok": 1, "router": RouterConfig(kind="switch")},
-    "sigmoid": {"router": RouterConfig(kind="sigmoid", routed_scaling_factor=2.5)},
     "everything": {
         "num_hidden_layers": 5,
         "first_k_dense_replace": 1,
@@ -57,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "qk_norm": "head",
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
-        "router": RouterConfig(kind="group_limited", n_group=2, topk_group=1),
+        "router": RouterConfig(kind="group_limited", n_group=2, topk_group=1, routed_scaling_factor=2.5),
     },
 }
 
@@ -67,17 +63,16 @@ def config_of(**options: Any) -> ModelConfig:
 
 
 def build(config: ModelConfig) -> tuple[Any, nnx.State]:
-    """(graph, state): random norms and biases too, so that each of them shows in values and gradients."""
+    """(graph, state): norms and biases random too, so that each of them shows in values and gradients."""
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
 
-    @jax.jit
-    def state() -> nnx.State:
-        def disturb(path: Any, x: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.key(1), hash(jax.tree_util.keystr(path)) % 2**31)
-            return x + 0.1 * jax.random.normal(key, x.shape)
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        mean, std = (1.0 if "scale" in name else 0.0), 0.1 if "scale" in name or "b" in name else 0.2
+        return jnp.asarray(mean + std * rng.normal(size=leaf.shape), leaf.dtype)
 
-        return jax.tree_util.tree_map_with_path(disturb, nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
-
-    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), state()
+    return graph, jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def tokens_of(config: ModelConfig) -> jax.Array:
@@ -101,8 +96,10 @@ def norm(config: ModelConfig, p: Any, x: jax.Array, kind: str | None = None) -> 
 
 def turn(config: ModelConfig, x_BSHd: jax.Array) -> jax.Array:
     half = x_BSHd.shape[-1] // 2
-    angle = jnp.arange(S)[:, None] * jnp.asarray(config.rope_theta ** (-np.arange(half) / half), jnp.float32)
-    z = (x_BSHd[..., :half] + 1j * x_BSHd[..., half:]) * jnp.exp(1j * angle.astype(jnp.complex64))[:, None]
+    angle = np.arange(S)[:, None] * config.rope_theta ** (-np.arange(half) / half)
+    z = jax.lax.complex(x_BSHd[..., :half], x_BSHd[..., half:]) * jnp.asarray(
+        np.exp(1j * angle)[:, None], jnp.complex64
+    )
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
@@ -132,8 +129,6 @@ def feed_forward(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
 
 def mixture(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
     """Every expert computes every token. Selection and weights are the router's own, tested beside it."""
-    from jmoe.layers.router import route
-
     logits = (x @ p["router"]["kernel"]).reshape(B * S, -1)
     bias = p["router"].get("e_score_correction_bias")
     routing = route(logits, config.num_experts_per_tok, config.router, bias)
@@ -201,15 +196,12 @@ def test_number_of_parameters(name: str) -> None:
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     assert total == config.num_parameters()[0]
-    shared = config.num_experts - config.num_experts_per_tok if config.num_experts else 0
-    experts = jax.tree_util.tree_leaves_with_path(nnx.state(model))
-    one = sum(leaf.size for path, leaf in experts if "experts" in jax.tree_util.keystr(path)) // max(
-        1, config.num_experts
-    )
-    assert total - shared * one == config.num_parameters()[1]
+    experts = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)) if is_expert(path)]
+    idle = 1 - config.num_experts_per_tok / max(1, config.num_experts)
+    assert total - idle * sum(experts) == config.num_parameters()[1]
 
 
-@pytest.mark.parametrize("name", ["default", "gpt", "everything"])
+@pytest.mark.parametrize("name", ["default", "everything"])
 def test_a_later_token_changes_nothing_earlier(name: str) -> None:
     config = config_of(**OPTIONS[name])
     graph, state = build(config)
@@ -221,9 +213,8 @@ def test_a_later_token_changes_nothing_earlier(name: str) -> None:
     assert (jnp.abs(before - after)[:, 11:].max(axis=-1) > 1e-3).all()
 
 
-@pytest.mark.parametrize("name", ["default", "everything"])
-def test_remat_changes_nothing(name: str) -> None:
-    config = config_of(**OPTIONS[name])
+def test_remat_changes_nothing() -> None:
+    config = config_of(**OPTIONS["every second layer"])
     graph, state = build(config)
     tokens_BS = tokens_of(config)
 
@@ -272,7 +263,7 @@ def test_the_program_does_not_grow_with_depth(options: dict[str, Any]) -> None:
 
         return len(jax.jit(jax.grad(loss)).lower(state, tokens_BS).as_text())
 
-    shallow, deep = program_size(2), program_size(8)
+    shallow, deep = program_size(4), program_size(12)
     assert abs(deep - shallow) < 0.02 * shallow
 
 
