@@ -107,6 +107,7 @@ def start_or_resume(
     """The newest checkpoint's state, with the data at its position, or a fresh one."""
     step = checkpoints.latest_step()
     if step is None:
+        say(f"starting from step 0: no checkpoint in {checkpoints.directory}")
         return program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)

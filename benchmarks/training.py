@@ -52,7 +52,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--capacity-factor", type=float, default=None, help="default: dropless")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--hf-config", type=Path, help="config.json; replaces the shape options")
-    parser.add_argument("--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters")
+    parser.add_argument(
+        "--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters"
+    )
     parser.add_argument("--data", choices=("random", "text"), default="random")
     parser.add_argument("--init", choices=("jmoe", "torch"), default="jmoe", help="torch: that library's defaults")
     parser.add_argument("--warmup", type=int, default=2)

@@ -45,7 +45,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_python(args, env=None, timeout=300)` runs `python *args` from the repository root to its end.
 

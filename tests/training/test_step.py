@@ -1,0 +1,421 @@
+"""The training step: the same on every mesh, the same as a plain loss with optax, and safe when something is wrong.
+
+Legend: A accumulation steps, B batch, S sequence, V vocabulary, E experts, N MoE layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.layers.router import RouterBias
+from jmoe.mesh import ACCUMULATED_BATCH, BATCH, is_expert, make_mesh, param_spec, path_names
+from jmoe.models.decoder import Decoder
+from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.training.step import Program, TrainState, make_program
+
+ONE = (1, 1, 1)
+B, S, E, N = 16, 32, 8, 2
+MODEL = ModelConfig(
+    vocab_size=256,
+    hidden_size=16,
+    num_hidden_layers=N + 1,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    moe_intermediate_size=12,
+    num_experts=E,
+    num_experts_per_tok=2,
+    initializer_range=0.2,
+    router=RouterConfig(kind="sigmoid", aux_loss_coef=0.1, z_loss_coef=0.01, bias_update_speed=0.01),
+)
+# a large eps: where AdamW divides 0 by nearly 0, the last bit of a gradient would decide the sign of an update
+OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5)
+CONFIG = TrainConfig(
+    model=MODEL, optimizer=OPTIMIZER, batch_size=B, sequence_length=S, num_steps=10, compute_dtype="float32"
+)
+NO_BALANCE = dataclasses.replace(MODEL, router=dataclasses.replace(MODEL.router, aux_loss_coef=0.0))
+
+
+def config_of(
+    shape: tuple[int, int, int], shard_dense: bool = True, exchange: str = "two_level", **changes: Any
+) -> Any:
+    mesh = MeshConfig(*shape, exchange=exchange, shard_dense=shard_dense)  # type: ignore[arg-type]
+    return dataclasses.replace(CONFIG, mesh=mesh, **changes)
+
+
+@functools.cache
+def program(shape: tuple[int, int, int], **changes: Any) -> tuple[Program, Mesh, TrainConfig]:
+    mesh = make_mesh(shape, jax.devices()[: int(np.prod(shape))])
+    config = config_of(shape, **changes)
+    return make_program(config, mesh), mesh, config
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def place(state: Any, to: Program) -> TrainState:
+    """A state on the host as `to`'s devices hold it. A copy: a donated buffer may lie on the array it came from."""
+    placed: TrainState = jax.tree.map(lambda x, s: jax.device_put(np.array(x), s.sharding), state, to.state_shape)
+    return jax.block_until_ready(placed)
+
+
+@functools.cache
+def initial() -> Any:
+    """The state all runs start from, drawn on one device; its norms, routers and router biases are made to matter."""
+    state = host(program(ONE)[0].init())
+    rng = np.random.default_rng(0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.router_bias)):
+        std = {"scale": 0.1, "kernel": 0.5, "e_score_correction_bias": 0.01}.get(path_names(path)[-1], 0.0)
+        leaf += std * rng.normal(size=leaf.shape).astype(np.float32)
+    return state
+
+
+def batch(mesh: Mesh, step: int, accumulation: int = 1) -> jax.Array:
+    tokens = np.random.default_rng(100 + step).integers(0, MODEL.vocab_size, (B, S + 1)).astype(np.int32)
+    return jax.device_put(tokens.reshape(accumulation, -1, S + 1), NamedSharding(mesh, ACCUMULATED_BATCH))
+
+
+@dataclass(frozen=True)
+class Run:
+    metrics: list[dict[str, Any]]
+    state: Any
+
+
+@functools.cache
+def run(shape: tuple[int, int, int], steps: int = 3, **changes: Any) -> Run:
+    """`steps` steps from `initial()`, each awaited; one that overflows runs again with room for all."""
+    ours, mesh, config = program(shape, **changes)
+    state, metrics = place(initial(), ours), []
+    for i in range(steps):
+        tokens = batch(mesh, i, config.gradient_accumulation_steps)
+        state, values = jax.block_until_ready(ours.step(state, tokens))
+        if values["overflow"]:
+            state, values = jax.block_until_ready(ours.step_worst_case(state, tokens))
+        metrics.append(jax.device_get(values))
+    return Run(metrics, host(state))
+
+
+def assert_same(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Every leaf of two pytrees within `tolerance` of its largest value."""
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
+        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=where)
+
+
+def assert_same_run(ours: Run, expected: Run, tolerance: float = 1e-5) -> None:
+    for a, b in zip(ours.metrics, expected.metrics, strict=True):
+        assert a["ok"] and not a["overflow"]
+        assert_same(a, b, tolerance)
+    assert int(ours.state.step) == len(ours.metrics)
+    assert_same(ours.state.params, expected.state.params, tolerance)
+    np.testing.assert_array_equal(ours.state.step, expected.state.step)
+    assert_same(ours.state.router_bias, expected.state.router_bias, tolerance)
+    assert_same(ours.state.m, expected.state.m, 3 * tolerance)  # three gradients' errors
+    assert_same(ours.state.v, expected.state.v, 3 * tolerance)
+
+
+# ---- one device against a plain loss and optax
+
+
+def plain_training(steps: int) -> Run:
+    """The same steps with the loss by its definition, from all logits, and `optax.adamw`."""
+    _, mesh, config = program(ONE)
+    start, router = initial(), MODEL.router
+    graph, params, bias = nnx.split(nnx.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0))), nnx.Param, RouterBias)
+    nnx.replace_by_pure_dict(params, jax.tree.map(jnp.asarray, start.params))
+    nnx.replace_by_pure_dict(bias, jax.tree.map(jnp.asarray, start.router_bias))
+    decay = jax.tree_util.tree_map_with_path(lambda path, w: decays(path, w), params)
+    o = OPTIMIZER
+    adamw = optax.chain(
+        optax.clip_by_global_norm(o.clip_norm),
+        optax.adamw(
+            learning_rate(o, config.num_steps), o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=decay
+        ),
+    )
+
+    def loss_fn(params: Any, bias: Any, tokens: jax.Array) -> Any:
+        model = nnx.merge(graph, params, bias)
+        hidden, stats = model(tokens[:, :-1])
+        nll = optax.softmax_cross_entropy_with_integer_labels(hidden @ model.lm_head(), tokens[:, 1:]).mean()
+        share_NE = stats.counts_E.astype(jnp.float32) / (B * S * 2)
+        balance = router.aux_loss_coef * E * (share_NE * stats.probs_sum_E / (B * S)).sum(axis=1).mean()
+        z = router.z_loss_coef * (stats.z_sum / (B * S)).mean()
+        return nll + balance + z, (nll, balance, z, stats.counts_E)
+
+    @jax.jit
+    def step(params: Any, bias: Any, optimizer: Any, tokens: jax.Array) -> Any:
+        (_, (nll, balance, z, counts_NE)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, bias, tokens)
+        updates, optimizer = adamw.update(grads, optimizer, params)
+        fair = counts_NE.astype(jnp.float32).mean(axis=1, keepdims=True)
+        move = router.bias_update_speed * jnp.sign(fair - counts_NE.astype(jnp.float32))
+        bias = jax.tree.map(lambda b: b + move, bias)
+        values = {"loss": nll, "balance_loss": balance, "z_loss": z, "counts": counts_NE}
+        values["grad_norm"] = optax.tree.norm(grads)
+        return optax.apply_updates(params, updates), bias, optimizer, values
+
+    optimizer, metrics = adamw.init(params), []
+    for i in range(steps):
+        with jax.numpy_dtype_promotion("standard"):  # optax itself mixes dtypes
+            params, bias, optimizer, values = step(params, bias, optimizer, batch(mesh, i)[0])
+        metrics.append(jax.device_get(values))
+    return Run(metrics, host((nnx.to_pure_dict(params), nnx.to_pure_dict(bias))))
+
+
+def test_one_device_is_a_plain_loss_with_optax() -> None:
+    ours, expected = run(ONE), plain_training(3)
+    for a, b in zip(ours.metrics, expected.metrics, strict=True):
+        assert_same({name: a[name] for name in b}, b)
+        assert a["dropped"].tolist() == [0] * N
+        total = np.sqrt(sum(np.square(g).sum() for g in a["grad_norms"].values()))
+        assert total == pytest.approx(float(a["grad_norm"]), rel=1e-5)
+        assert float(a["grad_norm"]) > OPTIMIZER.clip_norm  # the clip was at work
+    assert_same((ours.state.params, ours.state.router_bias), expected.state)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), ours.state.params, initial().params)
+    assert min(jax.tree.leaves(moved)) > 1e-4
+    assert ours.metrics[0]["grad_norms"]["moe_layers"].shape == (N,)
+    schedule = learning_rate(OPTIMIZER, CONFIG.num_steps)
+    np.testing.assert_allclose(
+        [m["learning_rate"] for m in ours.metrics], [schedule(float(i)) for i in range(3)], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("shape", "path"), [((3, 4), ("moe_layers", "w")), ((4,), ("norm", "scale"))])
+def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -> None:
+    config = OptimizerConfig(warmup_steps=0, schedule="constant", learning_rate=0.01)
+    rng = np.random.default_rng(0)
+    keys = tuple(jax.tree_util.DictKey(name) for name in path)
+    w = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    m, v = jnp.zeros(shape), jnp.zeros(shape)
+    decay = decays(keys, jnp.zeros((2, *shape)) if path[0] == "moe_layers" else w)
+    assert decay == (len(shape) == 2)
+    theirs = optax.adamw(0.01, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay * decay)
+    w2, s2 = w, theirs.init(w)
+    update = jax.jit(
+        lambda w, m, v, g, step, ok: advance(
+            w, m, v, g, config=config, decay=decay, lr=jnp.float32(0.01), step=step, clip=jnp.float32(0.5), ok=ok
+        )
+    )
+    for i in range(5):
+        g = jnp.asarray(rng.normal(size=shape), jnp.float32)
+        kept = update(w, m, v, g, jnp.int32(i), jnp.bool_(False))
+        for a, b in zip(kept, (w, m, v), strict=True):
+            np.testing.assert_array_equal(a, b)
+        w, m, v = update(w, m, v, g, jnp.int32(i), jnp.bool_(True))
+        with jax.numpy_dtype_promotion("standard"):  # optax itself mixes dtypes
+            u, s2 = theirs.update(0.5 * g, s2, w2)
+        w2 = optax.apply_updates(w2, u)
+        np.testing.assert_allclose(w, w2, rtol=1e-5, atol=1e-7)
+
+
+def test_what_decays() -> None:
+    shapes = program(ONE)[0].state_shape.params
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    kept = {path_names(path)[-1] for path, w in leaves if not decays(path, w)}
+    assert kept == {"scale"}
+    biased = dataclasses.replace(MODEL, attention_bias=True, mlp_bias=True, norm="layernorm", num_experts_per_tok=1)
+    model = nnx.eval_shape(lambda: Decoder(biased, rngs=nnx.Rngs(0)))
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    kept = {path_names(path)[-1] for path, w in leaves if not decays(path, w)}
+    assert kept == {"scale", "bias", "b_qkv", "b_out", "b_up", "b_down"}
+
+
+def test_learning_rate() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_learning_rate_fraction=0.1)
+    rates = [float(learning_rate(config, 24)(float(i))) for i in range(30)]
+    np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)  # the first step already learns
+    assert rates[4] == pytest.approx(1.0) and rates[14] == pytest.approx(0.55)
+    np.testing.assert_allclose(rates[24:], 0.1, rtol=1e-6)
+    assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
+    constant = learning_rate(dataclasses.replace(config, schedule="constant", warmup_steps=0), 24)
+    assert [float(constant(i)) for i in (0.0, 10.0, 40.0)] == [1.0, 1.0, 1.0]
+    assert float(learning_rate(dataclasses.replace(config, warmup_steps=1), 24)(0.0)) == 1.0
+
+
+# ---- every mesh gives the same
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8), (4, 1, 2)], ids=str)
+def test_mesh(shape: tuple[int, int, int]) -> None:
+    assert_same_run(run(shape), run(ONE))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shard_dense": False}, {"exchange": "flat", "remat": "layer"}],
+    ids=["dense parameters whole", "flat exchange, remat"],
+)
+def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
+    assert_same_run(run((2, 2, 2), **changes), run(ONE))
+
+
+def test_remat_on_one_device() -> None:
+    assert_same_run(run(ONE, remat="layer"), run(ONE))
+
+
+def test_gradient_accumulation() -> None:
+    """Without the balance loss, which is a product of two means over the tokens that share a forward pass."""
+    one = run(ONE, model=NO_BALANCE)
+    assert_same_run(run((1, 2, 4), model=NO_BALANCE, gradient_accumulation_steps=2), one)
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    low, full = run((2, 2, 2), compute_dtype="bfloat16"), run(ONE)
+    for a, b in zip(low.metrics, full.metrics, strict=True):
+        assert a["ok"]
+        assert a["loss"] == pytest.approx(float(b["loss"]), rel=1e-2)
+        assert a["grad_norm"] == pytest.approx(float(b["grad_norm"]), rel=5e-2)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(low.state.params))
+
+
+def test_initial_state_is_the_same_on_every_mesh() -> None:
+    one, eight = program(ONE)[0].init(), program((2, 2, 2))[0].init()
+    assert_same(host(eight), host(one), 1e-6)
+    assert not any(leaf.any() for leaf in jax.tree.leaves((one.m, one.v, one.router_bias, one.step)))
+    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), eight, program((2, 2, 2))[0].state_shape)
+
+
+@pytest.mark.parametrize("shard_dense", [True, False])
+def test_what_is_split(shard_dense: bool) -> None:
+    """Every matrix is split over all devices, experts over theirs; norms and biases are on every device."""
+    shape = program((2, 2, 2), shard_dense=shard_dense)[0].state_shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shape.params):
+        spec = param_spec(path, leaf.shape, 8, shard_dense)
+        parts = leaf.size // int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
+        assert leaf.sharding.spec == spec
+        small = path_names(path)[-1] == "scale"
+        assert parts == (4 if is_expert(path) else 1 if small or not shard_dense else 8), path
+
+
+def test_evaluation_and_logits() -> None:
+    state = initial()
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, MODEL.vocab_size, (8, S + 1)).astype(np.int32)
+    weights = rng.integers(0, 2, (8, S)).astype(np.float32)
+    model = nnx.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0)))
+    graph, values = nnx.split(model)
+    nnx.replace_by_pure_dict(values, merged(state.params, state.router_bias))
+
+    @jax.jit
+    def logits_of(values: Any, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, values)
+        return model(tokens)[0] @ model.lm_head()
+
+    logits = logits_of(values, jnp.asarray(tokens[:, :-1]))
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(tokens[:, 1:]))
+    ours, mesh, _ = program((1, 2, 4))
+    placed, rows = place(state, ours), NamedSharding(mesh, BATCH)
+    value = ours.evaluate(placed, jax.device_put(tokens, rows), jax.device_put(weights, rows))
+    np.testing.assert_allclose(jax.block_until_ready(value), (nll * jnp.asarray(weights)).sum(), rtol=1e-5)
+    same = jax.device_put(np.tile(tokens[:1, :-1], (8, 1)), rows)
+    for position in (0, 17):
+        next_V = jax.block_until_ready(ours.next_logits(placed, same, jnp.int32(position)))
+        assert_same(next_V, logits[0, position])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
+
+
+def merged(a: Any, b: Any) -> Any:
+    """Two nested dicts as one."""
+    if not isinstance(a, dict):
+        return a
+    return {name: merged(a[name], b[name]) if name in a and name in b else (a | b)[name] for name in a | b}
+
+
+# ---- when something is wrong
+
+
+def assert_unchanged(after: TrainState, before: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, host(after), before)
+
+
+def poisoned(name: str) -> Any:
+    state = host(initial())
+    if name == "not a number":
+        state.params["moe_layers"]["attention"]["w_out"][1, 0, 0] = np.nan
+    else:  # the loss stays finite, but the gradient of the second layer's w_down squares beyond float32
+        experts = state.params["moe_layers"]["moe"]["experts"]
+        experts["w_up"][1] *= 1e12
+        experts["w_down"][1] = 0
+    return state
+
+
+@pytest.mark.parametrize("shape", [ONE, (2, 2, 2)], ids=str)
+def test_a_step_that_is_not_finite_changes_nothing(shape: tuple[int, int, int]) -> None:
+    ours, mesh, _ = program(shape)
+    bad = poisoned("not a number")
+    after, metrics = jax.block_until_ready(ours.step(place(bad, ours), batch(mesh, 0)))
+    assert not metrics["ok"] and not metrics["overflow"] and not np.isfinite(metrics["loss"])
+    assert not np.isfinite(metrics["grad_norms"]["moe_layers"][1])
+    assert_unchanged(after, bad)
+
+    bad = poisoned("large")
+    after, metrics = jax.block_until_ready(ours.step(place(bad, ours), batch(mesh, 0)))
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+    assert not metrics["ok"] and not metrics["overflow"]
+    norms = jax.device_get(metrics["grad_norms"])
+    assert not np.isfinite(norms["moe_layers"][1])  # only the offending layer
+    assert np.isfinite(norms.pop("moe_layers")[0]) and all(np.isfinite(norm).all() for norm in norms.values())
+    assert_unchanged(after, bad)
+
+
+def test_the_state_is_donated() -> None:
+    ours, mesh, _ = program(ONE)
+    state = place(initial(), ours)
+    after, _ = jax.block_until_ready(ours.step(state, batch(mesh, 0)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+def test_an_overflowing_dropless_step_runs_again_with_room_for_all() -> None:
+    """All tokens to experts 0 and 1: four times the fair share of their two devices, where buffers hold twice it."""
+    skewed = host(initial())
+    skewed.router_bias["moe_layers"]["moe"]["router"]["e_score_correction_bias"][:, :2] += 10.0
+    ours, mesh, _ = program((1, 1, 8))
+    after, metrics = jax.block_until_ready(ours.step(place(skewed, ours), batch(mesh, 0)))
+    assert metrics["overflow"] and not metrics["ok"] and np.isfinite(metrics["loss"])
+    assert metrics["dropped"].tolist() == [B * S] * N  # half of all assignments
+    assert_unchanged(after, skewed)
+
+    again, metrics = jax.block_until_ready(ours.step_worst_case(after, batch(mesh, 0)))
+    assert metrics["ok"] and not metrics["overflow"] and metrics["dropped"].tolist() == [0] * N
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+    one, mesh, _ = program(ONE)
+    expected, expected_metrics = jax.block_until_ready(one.step(place(skewed, one), batch(mesh, 0)))
+    assert not expected_metrics["overflow"]
+    assert_same(jax.device_get(metrics), jax.device_get(expected_metrics))
+    assert_same(host(again), host(expected), 3e-5)
+
+
+def test_capacity_drops_without_stopping() -> None:
+    ours, mesh, _ = program((1, 1, 8), model=dataclasses.replace(MODEL, capacity_factor=0.5))
+    after, metrics = jax.block_until_ready(ours.step(place(initial(), ours), batch(mesh, 0)))
+    assert metrics["ok"] and not metrics["overflow"] and int(after.step) == 1
+    assert (metrics["dropped"] >= B * S).all()  # buffers hold half of all assignments
+    assert metrics["counts"].sum(axis=1).tolist() == [2 * B * S] * N
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_jitter_is_traced_on_every_mesh(accumulation: int) -> None:
+    router = RouterConfig(kind="switch", jitter_noise=0.1)
+    model = dataclasses.replace(MODEL, router=router, num_experts_per_tok=1)
+    for shape in (ONE, (2, 2, 2)):
+        ours, mesh, _ = program(shape, model=model, gradient_accumulation_steps=accumulation)
+        state, metrics = jax.eval_shape(ours.step, ours.state_shape, batch(mesh, 0, accumulation))
+        assert jax.tree.structure(state) == jax.tree.structure(ours.state_shape)
+        assert metrics["counts"].shape == (N, E)
