@@ -5,6 +5,7 @@ Legend: B batch, S sequence, D hidden, F feed-forward hidden, V vocabulary, E ex
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    """A third of the time to compile; what is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def config_of(**options: Any) -> ModelConfig:
     return ModelConfig(**(TINY | options))
 
@@ -97,9 +106,8 @@ def norm(config: ModelConfig, p: Any, x: jax.Array, kind: str | None = None) -> 
 def turn(config: ModelConfig, x_BSHd: jax.Array) -> jax.Array:
     half = x_BSHd.shape[-1] // 2
     angle = np.arange(S)[:, None] * config.rope_theta ** (-np.arange(half) / half)
-    z = jax.lax.complex(x_BSHd[..., :half], x_BSHd[..., half:]) * jnp.asarray(
-        np.exp(1j * angle)[:, None], jnp.complex64
-    )
+    rotation = jnp.asarray(np.exp(1j * angle)[:, None], jnp.complex64)
+    z = jax.lax.complex(x_BSHd[..., :half], x_BSHd[..., half:]) * rotation
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
@@ -134,10 +142,8 @@ def mixture(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
     routing = route(logits, config.num_experts_per_tok, config.router, bias)
     onehot = jax.nn.one_hot(routing.topk_idx_TK, config.num_experts)
     weights = jnp.einsum("tk,tke->te", routing.topk_weights_TK, onehot).reshape(B, S, -1)
-    y = jnp.zeros(x.shape)
-    for e in range(config.num_experts):
-        y += weights[..., e, None] * feed_forward(config, jax.tree.map(lambda w: w[e], p["experts"]), x)  # noqa: B023
-    return y
+    y_EBSD = jax.vmap(lambda p: feed_forward(config, p, x))(p["experts"])
+    return jnp.einsum("bse,ebsd->bsd", weights, y_EBSD)
 
 
 def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> jax.Array:
