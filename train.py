@@ -28,7 +28,7 @@ from jmoe.training import distributed
 from jmoe.training.checkpoint import Checkpoints, check_compatible
 from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.metrics import METRICS_FILE, MetricsLog, ProgressLine, read_events, recent_expert_load
+from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState, make_program
 
@@ -275,10 +275,11 @@ def main(arguments: Sequence[str]) -> None:
         if main_process:
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
         run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, log)
+        before: tuple[float, float] | None = None
         if start == 0:
-            before: tuple[float, float] | None = run.evaluate(state)
-        else:
-            first = [e for e in read_events(output_dir / METRICS_FILE) if e["event"] == "evaluation" and e["step"] == 0]
+            before = run.evaluate(state)
+        elif log is not None:  # the first run's, if this folder has it
+            first = [event for event in read_events(log.path) if event["event"] == "evaluation" and event["step"] == 0]
             before = (first[0]["loss"], first[0]["bits_per_byte"]) if first else None
         state, completed = train(run, state)
         if completed:

@@ -297,6 +297,7 @@ class Checkpoints:
             except OSError as error:
                 problem = f"checkpoint folder {self.directory} cannot be written: {error}"
         self._check_shared(problem)
+        logging.getLogger("absl").addFilter(_is_news)
         options = ocp.CheckpointManagerOptions(
             create=False,  # made above; Orbax refuses to make it for named processes
             cleanup_tmp_directories=True,
@@ -425,6 +426,11 @@ class Checkpoints:
         (folder / MANIFEST).write_text(json.dumps(manifest, sort_keys=True))
         for path in (*_files(folder), *(p for p in folder.glob("**/") if p.is_dir())):
             _fsync(path)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether to log what Orbax logs: not the traceback, several times over, of an error that `wait` raises."""
+    return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
 def _named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:

@@ -274,10 +274,6 @@ def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
     assert_same_run(run((2, 2, 2), **changes), run(ONE))
 
 
-def test_remat_on_one_device() -> None:
-    assert_same_run(run(ONE, remat="layer"), run(ONE))
-
-
 def test_gradient_accumulation() -> None:
     """Without the balance loss, which is a product of two means over the tokens that share a forward pass."""
     one = run(ONE, model=NO_BALANCE)
