@@ -13,6 +13,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from jmoe.collectives.all_to_all import Exchange, make_exchange
 from jmoe.config import RouterConfig, check
@@ -152,8 +153,8 @@ class MoELayer(nnx.Module):
         experts: None for SwiGLU / GELU experts, or any module called as experts(rows, group_sizes, expected_rows) ->
             rows whose parameters have a leading expert dimension.
         capacity_factor: rows per destination device / fair share; None: dropless (buffers for the worst case).
-        mesh: the mesh of your `jit`; None: one device. expert_axes: its axes that hold experts; data_axes: further
-            axes that split tokens.
+        mesh: the mesh of your `jit`, its axes of type Auto; None: one device. expert_axes: its axes that hold experts;
+            data_axes: further axes that split tokens.
         exchange: `flat` or `two_level` (over two expert axes: across nodes, inside a node).
 
     Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
@@ -208,6 +209,8 @@ class MoELayer(nnx.Module):
             check(not self.expert_axes, "expert_axes", self.expert_axes, "needs a mesh")
             return 1
         for axis in self.expert_axes + self.data_axes:
+            kind = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)).get(axis, AxisType.Auto)
+            check(kind == AxisType.Auto, "mesh.axis_types", kind, f"axis {axis!r} must be AxisType.Auto")
             check(axis in self.mesh.shape, "expert_axes/data_axes", axis, f"is not an axis of {tuple(self.mesh.shape)}")
         devices = math.prod(self.mesh.shape[a] for a in self.expert_axes)
         check(
