@@ -242,7 +242,7 @@ def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable
         overflow = metrics["dropped"].sum() > 0 if dropless and "dropped" in metrics else jnp.bool_(False)
         ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12)) if clip_norm else jnp.float32(1.0)
-        lr = jnp.asarray(schedule(state.step), jnp.float32)
+        lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
         with jax.named_scope("optimizer"):
             leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
             new = [
