@@ -5,6 +5,8 @@ Legend: R devices of one exchange = P x Q, C rows per destination, D hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def run(kind: str, across: int, inside: int, x: np.ndarray, g: np.ndarray) -> tu
 
 @pytest.mark.parametrize(("across", "inside"), SPLITS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_two_level_is_flat_is_a_transpose(across: int, inside: int, dtype: jnp.dtype) -> None:
+def test_two_level_is_flat_is_a_transpose(across: int, inside: int, dtype: Any) -> None:
     devices = across * inside
     rng = np.random.default_rng(0)
     x, g = (np.asarray(jnp.asarray(rng.normal(size=(8, devices, C, D)), dtype)) for _ in range(2))

@@ -27,7 +27,7 @@ GROUPS = {
 }
 
 
-def arrays(activation: str, bias: bool, dtype: jnp.dtype) -> list[jax.Array | None]:
+def arrays(activation: str, bias: bool, dtype: Any) -> list[jax.Array | None]:
     """[x, w_up, w_down, b_up, b_down]; the biases float32, as the layers keep them."""
     up = 2 * F if activation == "swiglu" else F
     rng = np.random.default_rng(0)
@@ -50,13 +50,14 @@ def run(slots: int | None, activation: str, operands: list[Any], sizes_L: jax.Ar
     return y, vjp(dy_ND)
 
 
-def compare(slots: int, activation: str, bias: bool, dtype: jnp.dtype, tolerance: float) -> None:
+def compare(slots: int, activation: str, bias: bool, dtype: Any, tolerance: float) -> None:
     operands = arrays(activation, bias, dtype)
     dy_ND = jnp.asarray(np.random.default_rng(1).normal(size=(N, D)), dtype)
     for name, sizes in GROUPS.items():
         sizes_L = jnp.asarray(sizes, jnp.int32)
         ours, expected = (run(s, activation, operands, sizes_L, dy_ND) for s in (slots, None))
-        assert jax.tree.structure(ours) == jax.tree.structure(expected)
+        structure: Any = jax.tree.structure(ours)
+        assert structure == jax.tree.structure(expected)
         for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)):
             assert a.dtype == b.dtype
             a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ M, K, N = 24, 40, 16
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 
 
-def rounded(rng: np.random.Generator, shape: tuple[int, ...], dtype: jnp.dtype) -> tuple[jax.Array, np.ndarray]:
+def rounded(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, np.ndarray]:
     """A random array in `dtype` and the same values in float64."""
     x = jnp.asarray(rng.normal(size=shape), dtype)
     return x, np.asarray(x.astype(jnp.float32), np.float64)
@@ -33,7 +35,7 @@ def flip(x: np.ndarray) -> np.ndarray:
 
 @dtypes
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)])
-def test_dot_values(dtype: jnp.dtype, batch: tuple[int, ...]) -> None:
+def test_dot_values(dtype: Any, batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     a, a64 = rounded(rng, (*batch, M, K), dtype)
     b, b64 = rounded(rng, (*batch, K, N), dtype)
@@ -47,7 +49,7 @@ def test_dot_values(dtype: jnp.dtype, batch: tuple[int, ...]) -> None:
 
 @dtypes
 @pytest.mark.parametrize("shape", [(M, K), (3, M, K), (1, 1), (7, 1, K)])
-def test_transposed_is_exact(dtype: jnp.dtype, shape: tuple[int, ...]) -> None:
+def test_transposed_is_exact(dtype: Any, shape: tuple[int, ...]) -> None:
     x, _ = rounded(np.random.default_rng(1), shape, dtype)
     y = jax.jit(transposed)(x)
     assert y.dtype == x.dtype
@@ -65,7 +67,7 @@ def test_bfloat16_products_of_a_transpose(batch: tuple[int, ...]) -> None:
 
 @dtypes
 @pytest.mark.parametrize("leading", [(M,), (2, 3), (2, 2, 3)])
-def test_matmul_values_and_gradients(dtype: jnp.dtype, leading: tuple[int, ...]) -> None:
+def test_matmul_values_and_gradients(dtype: Any, leading: tuple[int, ...]) -> None:
     rng = np.random.default_rng(3)
     x, x64 = rounded(rng, (*leading, K), dtype)
     w, w64 = rounded(rng, (K, N), dtype)
@@ -85,7 +87,7 @@ def test_matmul_values_and_gradients(dtype: jnp.dtype, leading: tuple[int, ...])
 
 
 @dtypes
-def test_matmul_in_a_scan_under_remat(dtype: jnp.dtype) -> None:
+def test_matmul_in_a_scan_under_remat(dtype: Any) -> None:
     """Where layers use it: stacked weights, scanned and recomputed."""
     rng = np.random.default_rng(4)
     w, w64 = rounded(rng, (3, K, K), dtype)
@@ -97,7 +99,8 @@ def test_matmul_in_a_scan_under_remat(dtype: jnp.dtype) -> None:
 
     dw = jax.jit(jax.grad(loss))(w)
     xs = [x64, x64 @ w64[0] / 8, x64 @ w64[0] @ w64[1] / 64]
-    g, expected = np.ones((M, K)), []
+    g = np.ones((M, K))
+    expected: list[np.ndarray] = []
     for i in (2, 1, 0):
         expected.insert(0, xs[i].T @ g / 8)
         g = g @ w64[i].T / 8

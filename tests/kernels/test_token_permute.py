@@ -5,6 +5,8 @@ Legend: T tokens, K choices a token, M rows of a buffer, D hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def plain_combine(y_MD: jax.Array, weights_TK: jax.Array, slot_TK: np.ndarray) -
 
 @pytest.mark.parametrize(("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True), (96, 0, True)])
 @dtypes
-def test_dispatch(rows: int, dropped: int, complete: bool, dtype: jnp.dtype) -> None:
+def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     src_M, slot_TK = permutation(rows, dropped)
     rng = np.random.default_rng(0)
     x_TD = jnp.asarray(rng.normal(size=(T, D)), dtype)
@@ -66,7 +68,7 @@ def test_dispatch(rows: int, dropped: int, complete: bool, dtype: jnp.dtype) -> 
 
 @pytest.mark.parametrize(("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True)])
 @dtypes
-def test_combine(rows: int, dropped: int, complete: bool, dtype: jnp.dtype) -> None:
+def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     src_M, slot_TK = permutation(rows, dropped)
     rng = np.random.default_rng(1)
     y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)

@@ -24,7 +24,7 @@ from jmoe.layers.moe import buffer_rows
 from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
 
 T, D, F, E = 128, 16, 12, 8
-LOSSES = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large: their gradients must not hide behind the output's
+LOSSES: dict[str, Any] = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large, to show beside the output
 CASES = {
     "switch": (1, RouterConfig(kind="switch", **LOSSES)),
     "gshard": (2, RouterConfig(kind="gshard", **LOSSES)),
@@ -129,7 +129,7 @@ def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | Non
         y_TED = jnp.einsum("tef,efd->ted", a_TEF, experts["w_down"]) + experts.get("b_down", 0.0)
         y_TD = jnp.einsum("te,ted->td", weights_TE, y_TED)
         metrics = MoEMetrics(
-            load_E=counts_E / (T * k),
+            load_E=jnp.asarray(counts_E / (T * k)),
             entropy=-(probs_TE * jnp.log(probs_TE)).sum(axis=1).mean(),
             dropped_fraction=jnp.float32((~kept_TK).mean()),
             balance_loss=config.aux_loss_coef * E * jnp.sum(counts_E / (T * k) * probs_TE.mean(axis=0)),
@@ -145,7 +145,8 @@ def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | Non
 
 def assert_same(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """Every leaf of two pytrees within `tolerance` of its largest value."""
-    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    structure: Any = jax.tree.structure(ours)
+    assert structure == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape, path
         a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -479,6 +480,9 @@ def test_bad_inputs() -> None:
         MoELayer(D, 6, 2, F, mesh=mesh, expert_axes=EXPERT, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"'model'.* is not an axis of \('data', 'expert_inter', 'expert_intra'\)"):
         MoELayer(D, E, 2, F, mesh=mesh, expert_axes=("model",), rngs=nnx.Rngs(0))
+    explicit = jax.make_mesh((8,), ("gpu",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"mesh.axis_types = .*Explicit.*: axis 'gpu' must be AxisType.Auto"):
+        MoELayer(D, E, 2, F, mesh=explicit, expert_axes=("gpu",), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"expert_axes = \('expert_intra',\): needs a mesh"):
         MoELayer(D, E, 2, F, expert_axes=("expert_intra",), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of flat, two_level"):

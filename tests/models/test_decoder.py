@@ -188,7 +188,8 @@ def test_every_option_agrees_with_a_plain_decoder(name: str) -> None:
     (_, expected), egrads = jax.jit(jax.value_and_grad(plain, has_aux=True))(nnx.to_pure_dict(state))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
     grads = nnx.to_pure_dict(grads)
-    assert jax.tree.structure(grads) == jax.tree.structure(egrads)
+    structure: Any = jax.tree.structure(grads)
+    assert structure == jax.tree.structure(egrads)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(egrads), strict=True):
         where = jax.tree_util.keystr(path)
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * float(jnp.abs(b).max()), err_msg=where)
