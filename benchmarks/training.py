@@ -56,7 +56,12 @@ def parse() -> argparse.Namespace:
         "--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters"
     )
     parser.add_argument("--data", choices=("random", "text"), default="random")
-    parser.add_argument("--init", choices=("jmoe", "torch"), default="jmoe", help="torch: that library's defaults")
+    parser.add_argument(
+        "--init",
+        choices=("jmoe", "torch", "hf"),
+        default="jmoe",
+        help="torch: its layers' defaults; hf: normal(0.02), as transformers does",
+    )
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -126,15 +131,17 @@ def tokens(a: argparse.Namespace, config: TrainConfig, rank: int) -> np.ndarray:
     return np.concatenate([ids.reshape(a.batch, a.seq), last], axis=1).astype(np.int32)[None]
 
 
-def torch_like(state: Any, seed: int = 0) -> Any:
-    """The state with weights drawn as torch's Linear and Embedding draw them, sharded as before."""
+def peer_like(state: Any, init: str, std: float, seed: int = 0) -> Any:
+    """The state with weights drawn as torch's Linear and Embedding, or transformers, draw them, sharded as before."""
     import jax
     import jax.numpy as jnp
 
     def draw(path: Any, w: jax.Array) -> jax.Array:
         names = [str(getattr(k, "key", k)) for k in path]
         rng = np.random.default_rng([seed, *"/".join(names).encode()])
-        if names[-1] in ("embedding", "positions"):
+        if init == "hf" and w.ndim > 1 and names[-1] not in ("scale", "bias"):
+            value = np.float32(std) * rng.standard_normal(w.shape, np.float32)
+        elif names[-1] in ("embedding", "positions"):
             value = rng.standard_normal(w.shape, np.float32)
         elif names[-1] in ("scale", "bias"):
             return w
@@ -169,8 +176,8 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
     compile_s = time.perf_counter() - begun
     state = program.init()  # after compiling, whose memory it takes over
-    if a.init == "torch":
-        state = torch_like(state)
+    if a.init != "jmoe":
+        state = peer_like(state, a.init, config.model.initializer_range)
     seconds, losses, dropped = [], [], 0
     for i in range(a.warmup + a.steps):
         begun = time.perf_counter()

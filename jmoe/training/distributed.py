@@ -167,6 +167,7 @@ class Watchdog:
         self._wait: _Wait | None = None
         self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
         self._last = "nothing yet"
+        self._answered_s = math.inf  # when the coordinator last answered; inf: it is not expected to, or that was said
         self._closing = threading.Event()
         self._ending = threading.Lock()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
@@ -197,8 +198,13 @@ class Watchdog:
             _limited(lambda: self._beat(CLOSED))
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._tick_s):
+        while not self._closing.wait(min(self._tick_s, self._beat_s)):
             wait = self._wait
+            # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this process unexplained.
+            silent_s = time.monotonic() - self._answered_s
+            if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():
+                self._answered_s = math.inf
+                _say(f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at {self._at()}")
             if wait is not None and time.monotonic() > wait.since + wait.timeout_s and not self._closing.is_set():
                 self._give_up(wait)
 
@@ -259,6 +265,7 @@ class Watchdog:
             beat += 1
             try:
                 self._beat(beat)
+                self._answered_s = time.monotonic()
                 if self._rank == 0:
                     self._look_for_silence(changed)
                 for rank, notice in self._notices().items():
@@ -269,6 +276,7 @@ class Watchdog:
                             _say(f"rank {self._rank} was at {self._at()}; ends too")
                             self._end()
             except jax.errors.JaxRuntimeError as error:
+                self._answered_s = math.inf
                 if not self._closing.is_set():
                     _say(f"{NO_COORDINATOR}: {_first_line(error)}")
                 return

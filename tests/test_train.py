@@ -1,0 +1,412 @@
+"""train.py end to end with real processes: killed, stopped, moved to other devices, fed with bad input.
+
+All runs share one tiny model, its token shards and a compile cache, and are held against one uninterrupted run.
+"""
+
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from train_runs import (
+    ENDLESS,
+    REFERENCE_STEPS,
+    Run,
+    Start,
+    TrainRuns,
+    committed,
+    end_of,
+    kill_while_saving,
+    losses,
+    records,
+    resumes,
+    run_split,
+    unfinished,
+    wait_until,
+)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
+    """What the runs of this file share."""
+    return TrainRuns(tmp_path_factory.mktemp("train"), run_python)
+
+
+@pytest.fixture
+def reference(runs: TrainRuns) -> dict[int, float]:
+    """The loss of every step of a run on one device that nothing disturbed."""
+    return dict(losses(runs.reference[0]))
+
+
+# A whole run
+
+
+def test_completed_run(runs: TrainRuns) -> None:
+    output_dir, screen = runs.reference
+    for words in (
+        "tokens to train on",
+        "step 0 ",
+        f"step {REFERENCE_STEPS - 1} (100 %)",
+        "tokens/s",
+        "before training",
+    ):
+        assert words in screen
+    for words in ("after training", "bits per byte", "unigram model", "xz -9", "least loaded expert", "sample"):
+        assert words in screen
+    for name in ("checkpoints", "metrics.jsonl", "tensorboard", "report.png"):
+        assert str(output_dir / name) in screen.replace("\n", ""), name
+    assert (output_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+    events = b"".join(path.read_bytes() for path in (output_dir / "tensorboard" / "train").iterdir())
+    assert events.count(b"tokens_per_s") == REFERENCE_STEPS
+
+    steps = [record for record in records(output_dir) if "event" not in record]
+    assert [record["step"] for record in steps] == list(range(REFERENCE_STEPS))
+    for record in steps:
+        assert math.isfinite(record["loss"])
+        assert record["tokens_per_s"] > 0
+        assert record["dropped_fraction"] == 0  # dropless
+    before, after = (record for record in records(output_dir) if "event" in record)
+    assert (before["event"], before["step"], after["event"], after["step"]) == ("evaluation", 0, "evaluation", 80)
+    assert after["bits_per_byte"] < 0.9 * before["bits_per_byte"]
+    assert committed(output_dir) == list(range(5, REFERENCE_STEPS + 1, 5))
+    saved = json.loads((output_dir / "config.json").read_text())
+    assert saved["model"]["hidden_size"] == 32
+    assert saved["data_fingerprint"]
+
+
+def test_text_folder(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """The text itself instead of its shards: the tokenizer is trained and cached beside the run."""
+    command = runs.command(tmp_path, "--num-steps", 12, "--data.held-out-bytes", 20000, data=runs.text)
+    done = run_python(command, runs.environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "data").rglob("tokenizer*.json"))
+    values = [loss for _, loss in losses(tmp_path)]
+    assert sum(values[-3:]) / 3 < values[0] - 0.2
+
+
+def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    lines = tmp_path / "modules.jsonl"
+    with lines.open("w") as file:
+        for path in sorted(runs.text.iterdir()):
+            file.write(json.dumps({"name": path.name, "body": path.read_text()}) + "\n")
+    dense = ("--model.num-experts", 0, "--model.intermediate-size", 64, "--optimizer.schedule", "cosine")
+    command = runs.command(tmp_path / "run", "--num-steps", 30, "--data.field", "body", *dense, data=lines)
+    done = run_python(command, runs.environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    values = [loss for _, loss in losses(tmp_path / "run")]
+    assert len(values) == 30
+    assert sum(values[-3:]) / 3 < values[0] - 0.2
+    assert all(record["dropped_fraction"] == 0 for record in records(tmp_path / "run") if "event" not in record)
+
+
+def test_profile(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    command = runs.command(tmp_path, "--num-steps", 6, "--profile.steps", "3:5")
+    done = run_python(command, runs.environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    for phase in ("attention", "router", "dispatch", "experts", "combine", "loss", "optimizer"):
+        assert f"/{phase}/".encode() in content or f"({phase})/".encode() in content, phase
+
+
+# Killed and stopped
+
+
+def test_killed_run_resumes_bit_identically(
+    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
+) -> None:
+    command, environment = runs.command(tmp_path, "--num-steps", REFERENCE_STEPS), runs.environment()
+    first = start_python(command, tmp_path / "log-1", environment)
+    moment = random.randint(12, 40)  # by step 12 the first checkpoint is complete: the save of step 10 waited for it
+    wait_until(lambda: len(losses(tmp_path)) >= moment, first, tmp_path / "log-1")
+    time.sleep(random.uniform(0, 0.03))
+    first.kill()
+    assert first.wait(30) == -signal.SIGKILL
+    commits = committed(tmp_path)[-1:]
+
+    second = start_python(command, tmp_path / "log-2", environment)
+    kill_while_saving(second, tmp_path, tmp_path / "log-2")
+    commits += committed(tmp_path)[-1:]
+
+    third = start_python(command, tmp_path / "log-3", environment)
+    assert "after training" in end_of(third, tmp_path / "log-3", 100)
+    assert third.returncode == 0
+    # resumed from the last commit, and said so
+    assert resumes(tmp_path) == commits
+    for step, log in zip(commits, ("log-2", "log-3"), strict=True):
+        assert f"resuming from step {step} " in (tmp_path / log).read_text()
+    # what a step computed, the first time or again, is what the undisturbed run computed: all bits of it
+    assert {step for step, _ in losses(tmp_path)} == set(reference)
+    assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
+    assert committed(tmp_path) == [REFERENCE_STEPS - 5, REFERENCE_STEPS]
+    assert unfinished(tmp_path) == set()
+
+
+def test_signals_save_and_resume(
+    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
+) -> None:
+    """SIGTERM, then the same command again and SIGUSR1: each ends with the step saved, and nothing is lost."""
+    stops: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        log = tmp_path / f"log-{number}"
+        before = len(losses(tmp_path))
+        process = start_python(runs.command(tmp_path, *ENDLESS), log, runs.environment())
+        wait_until(lambda before=before: len(losses(tmp_path)) >= before + 7, process, log)
+        process.send_signal(number)
+        screen = end_of(process, log, 30)
+        assert process.returncode == 0, screen
+        stops.append(committed(tmp_path)[-1])
+        assert f"stopped by a signal after step {stops[-1]};" in screen
+        assert losses(tmp_path)[-1][0] == stops[-1] - 1
+    assert f"resuming from step {stops[0]} " in screen
+    assert resumes(tmp_path) == stops[:1]
+    assert [step for step, _ in losses(tmp_path)] == list(range(stops[1]))  # each once
+    assert [(step, loss) for step, loss in losses(tmp_path)[:REFERENCE_STEPS] if loss != reference[step]] == []
+
+
+def test_completed_run_again(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """The command of a run that is complete trains no further and prints what the run came to."""
+    runs.from_checkpoint(REFERENCE_STEPS, tmp_path)
+    shutil.copy(runs.reference[0] / "metrics.jsonl", tmp_path)
+    before = losses(tmp_path)
+    done = run_python(runs.command(tmp_path, "--num-steps", REFERENCE_STEPS), runs.environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    first, again = (
+        screen.partition("held-out text")[2].partition("sample")[0] for screen in (runs.reference[1], done.stdout)
+    )
+    assert first == again
+    assert losses(tmp_path) == before
+    assert committed(tmp_path) == [REFERENCE_STEPS]
+
+
+# Other devices, more processes
+
+
+def test_another_mesh_and_back(runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run) -> None:
+    """A checkpoint of one device on four, and one of four on one."""
+    runs.from_checkpoint(40, tmp_path)
+    for devices, end, mesh in ((4, 47, ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)), (1, 54, ())):
+        command = runs.command(tmp_path, "--num-steps", end, *mesh)
+        done = run_python(command, runs.environment(devices), timeout=150)
+        assert done.returncode == 0, done.stderr
+        assert f"{devices} cpu device(s)" in done.stdout
+    assert resumes(tmp_path) == [40, 47]
+    assert dict(losses(tmp_path)) == pytest.approx({s: reference[s] for s in range(40, 54)}, rel=1e-5, abs=0)
+
+
+SPLITS = {"1 process x 4 devices": (1, 4), "2 x 2": (2, 2), "4 x 1": (4, 1)}
+
+
+def test_process_counts_agree(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    """The same 4 devices in 1, 2 and 4 processes: the same losses."""
+    mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)
+    got = {}
+    for name, (processes, devices) in SPLITS.items():
+        output_dir = tmp_path / name.replace(" ", "-")
+        run_split(runs, start_python, output_dir, processes, devices, "--num-steps", 6, *mesh)
+        got[name] = dict(losses(output_dir))
+        assert len(got[name]) == 6
+    expected = got["1 process x 4 devices"]
+    for values in got.values():
+        assert values == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+def test_two_processes_stop_together_and_go_on_as_one(
+    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run, start_python: Start
+) -> None:
+    """Only rank 1 gets the signal; then one process goes on from the checkpoint."""
+    runs.from_checkpoint(20, tmp_path)
+    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    pair = [
+        start_python(command, log, runs.environment())
+        for command, log in zip(runs.ranks(tmp_path, 2, *ENDLESS), logs, strict=True)
+    ]
+    wait_until(lambda: len(losses(tmp_path)) >= 4, pair[0], logs[0])
+    pair[1].send_signal(signal.SIGTERM)
+    for process, log in zip(pair, logs, strict=True):
+        screen = end_of(process, log, 30)
+        assert process.returncode == 0, screen
+    stop = committed(tmp_path)[-1]
+    assert losses(tmp_path)[-1][0] == stop - 1
+    assert f"stopped by a signal after step {stop};" in logs[0].read_text()
+
+    done = run_python(runs.command(tmp_path, "--num-steps", stop + 5), runs.environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert resumes(tmp_path) == [20, stop]
+    got = dict(losses(tmp_path))
+    assert sorted(got) == list(range(20, stop + 5))
+    known = [step for step in got if step in reference]
+    assert [got[s] for s in known] == pytest.approx([reference[s] for s in known], rel=1e-5, abs=0)
+
+
+def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    limits = ("--distributed.heartbeat-timeout-s", 5, "--distributed.step-timeout-s", 20)
+    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    survivor, victim = (
+        start_python(command, log, runs.environment())
+        for command, log in zip(runs.ranks(tmp_path, 2, *ENDLESS, *limits), logs, strict=True)
+    )
+    wait_until(lambda: committed(tmp_path), survivor, logs[0])
+    victim.kill()
+    screen = end_of(survivor, logs[0], 40)
+    assert survivor.returncode != 0
+    assert "rank 1: no sign of life" in screen, screen
+
+
+def test_a_missing_rank_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    command = runs.ranks(tmp_path / "run", 3, "--num-steps", 5, "--distributed.start-timeout-s", 2)[0]
+    done = run_python(command, runs.environment(), timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "train.py: ranks 1, 2 did not start within distributed.start_timeout_s = 2 s\n"
+    assert not (tmp_path / "run").exists()
+
+
+# Bad input
+
+BAD_OPTIONS = {
+    "preset": (["tinny"], "Did you mean tiny?"),
+    "field": (["tiny", "--model.hiden-size", "32"], "Perhaps you meant: --model.hidden-size"),
+    "type": (["tiny", "--batch-size", "seven"], "--batch-size: invalid literal for int() with base 10: 'seven'"),
+    "value": (["tiny", "--model.hidden-size", "0"], "hidden_size = 0: must be greater than 0"),
+    "pair": (
+        ["tiny", "--model.num-experts-per-tok", "9"],
+        "num_experts_per_tok = 9: must be between 1 and num_experts",
+    ),
+    "devices": (["tiny", "--mesh.data", "3"], "= (3, 1, 1): must multiply to the 1 devices"),
+    "data": (["tiny", "--data.path", "no/such/text"], "data.path = 'no/such/text': no such file or folder"),
+    "profile": (["tiny", "--profile.steps", "5:3"], "profile.steps = '5:3': must read FIRST:LAST"),
+}
+
+
+def test_bad_options(tmp_path: Path, runs: TrainRuns, start_python: Start) -> None:
+    """Every one ends with a non-zero code and says what is wrong with which field; none with a traceback."""
+    processes = {}
+    for name, (options, _) in BAD_OPTIONS.items():
+        command = ["train.py", *options, "--output-dir", tmp_path / "run"]
+        processes[name] = start_python(command, tmp_path / name, runs.environment())
+    for name, (_, message) in BAD_OPTIONS.items():
+        screen = " ".join(end_of(processes[name], tmp_path / name, 100).replace("│", " ").split())
+        assert processes[name].returncode not in (0, None), name
+        assert message in screen, name
+        assert "Traceback" not in screen, name
+
+
+def test_help_lists_the_presets(runs: TrainRuns, run_python: Run) -> None:
+    done = run_python(["train.py", "--help"], runs.environment(), timeout=60)
+    assert done.returncode == 0
+    for preset in ("tiny", "small", "gpt-moe-8e", "gpt-moe-128e", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"):
+        assert any(line.split()[:1] == [preset] and len(line.split()) > 4 for line in done.stdout.splitlines()), preset
+
+
+def test_output_dir_is_a_file(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    (tmp_path / "run").write_text("mine")
+    done = run_python(runs.command(tmp_path / "run", "--num-steps", 5), runs.environment(), timeout=60)
+    assert done.returncode == 1
+    assert str(tmp_path / "run") in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_configuration_leaves_the_checkpoint_alone(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    runs.from_checkpoint(20, tmp_path)
+    before = _files(tmp_path)
+    command = runs.command(tmp_path, "--num-steps", 25, "--model.hidden-size", 64, "--seed", 1)
+    done = run_python(command, runs.environment(), timeout=60)
+    assert done.returncode == 1
+    assert "another configuration (saved -> now): model.hidden_size: 32 -> 64; seed: 0 -> 1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {name: data for name, data in _files(tmp_path).items() if name.startswith("checkpoints")} == before
+
+
+def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run) -> None:
+    """A truncated file stops the run and names the intact step; a step half-deleted is passed over with a warning."""
+    runs.from_checkpoint(20, tmp_path)
+    runs.from_checkpoint(25, tmp_path)
+    intact = _files(tmp_path / "checkpoints" / "20")
+    newest = tmp_path / "checkpoints" / "25"
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    command = runs.command(tmp_path, "--num-steps", 27)
+    done = run_python(command, runs.environment(), timeout=60)
+    assert done.returncode == 1
+    assert f"checkpoint {newest} is damaged: {largest.relative_to(newest)} has " in done.stderr
+    assert "step 20 is intact" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    largest.unlink()
+    assert _files(tmp_path / "checkpoints" / "20") == intact
+    done = run_python(command, runs.environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"warning: checkpoint {newest} is incomplete: {largest.relative_to(newest)} is missing; skipped" in done.stderr
+    )
+    assert "resuming from step 20 " in done.stdout
+    assert losses(tmp_path) == [(step, reference[step]) for step in range(20, 27)]
+
+
+@contextlib.contextmanager
+def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
+    """A file system of `size_bytes` at `folder`; skips the test where this process may not mount one."""
+    folder.mkdir(parents=True)
+    command = ("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(("umount", "-l", str(folder)), check=True, timeout=30)
+
+
+def test_full_disk(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """The checkpoints' file system fills up: a clear error, the older checkpoint restorable, and no steps lost."""
+    reference = dict(losses(runs.reference[0]))
+    one = sum(f.stat().st_size for f in (runs.reference[0] / "checkpoints" / "20").rglob("*") if f.is_file())
+    command = runs.command(tmp_path, "--num-steps", 30)
+    with _tmpfs(tmp_path / "checkpoints", int(1.6 * one)):
+        done = run_python(command, runs.environment(), timeout=100)
+        assert done.returncode == 1
+        (message,) = (line for line in done.stderr.splitlines() if line.startswith("train.py: "))
+        assert message.startswith(f"train.py: checkpoint of step 10 in {tmp_path / 'checkpoints'} was not written: ")
+        assert "No space left on device" in message
+        assert "; step 5 is complete" in message
+        assert committed(tmp_path) == [5]
+        size = f"remount,size={10 * one}"
+        subprocess.run(("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=30)
+        done = run_python(command, runs.environment(), timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "resuming from step 5 " in done.stdout
+        assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
+        assert {step for step, _ in losses(tmp_path)} == set(range(30))
+        assert committed(tmp_path) == [25, 30]
+
+
+def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named."""
+    runs.from_checkpoint(20, tmp_path)
+    options = ("--num-steps", 40, "--optimizer.weight-decay", 1e10, "--checkpoint.every-steps", 1)
+    done = run_python(runs.command(tmp_path, *options), runs.environment(), timeout=100)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (message,) = (line for line in done.stderr.splitlines() if "gradient norm not finite in " in line)
+    failed = losses(tmp_path)[-1][0] + 1
+    assert 20 < failed < 40
+    assert message.startswith(f"train.py: step {failed}: loss = ")
+    assert "moe_layers 0, 1" in message
+    assert message.endswith(f"the last good checkpoint is {tmp_path / 'checkpoints'}/{failed - 1}")
+    assert failed - 1 in committed(tmp_path)
