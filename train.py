@@ -29,6 +29,7 @@ from jmoe.training.checkpoint import Checkpoints, check_compatible
 from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load
+from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState, make_program
 
@@ -53,7 +54,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         description=line,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}")
+    return with_pretrained_model(dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}"))
 
 
 def say(text: str) -> None:
@@ -102,13 +103,13 @@ class Run:
 
 
 def start_or_resume(
-    program: Program, checkpoints: Checkpoints, batches: TrainBatches, resolved: dict[str, Any]
+    config: TrainConfig, program: Program, checkpoints: Checkpoints, batches: TrainBatches, resolved: dict[str, Any]
 ) -> TrainState:
     """The newest checkpoint's state, with the data at its position, or a fresh one."""
     step = checkpoints.latest_step()
     if step is None:
-        say(f"starting from step 0: no checkpoint in {checkpoints.directory}")
-        return program.init()
+        say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
+        return pretrained_state(program, config) if config.init_from else program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
     state, data_state, _ = checkpoints.restore(step, program.state_shape)
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str]) -> None:
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
         with watchdog.waiting_for("restore or initialisation"):
-            state = start_or_resume(program, checkpoints, batches, resolved)
+            state = start_or_resume(config, program, checkpoints, batches, resolved)
         start = int(state.step)
         log = stack.enter_context(MetricsLog(output_dir, start_step=start)) if main_process else None
         if main_process:

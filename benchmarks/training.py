@@ -76,13 +76,7 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
     if a.hf_config:
         hf = json.loads(a.hf_config.read_text())
         hf = hf.get("config", {}) | {"model_type": hf["model_type"]} if "config" in hf else hf
-        model = model_config(hf)
-        # their balance loss sums over the choices
-        model = replace(
-            model,
-            router=replace(model.router, aux_loss_coef=model.router.aux_loss_coef * model.num_experts_per_tok),
-            capacity_factor=a.capacity_factor,
-        )
+        model = replace(model_config(hf), capacity_factor=a.capacity_factor)
     else:
         model = ModelConfig(
             vocab_size=a.vocab_size,

@@ -1,6 +1,7 @@
 """jmoe: train Mixture-of-Experts models on many hosts, in JAX.
 
-For a model of your own: `from jmoe import MoELayer, RouterConfig`.
+For a model of your own: `from jmoe import MoELayer, RouterConfig`. For a Hugging Face checkpoint:
+`jmoe.load_pretrained(folder)` and `jmoe.save_pretrained(model, folder)`.
 """
 
 from importlib import import_module
@@ -12,12 +13,14 @@ if TYPE_CHECKING:
     from jmoe.layers.moe import MoELayer, MoEMetrics, MoEStats, moe_metrics
     from jmoe.layers.router import Router, Routing
     from jmoe.models.decoder import Decoder
+    from jmoe.models.pretrained import LanguageModel, load_pretrained, save_pretrained
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Decoder",
     "Experts",
+    "LanguageModel",
     "MoELayer",
     "MoEMetrics",
     "MoEStats",
@@ -27,13 +30,16 @@ __all__ = [
     "Routing",
     "TrainConfig",
     "__version__",
+    "load_pretrained",
     "moe_metrics",
+    "save_pretrained",
 ]
 
 # Imported on first use: `jmoe.runtime` and `jmoe.config` have to be importable without JAX.
 _HOME = {
     "Decoder": "jmoe.models.decoder",
     "Experts": "jmoe.layers.experts",
+    "LanguageModel": "jmoe.models.pretrained",
     "MoELayer": "jmoe.layers.moe",
     "MoEMetrics": "jmoe.layers.moe",
     "MoEStats": "jmoe.layers.moe",
@@ -42,7 +48,9 @@ _HOME = {
     "RouterConfig": "jmoe.config",
     "Routing": "jmoe.layers.router",
     "TrainConfig": "jmoe.config",
+    "load_pretrained": "jmoe.models.pretrained",
     "moe_metrics": "jmoe.layers.moe",
+    "save_pretrained": "jmoe.models.pretrained",
 }
 
 

@@ -20,12 +20,22 @@ from jmoe.config import (
     ProfileConfig,
     RouterConfig,
     TrainConfig,
+    YarnConfig,
     differences,
 )
 
 
 def experts(**router: Any) -> ModelConfig:
     return ModelConfig(router=RouterConfig(**router))
+
+
+def latent(**options: Any) -> ModelConfig:
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    return ModelConfig(**(sizes | options))
+
+
+def yarn(**options: Any) -> YarnConfig:
+    return YarnConfig(factor=4.0, original_max_position_embeddings=16, **options)
 
 
 def wrong(field: str, value: object, constraint: str) -> str:
@@ -71,8 +81,32 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (experts, {"n_group": 3}, wrong("router.n_group", 3, "must divide num_experts = 8")),
     (experts, {"kind": "group_limited", "n_group": 8}, wrong("num_experts_per_tok", 2, "must not exceed the 1")),
     (ModelConfig, {"capacity_factor": 0.0}, wrong("capacity_factor", 0.0, "must be greater than 0, or None")),
-    (ModelConfig, {"decoder_sparse_step": 3}, wrong("decoder_sparse_step", 3, "must divide the 4 layers")),
-    (ModelConfig, {"first_k_dense_replace": 4}, wrong("decoder_sparse_step", 1, "must divide the 0 layers")),
+    (ModelConfig, {"decoder_sparse_step": 5}, wrong("decoder_sparse_step", 5, "must not exceed the 4 layers left")),
+    (ModelConfig, {"first_k_dense_replace": 4}, wrong("first_k_dense_replace", 4, "must be less than num_hidden")),
+    (ModelConfig, {"mlp_only_layers": (4,)}, wrong("mlp_only_layers", (4,), "must lie between 0 and 3")),
+    (ModelConfig, {"mlp_only_layers": (0, 1, 2, 3)}, wrong("mlp_only_layers", (0, 1, 2, 3), "must leave a layer")),
+    (ModelConfig, {"shared_expert_gate": True}, wrong("shared_expert_gate", True, "needs shared_expert_intermediate")),
+    (ModelConfig, {"sliding_window": 0}, wrong("sliding_window", 0, "must be greater than 0")),
+    (ModelConfig, {"layer_types": ("full_attention",)}, wrong("layer_types", ("full_attention",), "must have 4")),
+    (ModelConfig, {"layer_types": ("local",) * 4}, wrong("layer_types", ("local",) * 4, "must each be one of sliding")),
+    (ModelConfig, {"layer_types": ("sliding_attention",) * 4}, wrong("sliding_window", None, "is needed by layer_")),
+    (ModelConfig, {"rope_interleave": True}, wrong("rope_interleave", True, "needs latent attention")),
+    (latent, {"kv_lora_rank": 0}, wrong("kv_lora_rank", 0, "must be greater than 0")),
+    (latent, {"q_lora_rank": 0}, wrong("q_lora_rank", 0, "must be above 0")),
+    (latent, {"v_head_dim": 0}, wrong("v_head_dim", 0, "must be greater than 0")),
+    (latent, {"qk_rope_head_dim": 3}, wrong("qk_rope_head_dim", 3, "must be even")),
+    (latent, {"num_key_value_heads": 2}, wrong("num_key_value_heads", 2, "must be 4 for latent attention")),
+    (latent, {"qk_norm": "head"}, wrong("qk_norm", "head", "is not part of latent attention")),
+    (latent, {"attention_sinks": True}, wrong("attention_sinks", True, "is not part of latent attention")),
+    (latent, {"position": "learned"}, wrong("position", "learned", "must be 'rope' for latent attention")),
+    (
+        YarnConfig,
+        {"factor": 0.0, "original_max_position_embeddings": 8},
+        wrong("factor", 0.0, "must be greater than 0"),
+    ),
+    (yarn, {"beta_slow": 64.0}, wrong("beta_slow", 64.0, "must not exceed beta_fast 32.0")),
+    (yarn, {"attention_factor": 0.0}, wrong("attention_factor", 0.0, "must be greater than 0, or None")),
+    (yarn, {"mscale": -1.0}, wrong("mscale", -1.0, "must not be negative")),
     (DataConfig, {"path": ("a", "b"), "weights": (1.0,)}, wrong("data.weights", (1.0,), "needs one weight per")),
     (DataConfig, {"path": ("a",), "weights": (0.0,)}, wrong("data.weights", (0.0,), "must all be greater than 0")),
     (DataConfig, {"held_out_fraction": 1.0}, wrong("data.held_out_fraction", 1.0, "must be between 0 and 1")),

@@ -43,7 +43,7 @@ KEPT_TO = {
     "tyro": ("train.py", "serve.py"),
 }
 AXIS_NAMES = {"expert_inter", "expert_intra"}
-AXIS_FILES = {"jmoe/mesh.py", "jmoe/config.py"}  # config.py: the fields of the same names
+AXIS_FILES = {"jmoe/mesh.py", "jmoe/config/__init__.py"}  # config: the fields of the same names
 FILE_LINES = {"train.py": 300, "serve.py": 200}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

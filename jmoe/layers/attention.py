@@ -1,17 +1,19 @@
-"""Causal grouped-query attention with rotary positions.
+"""Causal grouped-query attention with rotary positions, sliding windows and sinks.
 
-Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads a group, d head dimension,
-Q rows of a query block, C keys it sees.
+Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads a group, d head dimension (of a
+value it may differ), Q rows of a query block, C keys it sees.
 """
 
+import math
 from functools import partial
 from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmoe.config import ModelConfig
+from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import normal
 from jmoe.layers.norm import Norm
 from kernels_pallas.matmul import dot, matmul, transposed
@@ -20,13 +22,47 @@ from kernels_pallas.saved import saved, saved_residual
 QUERY_BLOCK = 128
 
 
-def rotary(x_BSHd: jax.Array, positions_S: jax.Array, theta: float) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + d/2]) by position * theta^(-2i/d); float32 inside (RoFormer, HF's half split)."""
+def yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
+    """float32 [dim / 2] rotations per position after YaRN (arXiv:2309.00071): see `YarnConfig`."""
+
+    def turns_at(rotations: float) -> float:
+        """The (fractional) pair that turns this often within the original context."""
+        positions = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(positions) / (2 * math.log(theta))
+
+    low, high = turns_at(yarn.beta_fast), turns_at(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    plain = theta ** -(np.arange(0, dim, 2) / dim)
+    slowed = np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0, 1)
+    return (plain * (1 - slowed) + plain / yarn.factor * slowed).astype(np.float32)
+
+
+def rotary(
+    x_BSHd: jax.Array,
+    positions: jax.Array,
+    theta: float,
+    *,
+    yarn: YarnConfig | None = None,
+    interleave: bool = False,
+) -> jax.Array:
+    """Rotate the pairs (x[i], x[i + d/2]) by position * theta^(-2i/d); float32 inside (RoFormer, HF's half split).
+
+    positions: [S] or [B, S]. interleave: the pairs are (x[2i], x[2i + 1]); they come out as halves (DeepSeek).
+    """
     half = x_BSHd.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions_S.astype(jnp.float32)[:, None, None] * frequency  # [S, 1, d/2]
+    frequency = (
+        theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        if yarn is None
+        else jnp.asarray(yarn_frequencies(2 * half, theta, yarn))
+    )
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # [S, 1, d/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x_BSHd.astype(jnp.float32), 2, axis=-1)
+    if yarn is not None and yarn.rotary_scale != 1.0:
+        cos, sin = cos * yarn.rotary_scale, sin * yarn.rotary_scale
+    x = x_BSHd.astype(jnp.float32)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleave else jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHd.dtype)
 
 
@@ -40,40 +76,55 @@ def _rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _scores(q: jax.Array, k: jax.Array, start: int, end: int, scale: float) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: jax.Array | None) -> jax.Array:
     """float32 scaled scores [B, G, R, Q, C] of query rows start..end against keys 0..end, masked causally."""
     s = dot(_rows(q, start, end), k[:, :, :end], b_transposed=True) * scale
     s = s.reshape(*s.shape[:2], -1, end - start, end)
-    return jnp.where(jnp.arange(start, end)[:, None] >= jnp.arange(end), s, -jnp.inf)
+    rows, keys = jnp.arange(start, end)[:, None], jnp.arange(end)
+    seen = rows >= keys
+    if window is not None:
+        seen &= rows - keys < window
+    return jnp.where(seen, s, -jnp.inf)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """Causal attention q [B, G, R, S, d], k and v [B, G, S, d] -> [B, G, R, S, d], one query block at a time."""
-    return _blocked_fwd(q, k, v, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _blocked(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, window: jax.Array | None, scale: float
+) -> jax.Array:
+    """Causal attention q [B, G, R, S, d], k and v [B, G, S, d] -> [B, G, R, S, d], one query block at a time.
+
+    sinks: float32 [G, R], the logit of a key without a value, one per head. window: int32, how many keys a row sees.
+    """
+    return _blocked_fwd(q, k, v, sinks, window, scale)[0]
 
 
-def _blocked_fwd(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> Any:
+def _blocked_fwd(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, window: jax.Array | None, scale: float
+) -> Any:
     out, lse = [], []
     for start, end in _blocks(q.shape[3]):
-        s = _scores(q, k, start, end, scale)
+        s = _scores(q, k, start, end, scale, window)
         top = s.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            top = jnp.maximum(top, sinks[:, :, None, None])
         p = jnp.exp(s - top)
         total = p.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(sinks[:, :, None, None] - top)
         o = dot(p.astype(v.dtype).reshape(*s.shape[:2], -1, end), v[:, :, :end])
         out.append((o.reshape(*s.shape[:-1], -1) / total).astype(q.dtype))
         lse.append(top + jnp.log(total))
     o, lse_all = jnp.concatenate(out, axis=3), jnp.concatenate(lse, axis=3)
     o, lse_all = saved_residual(o, "attention"), saved_residual(lse_all, "attention")
-    return o, (q, k, v, o, lse_all)
+    return o, (q, k, v, sinks, window, o, lse_all)
 
 
 def _blocked_bwd(scale: float, residuals: Any, do: jax.Array) -> Any:
-    q, k, v, o, lse = residuals
+    q, k, v, sinks, window, o, lse = residuals
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for start, end in _blocks(q.shape[3]):
-        p = jnp.exp(_scores(q, k, start, end, scale) - lse[:, :, :, start:end])
+        p = jnp.exp(_scores(q, k, start, end, scale, window) - lse[:, :, :, start:end])
         flat = (*p.shape[:2], -1, end)
         do_rows, q_rows = _rows(do, start, end), _rows(q, start, end)
         dp = dot(do_rows, v[:, :, :end], b_transposed=True).reshape(p.shape)
@@ -81,26 +132,52 @@ def _blocked_bwd(scale: float, residuals: Any, do: jax.Array) -> Any:
         dv = dv.at[:, :, :end].add(dot(transposed(p.astype(v.dtype).reshape(flat)), do_rows))
         dk = dk.at[:, :, :end].add(dot(transposed(ds), q_rows))
         dq.append(dot(ds, k[:, :, :end]).astype(q.dtype).reshape(*p.shape[:-1], -1))
-    return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype)
+    dsinks = None
+    if sinks is not None:  # its probability draws weight from every value
+        dsinks = -(jnp.exp(sinks[:, :, None, None] - lse) * delta).sum(axis=(0, 3, 4))
+    return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def blocked_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
+def blocked_attention(
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGd: jax.Array,
+    *,
+    scale: float | None = None,
+    sinks_H: jax.Array | None = None,
+    window: jax.Array | None = None,
+) -> jax.Array:
     """Causal attention in plain XLA that skips the blocks above the diagonal and keeps no score matrix."""
     b, s, h, d = q_BSHd.shape
     g = k_BSGd.shape[2]
     q = q_BSHd.reshape(b, s, g, h // g, d).transpose(0, 2, 3, 1, 4)
-    o = _blocked(q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), d**-0.5)
-    return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, d)
+    sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(g, h // g)
+    scale = d**-0.5 if scale is None else scale
+    o = _blocked(q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, window, scale)
+    return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1)
 
 
-def causal_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
-    """softmax(q k^T / sqrt(d)) v under a causal mask: cuDNN's flash attention on GPU in bfloat16, else blocked XLA."""
-    if jax.default_backend() == "gpu" and q_BSHd.dtype == jnp.bfloat16:  # cuDNN's kernel has no float32
-        return jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, is_causal=True, implementation="cudnn")
-    return blocked_attention(q_BSHd, k_BSGd, v_BSGd)
+def causal_attention(
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGd: jax.Array,
+    *,
+    scale: float | None = None,
+    sinks_H: jax.Array | None = None,
+    window: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in bfloat16, else blocked XLA.
+
+    scale: None for d^-0.5. sinks_H: logits of a key without a value. window: int32 scalar, a query sees this many
+    keys, itself included.
+    """
+    plain = sinks_H is None and window is None and q_BSHd.shape[-1] == v_BSGd.shape[-1]
+    if plain and jax.default_backend() == "gpu" and q_BSHd.dtype == jnp.bfloat16:  # cuDNN's kernel has no float32
+        return jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, is_causal=True, implementation="cudnn")
+    return blocked_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, sinks_H=sinks_H, window=window)
 
 
 class Attention(nnx.Module):
@@ -112,13 +189,20 @@ class Attention(nnx.Module):
         q, kv = config.num_attention_heads * dh, config.num_key_value_heads * dh
         self.w_qkv = normal(rngs, (d, q + 2 * kv), std)
         self.w_out = normal(rngs, (q, d), out_std)
-        self.b_qkv = nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias else None
+        self.b_qkv = nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias or config.qkv_bias else None
         self.b_out = nnx.Param(jnp.zeros(d)) if config.attention_bias else None
         sizes = {"head": (dh, dh), "full": (q, kv)}.get(config.qk_norm)
         self.q_norm = Norm(sizes[0], "rmsnorm", config.norm_eps) if sizes else None
         self.k_norm = Norm(sizes[1], "rmsnorm", config.norm_eps) if sizes else None
+        self.sinks = nnx.Param(jnp.zeros(config.num_attention_heads)) if config.attention_sinks else None
 
-    def _qkv(self, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    @property
+    def scale(self) -> float:
+        """The softmax's scale."""
+        return self.config.dim_per_head**-0.5
+
+    def project(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(queries [B, S, H, d], keys and values [B, S, G, d]), rotated to `positions`, [S] or [B, S]."""
         config, dtype = self.config, x_BSD.dtype
         dh, heads, groups = config.dim_per_head, config.num_attention_heads, config.num_key_value_heads
         qkv = matmul(x_BSD, self.w_qkv[...].astype(dtype))
@@ -126,17 +210,23 @@ class Attention(nnx.Module):
             qkv = qkv + self.b_qkv[...].astype(jnp.float32)
         q, k, v = jnp.split(saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1)
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
-        if self.q_norm is not None and self.k_norm is not None:
-            if config.qk_norm == "full":
-                return split(self.q_norm(q, dtype)), split(self.k_norm(k, dtype)), split(v)
-            return self.q_norm(split(q), dtype), self.k_norm(split(k), dtype), split(v)
-        return split(q), split(k), split(v)
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
+            q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
+        q, k, v = split(q), split(k), split(v)
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "head":
+            q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
+        if config.position == "rope":
+            q = rotary(q, positions, config.rope_theta, yarn=config.rope_scaling)
+            k = rotary(k, positions, config.rope_theta, yarn=config.rope_scaling)
+        return q, k, v
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        q, k, v = self._qkv(x_BSD)
-        if self.config.position == "rope":
-            positions = jnp.arange(x_BSD.shape[1])
-            q, k = rotary(q, positions, self.config.rope_theta), rotary(k, positions, self.config.rope_theta)
-        o = causal_attention(q, k, v)
-        y = matmul(o.reshape(*o.shape[:-2], -1), self.w_out[...].astype(x_BSD.dtype))
+    def output(self, o_BSHd: jax.Array) -> jax.Array:
+        """float32 [B, S, D] from what the heads attended to."""
+        y = matmul(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out[...].astype(o_BSHd.dtype))
         return y if self.b_out is None else y + self.b_out[...].astype(jnp.float32)
+
+    def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
+        """window: int32 scalar, how many tokens a token sees, itself included; None: all before it."""
+        q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
+        sinks_H = None if self.sinks is None else self.sinks[...]
+        return self.output(causal_attention(q, k, v, sinks_H=sinks_H, window=window))

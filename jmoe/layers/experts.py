@@ -30,8 +30,9 @@ def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
 
 def up_columns(intermediate_size: int, activation: str) -> int:
     """U: SwiGLU's gate and up projections lie side by side."""
-    check(activation in ("swiglu", "gelu"), "activation", activation, "must be one of swiglu, gelu")
-    return 2 * intermediate_size if activation == "swiglu" else intermediate_size
+    kinds = ("swiglu", "gelu", "clamped_swiglu")
+    check(activation in kinds, "activation", activation, f"must be one of {', '.join(kinds)}")
+    return intermediate_size if activation == "gelu" else 2 * intermediate_size
 
 
 class Experts(nnx.Module):

@@ -38,6 +38,7 @@ class MoEStats:
     z_sum: jax.Array  # float32, logsumexp squared, summed over tokens; differentiable
     entropy_sum: jax.Array  # float32
     dropped: jax.Array  # int32, assignments that found no row in a buffer
+    routing: Routing | None = None  # every token's own logits, choices and weights, where they were asked for
 
 
 @jax.tree_util.register_dataclass
@@ -219,9 +220,18 @@ class MoELayer(nnx.Module):
         return devices
 
     def local(
-        self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False, worst_case: bool = False
+        self,
+        x_TD: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+        worst_case: bool = False,
+        keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats]:
-        """(float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`; `experts` holds its L experts."""
+        """(float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`; `experts` holds its L experts.
+
+        keep_routing: the statistics hold the whole `Routing` too.
+        """
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train)
             routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
@@ -234,7 +244,8 @@ class MoELayer(nnx.Module):
             capacity_factor=self.capacity_factor,
             worst_case=worst_case,
         )
-        stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped)
+        kept = routing if keep_routing else None
+        stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
         return y_TD, stats
 
     def __call__(

@@ -19,5 +19,5 @@ class Norm(nnx.Module):
         x = x.astype(jnp.float32)
         if self.bias is not None:
             x = x - x.mean(axis=-1, keepdims=True)
-        x = x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + self.eps) * self.scale[...]
-        return (x if self.bias is None else x + self.bias[...]).astype(dtype)
+        x = x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
+        return (x if self.bias is None else x + self.bias[...].astype(jnp.float32)).astype(dtype)

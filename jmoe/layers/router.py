@@ -39,6 +39,7 @@ class Routing:
     z_sum: float32 scalar, sum of logsumexp(logits)^2.
     entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e; carries no gradient. Divided by the number of
         tokens it is the router's mean entropy: log E when undecided, 0 when certain.
+    logits_TE: float32, what was decided from; None from a router that does not say.
     """
 
     topk_idx_TK: jax.Array
@@ -47,6 +48,7 @@ class Routing:
     probs_sum_E: jax.Array
     z_sum: jax.Array
     entropy_sum: jax.Array
+    logits_TE: jax.Array | None = None
 
 
 def check_router(num_experts: int, num_experts_per_tok: int, config: RouterConfig) -> None:
@@ -76,7 +78,7 @@ def route(
 
     - `switch` (arXiv:2101.03961): K = 1, weight p. `gshard` (arXiv:2006.16668): K = 2, weights p divided by their
       sum; GShard's random dropping of the second expert is not done. `softmax`: the K largest p.
-    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias; weights from s. The bias only selects.
+    - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E; weights from s. The bias only selects.
     - `group_limited` (DeepSeek-V3): experts form `n_group` groups of neighbours, ranked by the sum of their two
       largest s + bias; only the best `topk_group` groups can be chosen from, then as `sigmoid`.
 
@@ -93,7 +95,6 @@ def route(
     if bias_E is not None:
         check(config.kind in _BIASED_KINDS, "router.kind", config.kind, "takes no bias_E")
         check(bias_E.shape == (num_experts,), "bias_E.shape", bias_E.shape, f"must be ({num_experts},)")
-
     logits_TE = logits_TE.astype(jnp.float32)
     if config.kind in _BIASED_KINDS:
         scores_TE = jax.nn.sigmoid(logits_TE)
@@ -123,6 +124,7 @@ def route(
         probs_sum_E=jnp.sum(probs_TE, axis=0),
         z_sum=jnp.sum(jnp.square(jax.nn.logsumexp(logits_TE, axis=1))),
         entropy_sum=-jnp.sum(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0)),
+        logits_TE=logits_TE,
     )
 
 
@@ -216,11 +218,12 @@ def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array)
 
 
 class Router(nnx.Module):
-    """Linear router: logits = x @ kernel, then `route`.
+    """Linear router: logits = x @ kernel (+ bias), then `route`.
 
-    kernel: [hidden_size, num_experts] float32. e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at
-    first, for the kinds `sigmoid` and `group_limited`; None for the others. The product is float32 whatever the
-    dtype of x, at the precision of `jax.default_matmul_precision`.
+    kernel: [hidden_size, num_experts] float32. bias: [num_experts], zero at first, if `config.bias`.
+    e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at first, for the kinds `sigmoid` and
+    `group_limited`; None for the others. The product is float32 whatever the dtype of x, at the precision of
+    `jax.default_matmul_precision`.
     Raises `ValueError` if `num_experts_per_tok`, `num_experts` and `config` do not go together.
     """
 
@@ -239,6 +242,7 @@ class Router(nnx.Module):
         self.num_experts_per_tok = num_experts_per_tok
         self.config = config
         self.kernel = nnx.Param(kernel_init(rngs.params(), (hidden_size, num_experts), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(num_experts, jnp.float32)) if config.bias else None
         biased = config.kind in _BIASED_KINDS
         self.e_score_correction_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if biased else None
 
@@ -256,5 +260,7 @@ class Router(nnx.Module):
                 raise ValueError(f"key = None: is needed in training with jitter_noise = {jitter}")
             x_TD = x_TD * jax.random.uniform(key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
         logits_TE = jnp.dot(x_TD, kernel_DE.astype(jnp.float32))
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
         return route(logits_TE, self.num_experts_per_tok, self.config, bias_E)

@@ -3,20 +3,26 @@
 Legend: B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, N MoE layers.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention
 from jmoe.layers.experts import MLP, normal
+from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import MoELayer, MoEStats
 from jmoe.layers.norm import Norm
+from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
 Gather = Callable[[Any], Any]
@@ -41,7 +47,8 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
         self.attention_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
-        self.attention = Attention(config, out_std, rngs=rngs)
+        attention = Attention if config.kv_lora_rank is None else LatentAttention
+        self.attention = attention(config, out_std, rngs=rngs)
         self.feed_forward_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         mlp: dict[str, Any] = {
             "activation": config.hidden_act,
@@ -69,12 +76,22 @@ class DecoderLayer(nnx.Module):
             if moe
             else None
         )
+        gate = moe and config.shared_expert_gate
+        self.shared_expert_gate = normal(rngs, (d, 1), config.initializer_range) if gate else None
 
     def __call__(
-        self, x_BSD: jax.Array, *, dtype: Any, key: jax.Array | None, train: bool, worst_case: bool
+        self,
+        x_BSD: jax.Array,
+        window: jax.Array | None,
+        *,
+        dtype: Any,
+        key: jax.Array | None,
+        train: bool,
+        worst_case: bool,
+        keep_routing: bool,
     ) -> tuple[jax.Array, MoEStats | None]:
         with jax.named_scope("attention"):
-            h_BSD = self.attention(self.attention_norm(x_BSD, dtype))
+            h_BSD = self.attention(self.attention_norm(x_BSD, dtype), window)
             x_BSD = saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
         if self.moe is None:
             assert self.mlp is not None
@@ -84,10 +101,18 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("moe"):
             h_BSD = self.feed_forward_norm(x_BSD, dtype)
             h_TD = h_BSD.reshape(-1, h_BSD.shape[-1])
-            y_TD, stats = self.moe.local(h_TD, key=key, train=train, worst_case=worst_case)
+            y_TD, stats = self.moe.local(h_TD, key=key, train=train, worst_case=worst_case, keep_routing=keep_routing)
             if self.shared_expert is not None:
-                y_TD = y_TD + self.shared_expert(h_TD)
+                y_TD = y_TD + self.shared(h_TD)
         return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype), stats
+
+    def shared(self, h: jax.Array) -> jax.Array:
+        """float32 output of the shared expert, gated where it has a gate."""
+        assert self.shared_expert is not None
+        y = self.shared_expert(h)
+        if self.shared_expert_gate is None:
+            return y
+        return y * jax.nn.sigmoid(matmul(h, self.shared_expert_gate[...].astype(h.dtype)))
 
 
 def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -97,11 +122,69 @@ def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
     return nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
 
 
+def layer_plan(sparse: Sequence[bool]) -> list[tuple[tuple[bool, ...], int]]:
+    """[(pattern, repeats), ...]: the layers' kinds as few repeated patterns, so that regular ones compile once.
+
+    Greedy: at each layer the pattern that covers most layers by repeating, the shortest of those.
+    """
+    plan, at = [], 0
+    while at < len(sparse):
+        best = (tuple(sparse[at : at + 1]), 1)
+        for period in range(1, (len(sparse) - at) // 2 + 1):
+            pattern, repeats = tuple(sparse[at : at + period]), 1
+            while tuple(sparse[at + repeats * period : at + (repeats + 1) * period]) == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * period > len(best[0]) * best[1]:
+                best = (pattern, repeats)
+        plan.append(best)
+        at += len(best[0]) * best[1]
+    return plan
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring layers of one kind in a pattern, and where their parameters lie in that kind's stack."""
+
+    sparse: bool
+    count: int
+    offset: int  # in the layers of its kind in one repeat
+    per_repeat: int  # layers of its kind in one repeat
+    start: int  # of the first repeat, in the stack
+    alone: bool  # one layer, run without a scan of its own
+
+    def of(self, w: jax.Array, *, repeats: int) -> jax.Array:
+        """[repeats, count, ...] of a stack, or [repeats, ...] if alone."""
+        end = self.start + repeats * self.per_repeat
+        w = w if (self.start, end) == (0, w.shape[0]) else w[self.start : end]
+        if self.alone and self.per_repeat == 1:
+            return w
+        w = w.reshape(repeats, self.per_repeat, *w.shape[1:])
+        return w[:, self.offset] if self.alone else w[:, self.offset : self.offset + self.count]
+
+
+def _runs(pattern: tuple[bool, ...], start: dict[bool, int]) -> list[_Run]:
+    runs, taken = [], {False: 0, True: 0}
+    for kind, group in itertools.groupby(pattern):
+        count = len(list(group))
+        alone = count == 1 and (kind or len(pattern) == 1)
+        runs.append(_Run(kind, count, taken[kind], pattern.count(kind), start[kind], alone))
+        taken[kind] += count
+    return runs
+
+
+def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
+    """[repeats, ...] of each run of one layer, or [repeats, count, ...], as [layers, ...]."""
+    if alone == [True]:
+        return ys[0]
+    y = jnp.concatenate([y[:, None] if one else y for y, one in zip(ys, alone, strict=True)], axis=1)
+    return y.reshape(-1, *y.shape[2:])
+
+
 class Decoder(nnx.Module):
     """Tokens [B, S] -> float32 hidden states [B, S, D]; `lm_head()` turns them into logits.
 
-    Layers come in `num_moe_layers` blocks of `decoder_sparse_step` layers, of which the last has experts, after
-    `first_k_dense_replace` dense ones. Each kind is one stack of parameters, run by one scan.
+    Layers without experts are one stack of parameters, those with experts another, each in the order of the layers.
+    They are run by one scan for every repeated pattern of the two kinds.
     """
 
     def __init__(
@@ -145,51 +228,56 @@ class Decoder(nnx.Module):
         worst_case: bool = False,
         remat: bool = False,
         gather: Gather = lambda tree: tree,
+        keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats | None]:
         """(hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None), inside `shard_map` or on one device.
 
         gather: turns one layer's parameters as they lie on this device into the whole ones. key: for router jitter.
+        keep_routing: the statistics hold every token's routing.
         """
         with jax.named_scope("embedding"):
             x_BSD = self.embedding[...][tokens_BS].astype(dtype)
             if self.positions is not None:
                 x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
+        options = {"dtype": dtype, "train": train, "worst_case": worst_case, "keep_routing": keep_routing}
 
-        def run(stack: Any, layer_key: jax.Array | None, x_BSD: jax.Array) -> tuple[jax.Array, MoEStats | None]:
-            graph, state = stack
-
-            def apply(state: Any, layer_key: jax.Array | None, x_BSD: jax.Array) -> Any:
-                layer = nnx.merge(graph, gather(state))
-                return layer(x_BSD, dtype=dtype, key=layer_key, train=train, worst_case=worst_case)
+        def run(graph: Any, x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats | None]:
+            def apply(state: Any, layer_key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array) -> Any:
+                return nnx.merge(graph, gather(state))(x_BSD, window, key=layer_key, **options)
 
             policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED)
-            return jax.checkpoint(apply, policy=policy, prevent_cse=False)(state, layer_key, x_BSD)
+            return jax.checkpoint(apply, policy=policy, prevent_cse=False)(*xs, x_BSD)
 
-        x_BSD, stats = self._scan(run, x_BSD, key)
+        x_BSD, stats = self._layers(run, x_BSD, key)
         return self.norm(x_BSD, dtype), stats
 
-    def _scan(self, run: Callable[..., Any], x_BSD: jax.Array, key: jax.Array | None) -> Any:
-        """Dense first layers, then blocks of dense layers closed by a MoE layer."""
-        config = self.config
-        first, between = config.first_k_dense_replace, config.decoder_sparse_step - 1
-        dense_graph, dense = nnx.split(self.dense_layers) if self.dense_layers is not None else (None, None)
+    def _layers(self, run: Callable[..., Any], x_BSD: jax.Array, key: jax.Array | None) -> Any:
+        """All layers in order; run(graph, x, (state, key, window)) is one of them."""
+        sparse, first = np.array(self.config.sparse_layers), self.config.first_k_dense_replace
+        graphs, inputs = {}, {}
+        windows = None if self.config.windows is None else np.array(self.config.windows, np.int32)
+        for kind, stack in ((False, self.dense_layers), (True, self.moe_layers)):
+            if stack is not None:
+                graphs[kind], state = nnx.split(stack)
+                keys = jax.random.split(key, self.config.num_moe_layers) if key is not None and kind else None
+                inputs[kind] = (state, keys, None if windows is None else jnp.asarray(windows[sparse == kind]))
 
-        def dense_step(x_BSD: jax.Array, state: Any) -> tuple[jax.Array, None]:
-            return run((dense_graph, state), None, x_BSD)[0], None
+        used, stats = {False: 0, True: 0}, []
+        for pattern, repeats in layer_plan(sparse[:first].tolist()) + layer_plan(sparse[first:].tolist()):
+            runs = _runs(pattern, used)
 
-        if self.moe_layers is None:
-            return lax.scan(dense_step, x_BSD, dense)[0], None
-        if first:
-            x_BSD, _ = lax.scan(dense_step, x_BSD, jax.tree.map(lambda w: w[:first], dense))
-        blocks = config.num_moe_layers
-        inner = jax.tree.map(lambda w: w[first:].reshape(blocks, between, *w.shape[1:]), dense) if between else None
-        moe_graph, moe = nnx.split(self.moe_layers)
-        keys = None if key is None else jax.random.split(key, blocks)
+            def block(x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs) -> tuple[jax.Array, list[Any]]:
+                found = []
+                for layers, layer_xs in zip(runs, xs, strict=True):
+                    step = partial(run, graphs[layers.sparse])
+                    x_BSD, ys = step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
+                    found += [ys] * layers.sparse
+                return x_BSD, found
 
-        def block(x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats]:
-            inner_state, moe_state, layer_key = xs
-            if between:
-                x_BSD, _ = lax.scan(dense_step, x_BSD, inner_state)
-            return run((moe_graph, moe_state), layer_key, x_BSD)
-
-        return lax.scan(block, x_BSD, (inner, moe, keys))
+            xs = [jax.tree.map(partial(layers.of, repeats=repeats), inputs[layers.sparse]) for layers in runs]
+            x_BSD, found = lax.scan(block, x_BSD, xs)
+            if found:
+                alone = [layers.alone for layers in runs if layers.sparse]
+                stats.append(jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *found))
+            used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
+        return x_BSD, jax.tree.map(lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats) if stats else None

@@ -1,50 +1,417 @@
-"""Hugging Face configurations as `ModelConfig`."""
+"""Hugging Face configurations as `ModelConfig`, and back.
 
+Defaults of fields that a `config.json` leaves out are those of the family's configuration class in transformers.
+"""
+
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from jmoe.config import ModelConfig, RouterConfig
+from jmoe.config import ModelConfig, RouterConfig, YarnConfig, check, differences
 
-SUPPORTED = ("mixtral", "qwen3_moe")
+SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss")
+ARCHITECTURES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+class _Fields:
+    """The fields of a `config.json`, each checked for its kind when it is read. None counts as not given."""
+
+    def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
+        self._fields, self._prefix = fields, prefix
+
+    def value(self, name: str, default: Any = None) -> Any:
+        value = self._fields.get(name)
+        return default if value is None else value
+
+    def _checked(self, name: str, default: Any, kinds: tuple[type, ...], words: str) -> Any:
+        value = self.value(name, default)
+        ok = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        check(ok, self._prefix + name, value, f"must be {words}")
+        return value
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of these names that is given."""
+        name = next((n for n in names if self.value(n) is not None), names[0])
+        value: int = self._checked(name, default, (int,), "an integer")
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """None where it says null; `default` where it says nothing."""
+        given = self._fields.get(name, default)
+        return None if given is None else self.integer(name, default=default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return float(self._checked(name, default, (int, float), "a number"))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value: bool = self._checked(name, default, (bool,), "true or false")
+        return value
+
+    def listed(self, name: str) -> tuple[Any, ...]:
+        return tuple(self._checked(name, [], (list, tuple), "a list"))
+
+    def only(self, name: str, supported: Any, default: Any = None) -> None:
+        """Refuse an option that jmoe does not have."""
+        value = self.value(name, supported if default is None else default)
+        check(value == supported, self._prefix + name, value, f"is not supported, only {supported!r}")
+
+
+def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """rope_theta and rope_scaling, from either way that transformers writes them."""
+    given = fields.value("rope_parameters") or fields.value("rope_scaling") or default or {}
+    nested = not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values())
+    check(not nested, "rope_parameters", given, "must be one flat table for all layers")
+    rope = _Fields(given, "rope_parameters.")
+    for where in (fields, rope):
+        where.only("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
+    kind = rope.value("rope_type", rope.value("type", "default"))
+    check(kind in ("default", "yarn"), "rope_parameters.rope_type", kind, "is not supported, only default and yarn")
+    if kind == "default":
+        return {"rope_theta": theta}
+    positions = fields.integer("max_position_embeddings")
+    original = rope.integer(
+        "original_max_position_embeddings",
+        default=fields.integer("original_max_position_embeddings", default=positions),
+    )
+    attention_factor = rope.value("attention_factor")
+    yarn = YarnConfig(
+        factor=rope.number("factor", positions / original),
+        original_max_position_embeddings=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=None if attention_factor is None else rope.number("attention_factor"),
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+    )
+    return {"rope_theta": theta, "rope_scaling": yarn}
+
+
+def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
+    heads = fields.integer("num_attention_heads")
+    fields.only("hidden_act", "silu")
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("num_key_value_heads", default=heads),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "norm_eps": fields.number("rms_norm_eps", norm_eps),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "initializer_range": fields.number("initializer_range", 0.02),
+    }
+
+
+def _softmax_router(fields: _Fields, choices: int, norm_topk_prob: bool, aux_loss_coef: float = 0.001) -> RouterConfig:
+    """The balance loss of transformers sums over a token's choices, ours is their mean."""
+    coef = choices * fields.number("router_aux_loss_coef", aux_loss_coef)
+    return RouterConfig(kind="softmax", norm_topk_prob=norm_topk_prob, aux_loss_coef=coef)
+
+
+def _mixtral(fields: _Fields) -> dict[str, Any]:
+    fields.only("router_jitter_noise", 0.0)
+    choices = fields.integer("num_experts_per_tok", default=2)
+    return _common(fields, 1e-5) | {
+        "head_dim": fields.optional_integer("head_dim"),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "num_experts": fields.integer("num_local_experts", "num_experts", default=8),
+        "num_experts_per_tok": choices,
+        "sliding_window": fields.optional_integer("sliding_window"),
+        "router": _softmax_router(fields, choices, True),
+        **_rope(fields, 1e6),
+    }
+
+
+def _qwen(fields: _Fields) -> dict[str, Any]:
+    sliding, choices = fields.flag("use_sliding_window", False), fields.integer("num_experts_per_tok")
+    return _common(fields, 1e-6) | {
+        "head_dim": fields.optional_integer("head_dim"),
+        "num_experts_per_tok": choices,
+        "decoder_sparse_step": fields.integer("decoder_sparse_step", default=1),
+        "mlp_only_layers": fields.listed("mlp_only_layers"),
+        "sliding_window": fields.optional_integer("sliding_window", 4096) if sliding else None,
+        "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False)),
+        **_rope(fields, 1e4),
+    }
+
+
+def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
+    return _qwen(fields) | {
+        "moe_intermediate_size": fields.integer("moe_intermediate_size", default=768),
+        "num_experts": fields.integer("num_experts", "num_local_experts", default=128),
+        "qk_norm": "head",
+        "attention_bias": fields.flag("attention_bias", False),
+    }
+
+
+def _qwen2_moe(fields: _Fields) -> dict[str, Any]:
+    model = _qwen(fields)
+    types = fields.listed("layer_types")
+    if model["sliding_window"] is None:
+        check("sliding_attention" not in types, "layer_types", types, "needs use_sliding_window")
+        types = ()
+    elif not types:
+        below = fields.integer("max_window_layers", default=28)
+        layers = range(model["num_hidden_layers"])
+        types = tuple("full_attention" if i % 2 or i >= below else "sliding_attention" for i in layers)
+    return model | {
+        "moe_intermediate_size": fields.integer("moe_intermediate_size", default=1408),
+        "num_experts": fields.integer("num_experts", default=60),
+        "layer_types": types,
+        "qkv_bias": fields.flag("qkv_bias", True),
+        "shared_expert_intermediate_size": fields.integer("shared_expert_intermediate_size", default=5632),
+        "shared_expert_gate": True,
+    }
+
+
+def _olmoe(fields: _Fields) -> dict[str, Any]:
+    check(fields.value("clip_qkv") is None, "clip_qkv", fields.value("clip_qkv"), "is not supported, only null")
+    fields.only("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+    choices = fields.integer("num_experts_per_tok", default=8)
+    return _common(fields, 1e-5) | {
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "num_experts": fields.integer("num_experts", "num_local_experts", default=64),
+        "num_experts_per_tok": choices,
+        "qk_norm": "full",
+        "attention_bias": fields.flag("attention_bias", False),
+        "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False), 0.01),
+        **_rope(fields, 1e4),
+    }
+
+
+def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("moe_layer_freq", 1)
+    moe_size, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts", default=1)
+    check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
+    return _common(fields, 1e-6) | {
+        "moe_intermediate_size": moe_size,
+        "num_experts": fields.integer("n_routed_experts", "num_local_experts"),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+        "first_k_dense_replace": fields.integer("first_k_dense_replace"),
+        "shared_expert_intermediate_size": moe_size * shared,
+        "attention_bias": fields.flag("attention_bias", False),
+        "q_lora_rank": fields.optional_integer("q_lora_rank", 1536),
+        "kv_lora_rank": fields.integer("kv_lora_rank"),
+        "qk_nope_head_dim": fields.integer("qk_nope_head_dim"),
+        "qk_rope_head_dim": fields.integer("qk_rope_head_dim"),
+        "v_head_dim": fields.integer("v_head_dim"),
+        "rope_interleave": fields.flag("rope_interleave", True),
+        "router": RouterConfig(
+            kind="group_limited",
+            norm_topk_prob=fields.flag("norm_topk_prob", True),
+            aux_loss_coef=0.0,  # its balance comes from the correction bias
+            n_group=fields.integer("n_group"),
+            topk_group=fields.integer("topk_group"),
+            routed_scaling_factor=fields.number("routed_scaling_factor"),
+        ),
+        **_rope(fields, 1e4),
+    }
+
+
+def _gpt_oss(fields: _Fields) -> dict[str, Any]:
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0)
+    layers = fields.integer("num_hidden_layers")
+    window = fields.optional_integer("sliding_window", 128)
+    types = fields.listed("layer_types") or tuple(
+        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
+    )
+    choices = fields.integer("num_experts_per_tok", default=4)
+    router = _softmax_router(fields, choices, True)
+    return _common(fields, 1e-5) | {
+        "head_dim": fields.integer("head_dim", default=64),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "num_experts": fields.integer("num_local_experts", "num_experts"),
+        "num_experts_per_tok": choices,
+        "hidden_act": "clamped_swiglu",
+        "mlp_bias": True,
+        "sliding_window": window,
+        "layer_types": types,
+        "attention_sinks": True,
+        "attention_bias": fields.flag("attention_bias", True),
+        "router": dataclasses.replace(router, bias=True),
+        **_rope(fields, 150_000.0, _GPT_OSS_YARN),
+    }
+
+
+_READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
+    "olmoe": _olmoe,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}
 
 
 def model_config(hf: dict[str, Any]) -> ModelConfig:
-    """The decoder that a Hugging Face `config.json` of Mixtral or Qwen3-MoE describes.
+    """The decoder that a Hugging Face `config.json` describes.
 
     Raises `ValueError` naming the field for a model type, or an option of one, that jmoe does not have.
     """
     kind = hf.get("model_type")
-    if kind not in SUPPORTED:
-        raise ValueError(f"model_type = {kind!r}: must be one of {', '.join(SUPPORTED)}")
-    if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
-        raise ValueError(f"sliding_window = {hf['sliding_window']!r}: only full attention is supported")
-    if hf.get("mlp_only_layers"):
-        raise ValueError(f"mlp_only_layers = {hf['mlp_only_layers']!r}: use decoder_sparse_step instead")
-    qwen = kind == "qwen3_moe"
-    experts, per_tok = ("num_experts", 128) if qwen else ("num_local_experts", 8), 8 if qwen else 2
-    moe_size = hf.get("moe_intermediate_size", 768) if qwen else hf["intermediate_size"]
-    rope = hf.get("rope_parameters") or {}
-    return ModelConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        num_hidden_layers=hf["num_hidden_layers"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_key_value_heads=hf.get("num_key_value_heads", hf["num_attention_heads"]),
-        head_dim=hf.get("head_dim"),
-        max_position_embeddings=hf["max_position_embeddings"],
-        intermediate_size=hf["intermediate_size"],
-        moe_intermediate_size=moe_size,
-        num_experts=hf.get(*experts),
-        num_experts_per_tok=hf.get("num_experts_per_tok", per_tok),
-        decoder_sparse_step=hf.get("decoder_sparse_step", 1),
-        norm_eps=hf.get("rms_norm_eps", 1e-6 if qwen else 1e-5),
-        rope_theta=hf.get("rope_theta", rope.get("rope_theta", 10_000.0 if qwen else 1_000_000.0)),
-        qk_norm="head" if qwen else "none",
-        attention_bias=hf.get("attention_bias", False),
-        tie_word_embeddings=hf.get("tie_word_embeddings", False),
-        initializer_range=hf.get("initializer_range", 0.02),
-        router=RouterConfig(
-            kind="softmax",
-            norm_topk_prob=hf.get("norm_topk_prob", not qwen),
-            aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
-        ),
-    )
+    check(kind in SUPPORTED, "model_type", kind, f"must be one of {', '.join(SUPPORTED)}")
+    assert isinstance(kind, str)
+    quantization = hf.get("quantization_config") or {}
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        ok = kind == "gpt_oss" and method == "mxfp4"
+        check(ok, "quantization_config.quant_method", method, "is not supported, only mxfp4 of gpt_oss")
+    config = ModelConfig(**_READERS[kind](_Fields(hf)))
+    # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes it 1
+    unlike = config.num_experts_per_tok == 1 and config.router.norm_topk_prob
+    check(not unlike, "num_experts_per_tok", 1, "is not supported where weights are divided by their sum")
+    return config
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    yarn = config.rope_scaling
+    if yarn is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    given = {name: value for name, value in dataclasses.asdict(yarn).items() if value is not None}
+    unset = [name for name in ("mscale", "mscale_all_dim") if not given[name]]
+    return {"rope_type": "yarn", "rope_theta": config.rope_theta} | {k: v for k, v in given.items() if k not in unset}
+
+
+def _normalises(config: ModelConfig) -> bool:
+    """Whether the chosen experts' weights are divided by their sum."""
+    kind = config.router.kind
+    divided = kind == "gshard" or (kind != "switch" and config.router.norm_topk_prob)
+    return divided and config.num_experts_per_tok > 1
+
+
+def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
+    """The fields that not all families have, by family."""
+    router, moe_size = config.router, config.moe_intermediate_size
+    types = config.layer_types or ("sliding_attention",) * config.num_hidden_layers
+    window = {"sliding_window": config.sliding_window}
+    coef = router.aux_loss_coef / config.num_experts_per_tok
+    experts = {"router_aux_loss_coef": coef, "output_router_logits": False}
+    qwen = experts | {
+        "head_dim": config.dim_per_head,
+        "moe_intermediate_size": moe_size,
+        "num_experts": config.num_experts,
+        "norm_topk_prob": _normalises(config),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, sparse in enumerate(config.sparse_layers) if not sparse],
+        "use_sliding_window": config.sliding_window is not None,
+        **window,
+    }
+    return {
+        "mixtral": experts | window | {"num_local_experts": config.num_experts, "head_dim": config.dim_per_head},
+        "qwen3_moe": qwen | {"attention_bias": config.attention_bias},
+        "qwen2_moe": qwen
+        | {
+            "qkv_bias": config.qkv_bias,
+            "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+            "layer_types": list(types if config.sliding_window else ("full_attention",) * config.num_hidden_layers),
+        },
+        "olmoe": experts
+        | {
+            "num_experts": config.num_experts,
+            "norm_topk_prob": _normalises(config),
+            "attention_bias": config.attention_bias,
+        },
+        "deepseek_v3": {
+            "moe_intermediate_size": moe_size,
+            "n_routed_experts": config.num_experts,
+            "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
+            "first_k_dense_replace": config.first_k_dense_replace,
+            "norm_topk_prob": _normalises(config),
+            "n_group": router.n_group if router.kind == "group_limited" else 1,
+            "topk_group": router.topk_group if router.kind == "group_limited" else 1,
+            "routed_scaling_factor": router.routed_scaling_factor,
+            "num_nextn_predict_layers": 0,
+            **{name: getattr(config, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+            **{name: getattr(config, name) for name in ("qk_rope_head_dim", "v_head_dim", "rope_interleave")},
+            "attention_bias": config.attention_bias,
+        },
+        "gpt_oss": experts
+        | window
+        | {
+            "num_local_experts": config.num_experts,
+            "head_dim": config.dim_per_head,
+            "attention_bias": config.attention_bias,
+            "layer_types": list(types),
+        },
+    }
+
+
+def _written(config: ModelConfig, family: str) -> dict[str, Any]:
+    """The `config.json` of the decoder if it is of this family; what the family does not have is left out."""
+    all_experts = family in ("mixtral", "olmoe", "gpt_oss")
+    return {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "intermediate_size": config.moe_intermediate_size if all_experts else config.intermediate_size,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": _rope_parameters(config),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "bos_token_id": None,  # not known here; a family's own would be wrong
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **_own_fields(config)[family],
+    }
+
+
+def _canonical(config: ModelConfig) -> dict[str, Any]:
+    """What decides the decoder's output, in one form for each output."""
+    router = config.router
+    kind = {"switch": "softmax", "gshard": "softmax", "sigmoid": "group_limited"}.get(router.kind, router.kind)
+    values = dataclasses.asdict(config) | {
+        "head_dim": config.dim_per_head,
+        "layer_types": config.layer_types or ("sliding_attention",) * config.num_hidden_layers,
+        "sparse_layers": config.sparse_layers,
+        "router": (router.bias, kind, _normalises(config)),
+        "routed_scaling_factor": router.routed_scaling_factor,
+    }
+    if kind == "group_limited":
+        limited = router.kind == "group_limited"
+        values["router"] += (router.n_group, router.topk_group) if limited else (1, 1)
+    if config.sliding_window is None:
+        del values["layer_types"]
+    if all(config.sparse_layers):
+        del values["intermediate_size"]
+    for name in ("capacity_factor", "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers"):
+        del values[name]
+    return values
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """A `config.json` of the first family that computes what this decoder computes.
+
+    Raises `ValueError` with the options that the nearest family does not have.
+    """
+    tried = {}
+    for family in SUPPORTED:
+        hf = _written(config, family)
+        try:
+            tried[family] = differences(_canonical(config), _canonical(model_config(hf)))
+        except ValueError:  # not even a decoder of this family
+            continue
+        if not tried[family]:
+            return hf
+    near = min(tried, key=lambda family: len(tried[family]))
+    raise ValueError(f"model: no Hugging Face family has all its options; {near} differs in {'; '.join(tried[near])}")

@@ -7,12 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
-    """[..., U] -> [..., F]: `swiglu` silu(gate) * up for h = [gate, up]; `gelu` the exact (erf) GELU."""
+    """[..., U] -> [..., F]: `swiglu` silu(gate) * up for h = [gate, up]; `gelu` the exact (erf) GELU.
+
+    `clamped_swiglu` (gpt-oss): gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up between -7 and 7.
+    """
     if activation == "gelu":
         return jax.nn.gelu(h, approximate=False)
     gate, up = jnp.split(h, 2, axis=-1)
+    if activation == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
     return jax.nn.silu(gate) * up
 
 

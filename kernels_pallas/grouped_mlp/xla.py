@@ -89,6 +89,11 @@ def _down(h: jax.Array, weights: Weights, activation: str) -> jax.Array:
     return y.astype(h.dtype)
 
 
+def expert_mlp(x: jax.Array, weights: Weights, activation: str) -> jax.Array:
+    """activate(x w_up + b_up) w_down + b_down in x's dtype: [..., B, D] -> [..., B, D] by one expert's weights."""
+    return _down(_up(x, weights), weights, activation)
+
+
 def _backward(
     x: jax.Array, h: jax.Array, dy: jax.Array, weights: Weights, activation: str
 ) -> tuple[jax.Array, Weights]:
@@ -121,7 +126,7 @@ def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activa
         def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
             group, rows_B = _tile(layout, i, num_rows, slots)
             mine = _of(weights, group)
-            y_BD = _down(_up(take_rows(x_ND, rows_B), mine), mine, activation)
+            y_BD = expert_mlp(take_rows(x_ND, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
         bits_ND = lax.fori_loop(0, layout.tiles_L.sum(dtype=jnp.int32), tile, bits(y_ND))

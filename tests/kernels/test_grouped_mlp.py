@@ -29,7 +29,7 @@ GROUPS = {
 
 def arrays(activation: str, bias: bool, dtype: Any) -> list[jax.Array | None]:
     """[x, w_up, w_down, b_up, b_down]; the biases float32, as the layers keep them."""
-    up = 2 * F if activation == "swiglu" else F
+    up = F if activation == "gelu" else 2 * F
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, w_up, w_down = draw(N, D), draw(L, D, up) * D**-0.5, draw(L, F, D) * F**-0.5
@@ -77,7 +77,7 @@ def test_float32(activation: str, bias: bool, slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [40, 1000])
-@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("gelu", True)])
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("gelu", True), ("clamped_swiglu", True)])
 def test_bfloat16(activation: str, bias: bool, slots: int) -> None:
     compare(slots, activation, bias, jnp.bfloat16, 2e-2)
 
@@ -107,3 +107,7 @@ def test_activations() -> None:
     np.testing.assert_allclose(reference.activate(h, "swiglu"), gate / (1 + jnp.exp(-gate)) * up, rtol=1e-5)
     erf = jax.scipy.special.erf(h / jnp.sqrt(2.0))
     np.testing.assert_allclose(reference.activate(h, "gelu"), h * (1 + erf) / 2, rtol=1e-5, atol=1e-6)
+    h = jnp.asarray([[-9.0, 3.0, 9.0, 2.0, -9.0, 9.0, 0.5, -0.5]])
+    gate, up = np.array([-9.0, 3.0, 7.0, 2.0]), np.array([-7.0, 7.0, 0.5, -0.5])  # after the clamps
+    clamped = reference.activate(h, "clamped_swiglu")[0]
+    np.testing.assert_allclose(clamped, gate / (1 + np.exp(-1.702 * gate)) * (up + 1), rtol=1e-5)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jmoe.config import ModelConfig
-from jmoe.layers.attention import Attention, blocked_attention, causal_attention, rotary
+from jmoe.config import ModelConfig, YarnConfig
+from jmoe.layers.attention import Attention, blocked_attention, causal_attention, rotary, yarn_frequencies
 
 B, d = 2, 16
 
@@ -26,6 +26,20 @@ def plain(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
     s_BHQC = jnp.einsum("bqhd,bchd->bhqc", q_BSHd, k_BSHd) / np.sqrt(np.float32(q_BSHd.shape[-1]))
     s_BHQC = jnp.where(jnp.tril(jnp.ones(s_BHQC.shape[2:], bool)), s_BHQC, -jnp.inf)
     return jnp.einsum("bhqc,bchd->bqhd", jax.nn.softmax(s_BHQC), v_BSHd)
+
+
+def plain_with_everything(
+    q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, sinks_H: jax.Array, *, scale: float, window: int
+) -> jax.Array:
+    """The same with a window, and with a key that has a logit per head and no value."""
+    length, repeats = q_BSHd.shape[1], q_BSHd.shape[2] // k_BSGd.shape[2]
+    k_BSHd, v_BSHd = jnp.repeat(k_BSGd, repeats, axis=2), jnp.repeat(v_BSGd, repeats, axis=2)
+    s_BHQC = jnp.einsum("bqhd,bchd->bhqc", q_BSHd, k_BSHd) * np.float32(scale)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    s_BHQC = jnp.where((distance >= 0) & (distance < window), s_BHQC, -jnp.inf)
+    sinks = jnp.broadcast_to(sinks_H[:, None, None], (*s_BHQC.shape[:3], 1))
+    a_BHQC = jax.nn.softmax(jnp.concatenate([s_BHQC, sinks], axis=-1))[..., :-1]
+    return jnp.einsum("bhqc,bchd->bqhd", a_BHQC, v_BSHd)
 
 
 def operands(length: int, heads: int, groups: int, dtype: Any, scale: float = 1.0) -> list[jax.Array]:
@@ -53,6 +67,36 @@ def test_float32(length: int, heads: int, groups: int) -> None:
     arrays = operands(length, heads, groups, jnp.float32)
     for a, b in zip(run(blocked_attention, *arrays), run(plain, *arrays), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(0.1, float(jnp.abs(b).max())))
+
+
+@pytest.mark.parametrize("window", [1, 7, 150, 1000])
+@pytest.mark.parametrize("length", [5, 300])
+def test_sinks_windows_scale_and_wider_values(length: int, window: int) -> None:
+    """Values and all gradients, with a window that cuts inside a block, across blocks, or nothing."""
+    q, k, _, _ = operands(length, 4, 2, jnp.float32)
+    rng = np.random.default_rng(1)
+    v, g = (jnp.asarray(rng.normal(size=(B, length, n, d + 5)), jnp.float32) for n in (2, 4))
+    sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+
+    @jax.jit
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, window: jax.Array) -> Any:
+        o, vjp = jax.vjp(lambda *x: causal_attention(*x[:3], scale=0.3, sinks_H=x[3], window=window), q, k, v, sinks)
+        return [o, *vjp(g)]
+
+    @jax.jit
+    def expected(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> Any:
+        o, vjp = jax.vjp(lambda *x: plain_with_everything(*x, scale=0.3, window=window), q, k, v, sinks)
+        return [o, *vjp(g)]
+
+    for a, b in zip(ours(q, k, v, sinks, jnp.int32(window)), expected(q, k, v, sinks), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(0.1, float(jnp.abs(b).max())))
+
+
+def test_a_high_sink_takes_all_weight() -> None:
+    q, k, v, _ = operands(20, 4, 2, jnp.float32)
+    o = causal_attention(q, k, v, sinks_H=jnp.array([200.0, -200.0, 0.0, 200.0]))
+    assert (o[:, :, [0, 3]] == 0).all()
+    np.testing.assert_allclose(o[:, :, 1], causal_attention(q, k, v)[:, :, 1], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("length", [100, 300])
@@ -96,6 +140,44 @@ def test_rotary_is_a_complex_rotation() -> None:
     np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-4)  # an angle of 1000 has 6e-5 of rounding in float32
     np.testing.assert_allclose(ours[:, :2], expected[:, :2], rtol=1e-5, atol=1e-6)
     assert rotary(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), theta).dtype == jnp.bfloat16
+
+
+def test_rotary_of_neighbouring_pairs() -> None:
+    """Interleaved pairs rotate as halves do, and come out as halves."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, 5, 3, d)), jnp.float32)
+    halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    positions = jnp.arange(5)
+    ours = rotary(x, positions, 100.0, interleave=True)
+    np.testing.assert_array_equal(ours, rotary(halves, positions, 100.0))
+    each = rotary(x, jnp.stack([positions, positions + 3]), 100.0)  # positions of each row of the batch
+    np.testing.assert_array_equal(each[0], rotary(x, positions, 100.0)[0])
+    np.testing.assert_array_equal(each[1], rotary(x, positions + 3, 100.0)[1])
+
+
+def test_yarn_frequencies() -> None:
+    """Fast pairs keep their speed, slow ones are slowed by the factor, a ramp lies between (arXiv:2309.00071)."""
+    yarn = YarnConfig(factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0, truncate=False)
+    theta, dim = 1000.0, 32
+    speed = yarn_frequencies(dim, theta, yarn)
+    plain_speed = theta ** (-np.arange(dim // 2) / (dim // 2))
+    turns = 64 * plain_speed / (2 * np.pi)  # within the original context
+    np.testing.assert_allclose(speed[turns > 4], plain_speed[turns > 4], rtol=1e-6)
+    np.testing.assert_allclose(speed[turns < 1], plain_speed[turns < 1] / 8, rtol=1e-6)
+    between = speed[(turns < 4) & (turns > 1)] / plain_speed[(turns < 4) & (turns > 1)]
+    assert between.size > 2 and (np.diff(between) < 0).all() and (between < 1).all() and (between > 1 / 8).all()
+    np.testing.assert_allclose(np.diff(between), np.diff(between).mean(), rtol=1e-3)  # linear in the pair's index
+    x = jnp.ones((1, 3, 1, dim))
+    ratio = rotary(x, jnp.arange(3), theta, yarn=yarn)[0, 0] / rotary(x, jnp.arange(3), theta)[0, 0]
+    np.testing.assert_allclose(ratio, 0.1 * np.log(8) + 1, rtol=1e-6)  # position 0 is only scaled
+
+
+def test_yarn_scales() -> None:
+    sizes = {"factor": 4.0, "original_max_position_embeddings": 16}
+    assert YarnConfig(**sizes).rotary_scale == pytest.approx(0.1 * np.log(4) + 1)
+    assert YarnConfig(**sizes, attention_factor=0.5).rotary_scale == 0.5
+    both = YarnConfig(**sizes, mscale=0.7, mscale_all_dim=1.0)
+    assert both.rotary_scale == pytest.approx((0.07 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
+    assert YarnConfig(factor=1.0, original_max_position_embeddings=16).rotary_scale == 1.0
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:

@@ -33,6 +33,7 @@ CASES = {
     "softmax": (3, RouterConfig(kind="softmax")),
     "softmax-raw": (3, RouterConfig(kind="softmax", norm_topk_prob=False)),
     "softmax-top1": (1, RouterConfig(kind="softmax")),
+    "softmax-bias": (2, RouterConfig(kind="softmax", bias=True)),
     "sigmoid": (4, RouterConfig(kind="sigmoid", routed_scaling_factor=2.5)),
     "sigmoid-raw": (4, RouterConfig(kind="sigmoid", norm_topk_prob=False)),
     "group_limited": (3, RouterConfig(kind="group_limited", n_group=4, topk_group=2, routed_scaling_factor=2.5)),
@@ -50,6 +51,8 @@ def make(name: str, seed: int = 0) -> tuple[Router, np.ndarray]:
     if config.kind in BIASED:
         assert router.e_score_correction_bias is not None
         router.e_score_correction_bias[...] = jnp.asarray(rng.normal(size=E) * 0.3, jnp.float32)
+    if router.bias is not None:
+        router.bias[...] = jnp.asarray(rng.normal(size=E), jnp.float32)
     return router, rng.normal(size=(T, D)).astype(np.float32)
 
 
@@ -67,6 +70,8 @@ def reference(router: Router, x_TD: np.ndarray) -> dict[str, np.ndarray]:
     """The same routing, token by token, in float64."""
     k, config = router.num_experts_per_tok, router.config
     logits_TE = x_TD.astype(np.float64) @ np.asarray(router.kernel[...], np.float64)
+    if router.bias is not None:
+        logits_TE = logits_TE + np.asarray(router.bias[...], np.float64)
     bias = router.e_score_correction_bias
     bias_E = np.zeros(E) if bias is None else np.asarray(bias[...], np.float64)
     out: dict[str, Any] = {"idx": [], "weights": [], "counts": np.zeros(E, int), "probs_sum": np.zeros(E)}
@@ -196,6 +201,16 @@ def test_group_limit_is_obeyed() -> None:
     # a bias below -1 makes every biased score negative; closed groups must stay closed
     routing = route(jnp.zeros((4, E)), k, config, jnp.linspace(-3.0, -2.0, E))
     assert (routing.topk_idx_TK >= E - config.topk_group * size).all()
+
+
+def test_closed_groups_stay_closed_below_zero() -> None:
+    """Scores plus bias may all be negative: experts outside the chosen groups must not win with a zero."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(20, 8)), jnp.float32)
+    config = RouterConfig(kind="group_limited", n_group=4, topk_group=2, norm_topk_prob=False)
+    bias_E = jnp.full(8, -3.0)
+    below, plain = route(logits, 3, config, bias_E), route(logits, 3, config, None)
+    np.testing.assert_array_equal(below.topk_idx_TK, plain.topk_idx_TK)
+    np.testing.assert_allclose(below.topk_weights_TK, plain.topk_weights_TK)
 
 
 def test_bias_selects_but_does_not_weigh() -> None:

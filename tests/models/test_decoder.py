@@ -5,7 +5,7 @@ Legend: B batch, S sequence, D hidden, F feed-forward hidden, V vocabulary, E ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jmoe.config import ModelConfig, RouterConfig
+from jmoe.config import ModelConfig, RouterConfig, YarnConfig
+from jmoe.layers.attention import yarn_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
-from jmoe.models.decoder import Decoder
+from jmoe.models.decoder import Decoder, layer_plan
 
 B, S = 2, 20
 TINY = {
@@ -34,6 +35,7 @@ TINY = {
     "num_experts_per_tok": 2,
     "initializer_range": 0.2,
 }
+LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "gpt": {"norm": "layernorm", "position": "learned", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
@@ -43,6 +45,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts_per_tok": 1},
     "shared expert": {"shared_expert_intermediate_size": 20, "mlp_bias": True},
     "no experts": {"num_experts": 0},
+    "dense in between": {"num_hidden_layers": 7, "mlp_only_layers": (1, 4), "qkv_bias": True},
+    "gated shared expert": {"shared_expert_intermediate_size": 20, "shared_expert_gate": True},
+    "window": {"sliding_window": 6},
+    "gpt-oss": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "attention_sinks": True,
+        "sliding_window": 5,
+        "layer_types": ("sliding_attention", "full_attention") * 2,
+        "hidden_act": "clamped_swiglu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "router": RouterConfig(bias=True),
+        "rope_scaling": YarnConfig(factor=4.0, original_max_position_embeddings=8, truncate=False),
+    },
+    "latent": {**LATENT, "attention_bias": True, "rope_interleave": True},
+    "latent, no query latent": {
+        **LATENT,
+        "q_lora_rank": None,
+        "rope_scaling": YarnConfig(factor=4.0, original_max_position_embeddings=8, mscale=0.7, mscale_all_dim=1.0),
+    },
     "everything": {
         "num_hidden_layers": 5,
         "first_k_dense_replace": 1,
@@ -104,14 +127,54 @@ def norm(config: ModelConfig, p: Any, x: jax.Array, kind: str | None = None) -> 
 
 
 def turn(config: ModelConfig, x_BSHd: jax.Array) -> jax.Array:
-    half = x_BSHd.shape[-1] // 2
-    angle = np.arange(S)[:, None] * config.rope_theta ** (-np.arange(half) / half)
-    rotation = jnp.asarray(np.exp(1j * angle)[:, None], jnp.complex64)
-    z = jax.lax.complex(x_BSHd[..., :half], x_BSHd[..., half:]) * rotation
+    half, yarn = x_BSHd.shape[-1] // 2, config.rope_scaling
+    speed, size = config.rope_theta ** (-np.arange(half) / half), 1.0
+    if yarn is not None:
+        speed, size = yarn_frequencies(2 * half, config.rope_theta, yarn), yarn.rotary_scale
+    rotation = jnp.asarray(size * np.exp(1j * np.arange(S)[:, None] * speed)[:, None], jnp.complex64)
+    a, b = x_BSHd[..., :half], x_BSHd[..., half:]
+    if config.rope_interleave:
+        a, b = x_BSHd[..., 0::2], x_BSHd[..., 1::2]
+    z = jax.lax.complex(a, b) * rotation
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
-def attention(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
+def weighted_values(
+    config: ModelConfig, p: Any, q: jax.Array, k: jax.Array, v: jax.Array, scale: float, layer: int
+) -> jax.Array:
+    repeats = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * np.float32(scale)
+    seen = np.tri(S, dtype=bool)
+    if config.sliding_window and (not config.layer_types or config.layer_types[layer] == "sliding_attention"):
+        seen = seen & ~np.tri(S, k=-config.sliding_window, dtype=bool)
+    s = jnp.where(seen, s, -jnp.inf)
+    if "sinks" in p:
+        s = jnp.concatenate([s, jnp.broadcast_to(p["sinks"][:, None, None], (*s.shape[:-1], 1))], axis=-1)
+    a = jax.nn.softmax(s)[..., :S]
+    return jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(B, S, -1) @ p["w_out"] + p.get("b_out", 0.0)
+
+
+def latent_attention(config: ModelConfig, p: Any, x: jax.Array, layer: int) -> jax.Array:
+    h, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    if "w_q" in p:
+        q = x @ p["w_q"]
+    else:
+        q = norm(config, p["q_a_norm"], x @ p["w_q_a"] + p.get("b_q_a", 0.0)) @ p["w_q_b"]
+    q = q.reshape(B, S, h, -1)
+    latent = x @ p["w_kv_a"] + p.get("b_kv_a", 0.0)
+    kv = (norm(config, p["kv_a_norm"], latent[..., :-rope]) @ p["w_kv_b"]).reshape(B, S, h, -1)
+    k_rope = jnp.repeat(turn(config, latent[:, :, None, -rope:]), h, axis=2)
+    q = jnp.concatenate([q[..., :nope], turn(config, q[..., nope:])], axis=-1)
+    k = jnp.concatenate([kv[..., :nope], k_rope], axis=-1)
+    yarn = config.rope_scaling
+    sharper = (0.1 * yarn.mscale_all_dim * np.log(yarn.factor) + 1) ** 2 if yarn is not None else 1.0
+    return weighted_values(config, p, q, k, kv[..., nope:], sharper / np.sqrt(nope + rope), layer)
+
+
+def attention(config: ModelConfig, p: Any, x: jax.Array, layer: int) -> jax.Array:
+    if config.kv_lora_rank is not None:
+        return latent_attention(config, p, x, layer)
     h, g, dh = config.num_attention_heads, config.num_key_value_heads, config.dim_per_head
     qkv = x @ p["w_qkv"] + p.get("b_qkv", 0.0)
     q, k, v = qkv[..., : h * dh], qkv[..., h * dh : (h + g) * dh], qkv[..., (h + g) * dh :]
@@ -122,22 +185,25 @@ def attention(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
         q, k = norm(config, p["q_norm"], q, "rmsnorm"), norm(config, p["k_norm"], k, "rmsnorm")
     if config.position == "rope":
         q, k = turn(config, q), turn(config, k)
-    k, v = jnp.repeat(k, h // g, axis=2), jnp.repeat(v, h // g, axis=2)
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.float32(dh**0.5)
-    a = jax.nn.softmax(jnp.where(np.tri(S, dtype=bool), s, -jnp.inf))
-    return jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(B, S, -1) @ p["w_out"] + p.get("b_out", 0.0)
+    return weighted_values(config, p, q, k, v, dh**-0.5, layer)
 
 
 def feed_forward(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
     h = x @ p["w_up"] + p.get("b_up", 0.0)
     f = p["w_down"].shape[0]
-    a = jax.nn.gelu(h, approximate=False) if config.hidden_act == "gelu" else jax.nn.silu(h[..., :f]) * h[..., f:]
+    if config.hidden_act == "gelu":
+        a = jax.nn.gelu(h, approximate=False)
+    elif config.hidden_act == "swiglu":
+        a = jax.nn.silu(h[..., :f]) * h[..., f:]
+    else:
+        gate, up = jnp.minimum(h[..., :f], 7.0), jnp.clip(h[..., f:], -7.0, 7.0)
+        a = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
     return a @ p["w_down"] + p.get("b_down", 0.0)
 
 
 def mixture(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
     """Every expert computes every token. Selection and weights are the router's own, tested beside it."""
-    logits = (x @ p["router"]["kernel"]).reshape(B * S, -1)
+    logits = (x @ p["router"]["kernel"] + p["router"].get("bias", 0.0)).reshape(B * S, -1)
     bias = p["router"].get("e_score_correction_bias")
     routing = route(logits, config.num_experts_per_tok, config.router, bias)
     onehot = jax.nn.one_hot(routing.topk_idx_TK, config.num_experts)
@@ -154,14 +220,16 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> jax.
     for i in range(config.num_hidden_layers):
         after = i - config.first_k_dense_replace  # Hugging Face: (layer + 1) % decoder_sparse_step == 0 has experts
         sparse = bool(config.num_experts) and after >= 0 and (after + 1) % config.decoder_sparse_step == 0
+        sparse = sparse and i not in config.mlp_only_layers
         stack = "moe_layers" if sparse else "dense_layers"
         p = jax.tree.map(lambda w, n=used[stack]: w[n], params[stack])
         used[stack] += 1
-        x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x))
+        x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x), i)
         h = norm(config, p["feed_forward_norm"], x)
         x = x + (mixture(config, p["moe"], h) if sparse else feed_forward(config, p["mlp"], h))
         if "shared_expert" in p:
-            x = x + feed_forward(config, p["shared_expert"], h)
+            gate = jax.nn.sigmoid(h @ p["shared_expert_gate"]) if "shared_expert_gate" in p else 1.0
+            x = x + gate * feed_forward(config, p["shared_expert"], h)
     head = params["embedding"].T if config.tie_word_embeddings else params["head"]
     return norm(config, params["norm"], x) @ head
 
@@ -257,10 +325,20 @@ def test_bfloat16_stays_near_float32() -> None:
     assert np.linalg.norm(np.asarray(low, np.float32) - full) < 0.03 * np.linalg.norm(full)
 
 
-@pytest.mark.parametrize("options", [{}, {"decoder_sparse_step": 2}, {"num_experts": 0}], ids=str)
-def test_the_program_does_not_grow_with_depth(options: dict[str, Any]) -> None:
+REGULAR: list[Callable[[int], dict[str, Any]]] = [
+    lambda n: {},
+    lambda n: {"decoder_sparse_step": 2},
+    lambda n: {"num_experts": 0},
+    lambda n: {"mlp_only_layers": tuple(range(1, n, 4))},
+    lambda n: {"sliding_window": 4, "layer_types": ("sliding_attention", "full_attention") * (n // 2)},
+    lambda n: {**LATENT, "first_k_dense_replace": 1},
+]
+
+
+@pytest.mark.parametrize("options", REGULAR, ids=lambda options: str(options(4)))
+def test_the_program_does_not_grow_with_depth(options: Callable[[int], dict[str, Any]]) -> None:
     def program_size(num_layers: int) -> int:
-        config = config_of(num_hidden_layers=num_layers, **options)
+        config = config_of(num_hidden_layers=num_layers, **options(num_layers))
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(model)
         tokens_BS = jax.ShapeDtypeStruct((B, S), jnp.int32)
@@ -270,8 +348,61 @@ def test_the_program_does_not_grow_with_depth(options: dict[str, Any]) -> None:
 
         return len(jax.jit(jax.grad(loss)).lower(state, tokens_BS).as_text())
 
-    shallow, deep = program_size(4), program_size(12)
+    shallow, deep = program_size(12), program_size(24)  # no number of layers that is a size of something else too
     assert abs(deep - shallow) < 0.02 * shallow
+
+
+@pytest.mark.parametrize(
+    ("kinds", "plan"),
+    [
+        ("MMMM", [("M", 4)]),
+        ("DMMM", [("D", 1), ("M", 3)]),
+        ("DMDMDM", [("DM", 3)]),
+        ("DDMDDM", [("DDM", 2)]),
+        ("MDMM", [("M", 1), ("D", 1), ("M", 2)]),
+        ("MDMMMDMM", [("MDMM", 2)]),
+        ("DMD", [("D", 1), ("M", 1), ("D", 1)]),
+        ("", []),
+    ],
+)
+def test_layer_plan(kinds: str, plan: list[tuple[str, int]]) -> None:
+    found = layer_plan([kind == "M" for kind in kinds])
+    assert [("".join("DM"[sparse] for sparse in pattern), repeats) for pattern, repeats in found] == plan
+
+
+def test_statistics_of_irregular_layers_are_in_order() -> None:
+    """Dense layers between those with experts change how layers are grouped, not the order of what they report."""
+    config = config_of(num_hidden_layers=8, mlp_only_layers=(1, 5))
+    graph, state = build(config)
+    _, stats = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens, keep_routing=True))(
+        state, tokens_of(config)
+    )
+    assert stats is not None and stats.routing is not None
+    assert stats.counts_E.shape == (6, 4) and stats.routing.logits_TE.shape == (6, B * S, 4)
+    x, seen = nnx.to_pure_dict(state)["embedding"][tokens_of(config)], []
+    params, used = nnx.to_pure_dict(state), {"dense_layers": 0, "moe_layers": 0}
+    for i in range(8):
+        stack = "dense_layers" if i in (1, 5) else "moe_layers"
+        p = jax.tree.map(lambda w, n=used[stack]: w[n], params[stack])
+        used[stack] += 1
+        x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x), i)
+        h = norm(config, p["feed_forward_norm"], x)
+        if stack == "moe_layers":
+            seen.append((h @ p["moe"]["router"]["kernel"]).reshape(B * S, -1))
+        x = x + (mixture(config, p["moe"], h) if stack == "moe_layers" else feed_forward(config, p["mlp"], h))
+    np.testing.assert_allclose(stats.routing.logits_TE, jnp.stack(seen), rtol=0, atol=1e-4)
+
+
+def test_parameters_in_bfloat16() -> None:
+    """Every parameter may be stored in bfloat16; mathematics in float32 stays there (dtype promotion is strict)."""
+    for name in ("gpt-oss", "latent", "everything"):
+        config = config_of(**OPTIONS[name])
+        graph, state = build(config)
+        tokens_BS = tokens_of(config)
+        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
+        rounded = jax.tree.map(lambda w: w.astype(jnp.float32), low)
+        run = jax.jit(lambda state, graph=graph, tokens=tokens_BS: nnx.merge(graph, state)(tokens)[0])
+        np.testing.assert_allclose(run(low), run(rounded), rtol=0, atol=1e-4)
 
 
 def test_initialisation() -> None:

@@ -1,0 +1,243 @@
+"""Every setting of jmoe and every check of a user's value (a model's are in `model`). Standard library only.
+
+A config is a tree of frozen dataclasses. `__post_init__` checks what one dataclass can know alone;
+`TrainConfig.check_devices` what needs the number of devices. A bad value raises `ValueError` that names the
+field, the value and the constraint, before anything is compiled or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jmoe.config.checks import check as check
+from jmoe.config.checks import not_negative, one_of, positive
+from jmoe.config.model import ModelConfig as ModelConfig
+from jmoe.config.model import RouterConfig as RouterConfig
+from jmoe.config.model import YarnConfig as YarnConfig
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from.
+
+    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`), or token shards (`.bin`); empty: the source
+    code of the Python standard library on this machine. Files are split into train and held-out by file; a single
+    file by its last part.
+    """
+
+    path: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()  # one per path; empty: by size
+    field: str = "text"  # JSONL: the field with the text
+    tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
+    held_out_fraction: float = 0.05
+    held_out_bytes: int = 500_000  # at most this much text is held out for evaluation
+    num_threads: int = 1  # reader threads
+    prefetch_batches: int = 2
+
+    def __post_init__(self) -> None:
+        check(
+            not self.weights or len(self.weights) == len(self.path),
+            "data.weights",
+            self.weights,
+            f"needs one weight per data.path, of which there are {len(self.path)}",
+        )
+        check(all(w > 0 for w in self.weights), "data.weights", self.weights, "must all be greater than 0")
+        check(
+            0 < self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction, "must be between 0 and 1"
+        )
+        positive(self, "held_out_bytes", "num_threads", "prefetch_batches")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled decay (not on norms, biases and router biases), warm-up, then cosine or constant."""
+
+    learning_rate: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 100
+    final_learning_rate_fraction: float = 0.1  # cosine ends at this fraction of learning_rate
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # global norm; 0: no clip
+
+    def __post_init__(self) -> None:
+        positive(self, "learning_rate", "eps")
+        not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
+        one_of(self, schedule=("cosine", "constant"))
+        for name in ("beta1", "beta2"):
+            check(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
+        fraction = self.final_learning_rate_fraction
+        check(0 <= fraction <= 1, "optimizer.final_learning_rate_fraction", fraction, "must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices as (data, expert_inter, expert_intra). data = 0: whatever the other two leave."""
+
+    data: int = 0
+    expert_inter: int = 1  # across nodes
+    expert_intra: int = 1  # inside a node
+    exchange: Literal["flat", "two_level"] = "two_level"
+    shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
+
+    def __post_init__(self) -> None:
+        not_negative(self, "data")
+        positive(self, "expert_inter", "expert_intra")
+        one_of(self, exchange=("flat", "two_level"))
+
+    def shape(self, num_devices: int) -> tuple[int, int, int]:
+        """(data, expert_inter, expert_intra) for this many devices, or `ValueError`."""
+        experts = self.expert_inter * self.expert_intra
+        data = self.data or num_devices // experts
+        name = "mesh.(data, expert_inter, expert_intra)"
+        value = (data, self.expert_inter, self.expert_intra)
+        check(math.prod(value) == num_devices, name, value, f"must multiply to the {num_devices} devices")
+        return value
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 100
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        positive(self, "every_steps", "keep")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    every_steps: int = 0  # 0: only before and after
+    sample_tokens: int = 160  # length of the sample printed at the end
+    sample_temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every_steps", "sample_tokens", "sample_temperature")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Many processes. Under SLURM, Open MPI and Kubernetes nothing needs to be given."""
+
+    coordinator_address: str | None = None  # host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_timeout_s: int = 300  # all processes must have started within this
+    step_timeout_s: int = 600  # a step, save or evaluation that takes longer names the stuck ranks and ends the run
+    heartbeat_timeout_s: int = 10
+
+    def __post_init__(self) -> None:
+        positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
+        given = [v is not None for v in (self.coordinator_address, self.num_processes, self.process_id)]
+        if any(given) and not all(given):
+            names = ("coordinator_address", "num_processes", "process_id")
+            missing = ", ".join(f"distributed.{n}" for n, g in zip(names, given, strict=True) if not g)
+            raise ValueError(f"{missing} = None: coordinator_address, num_processes and process_id go together")
+        if self.num_processes is not None and self.process_id is not None:
+            check(self.num_processes >= 1, "distributed.num_processes", self.num_processes, "must be at least 1")
+            check(
+                0 <= self.process_id < self.num_processes,
+                "distributed.process_id",
+                self.process_id,
+                f"must be between 0 and num_processes - 1 = {self.num_processes - 1}",
+            )
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    steps: str = ""  # "10:13" writes a trace of steps 10, 11, 12
+
+    def __post_init__(self) -> None:
+        self.span()
+
+    def span(self) -> tuple[int, int] | None:
+        """(first, past the last) step of the trace, or None."""
+        if not self.steps:
+            return None
+        first, colon, last = self.steps.partition(":")
+        ok = colon == ":" and first.isdigit() and last.isdigit() and int(first) < int(last)
+        check(ok, "profile.steps", self.steps, "must read FIRST:LAST with FIRST < LAST, e.g. 10:13")
+        return int(first), int(last)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    num_steps: int = 1000
+    batch_size: int = 8  # sequences a step, all devices and accumulation steps together
+    sequence_length: int = 256
+    gradient_accumulation_steps: int = 1
+    compute_dtype: Dtype = "bfloat16"  # master weights and optimizer state are always float32
+    remat: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass
+    seed: int = 0
+    init_from: str = ""  # a Hugging Face folder: its model, and its parameters at step 0, instead of `model`'s
+    output_dir: str = ""  # "": runs/PRESET
+
+    def __post_init__(self) -> None:
+        positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
+        one_of(self, compute_dtype=("float32", "bfloat16"), remat=("none", "layer"))
+        check(0 <= self.seed < 2**31, "seed", self.seed, "must be between 0 and 2**31 - 1")
+        check(
+            self.model.position != "learned" or self.sequence_length <= self.model.max_position_embeddings,
+            "sequence_length",
+            self.sequence_length,
+            f"must not exceed model.max_position_embeddings = {self.model.max_position_embeddings}",
+        )
+        span = self.profile.span()
+        check(
+            span is None or span[1] <= self.num_steps,
+            "profile.steps",
+            self.profile.steps,
+            f"must end by num_steps = {self.num_steps}",
+        )
+
+    def check_devices(self, num_devices: int) -> tuple[int, int, int]:
+        """The mesh's shape for this many devices; raises `ValueError` if the run cannot be split over them."""
+        shape = self.mesh.shape(num_devices)
+        share = num_devices * self.gradient_accumulation_steps
+        check(
+            self.batch_size % share == 0,
+            "batch_size",
+            self.batch_size,
+            f"must be a multiple of {num_devices} devices x {self.gradient_accumulation_steps} accumulation steps",
+        )
+        experts = shape[1] * shape[2]
+        check(
+            self.model.num_experts % experts == 0,
+            "model.num_experts",
+            self.model.num_experts,
+            f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}",
+        )
+        return shape
+
+    def to_json(self) -> str:
+        """The resolved configuration, as it is written beside a run."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `field: saved -> now` for every value that differs between two resolved configurations."""
+    lines = []
+    for key in sorted(set(saved) | set(now)):
+        a, b = saved.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b and not (isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)):
+            lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
+    return lines

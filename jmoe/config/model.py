@@ -1,0 +1,279 @@
+"""What a decoder is made of. Field names are those of Hugging Face configurations where one exists."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jmoe.config.checks import check, not_negative, one_of, positive
+
+RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
+NO_WINDOW = 2**30  # tokens
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How tokens choose experts.
+
+    kind: `switch` top-1 with input jitter (Switch Transformer); `gshard` top-2 (GShard); `softmax` top-k of a
+    softmax (Mixtral, OLMoE, Qwen3-MoE); `sigmoid` sigmoid scores with loss-free bias balancing (DeepSeek-V3);
+    `group_limited` top-k inside the best `topk_group` of `n_group` groups of experts (DeepSeek-V2/V3).
+    """
+
+    kind: RouterKind = "softmax"
+    bias: bool = False  # logits = x @ kernel + bias (gpt-oss)
+    norm_topk_prob: bool = True  # divide the chosen weights by their sum
+    jitter_noise: float = 0.0  # switch: inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
+    aux_loss_coef: float = 0.01  # balance loss: E * sum_e f_e P_e
+    z_loss_coef: float = 0.0  # mean squared logsumexp of the router's logits
+    bias_update_speed: float = 0.001  # sigmoid, group_limited: step of the loss-free bias
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of(self, kind=("switch", "gshard", "softmax", "sigmoid", "group_limited"))
+        not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
+        check(0 <= self.jitter_noise < 1, "jitter_noise", self.jitter_noise, "must be in [0, 1)")
+        positive(self, "n_group", "topk_group", "routed_scaling_factor")
+        check(
+            self.topk_group <= self.n_group, "topk_group", self.topk_group, f"must not exceed n_group = {self.n_group}"
+        )
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """Rotary positions stretched to a longer context, YaRN (arXiv:2309.00071), with Hugging Face's field names.
+
+    Rotations that turn more than `beta_fast` times within `original_max_position_embeddings` positions keep their
+    frequency, those that turn less than `beta_slow` times are slowed by `factor`, and a ramp lies between them.
+    attention_factor: multiplies cos and sin; None: from factor, mscale and mscale_all_dim as DeepSeek does.
+    mscale_all_dim: latent attention multiplies its softmax scale by (0.1 mscale_all_dim ln(factor) + 1)^2.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # the ramp's ends are rounded outwards to whole dimensions
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        not_negative(self, "mscale", "mscale_all_dim")
+        check(
+            self.beta_slow <= self.beta_fast, "beta_slow", self.beta_slow, f"must not exceed beta_fast {self.beta_fast}"
+        )
+        factor = self.attention_factor
+        check(factor is None or factor > 0, "attention_factor", factor, "must be greater than 0, or None")
+
+    def magnitude(self, mscale: float = 1.0) -> float:
+        """0.1 mscale ln(factor) + 1: how much longer contexts sharpen attention."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rotary_scale(self) -> float:
+        """What cos and sin are multiplied with."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder: every language-model family by configuration."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 2048
+    intermediate_size: int = 1024  # dense feed-forward layers
+    moe_intermediate_size: int = 1024  # one expert
+    num_experts: int = 8  # 0: every layer is dense
+    num_experts_per_tok: int = 2
+    decoder_sparse_step: int = 1  # every n-th layer after the dense first ones has experts
+    first_k_dense_replace: int = 0  # this many first layers are dense
+    mlp_only_layers: tuple[int, ...] = ()  # these layers are dense too
+    shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    shared_expert_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
+    hidden_act: Literal["swiglu", "gelu", "clamped_swiglu"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-6
+    position: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10_000.0
+    rope_scaling: YarnConfig | None = None
+    rope_interleave: bool = False  # rotate (x[2i], x[2i + 1]) instead of (x[i], x[i + d/2]); latent attention only
+    sliding_window: int | None = None  # a token sees this many: itself and those before it
+    layer_types: tuple[str, ...] = ()  # sliding_attention or full_attention per layer; empty: all alike
+    attention_sinks: bool = False  # one learned logit per head in every softmax (gpt-oss)
+    qk_norm: Literal["none", "head", "full"] = "none"  # per head (Qwen3) or over all heads (OLMoE)
+    attention_bias: bool = False  # q, k, v and the output
+    qkv_bias: bool = False  # q, k and v only (Qwen2)
+    kv_lora_rank: int | None = None  # latent attention (DeepSeek-V2/V3); None: ordinary attention
+    q_lora_rank: int | None = None  # latent attention: None: queries straight from the hidden state
+    qk_nope_head_dim: int = 0  # latent attention: part of a query or key without position
+    qk_rope_head_dim: int = 0  # latent attention: rotated part, its key shared by all heads
+    v_head_dim: int = 0  # latent attention
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    capacity_factor: float | None = None  # rows per destination device / fair share; None: dropless
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        positive(self, "num_key_value_heads", "max_position_embeddings", "intermediate_size", "moe_intermediate_size")
+        positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
+        not_negative(self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size")
+        one_of(self, hidden_act=("swiglu", "gelu", "clamped_swiglu"), norm=("rmsnorm", "layernorm"))
+        one_of(self, position=("rope", "learned"), qk_norm=("none", "head", "full"))
+        self._check_attention()
+        if self.num_experts:
+            self._check_experts()
+
+    def _check_attention(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        check(heads % groups == 0, "num_key_value_heads", groups, f"must divide num_attention_heads = {heads}")
+        if self.sliding_window is not None:
+            positive(self, "sliding_window")
+        types, layers = self.layer_types, self.num_hidden_layers
+        check(len(types) in (0, layers), "layer_types", types, f"must have {layers} entries or none")
+        check(set(types) <= set(LAYER_TYPES), "layer_types", types, f"must each be one of {', '.join(LAYER_TYPES)}")
+        sliding = "sliding_attention" in types
+        check(not sliding or self.sliding_window is not None, "sliding_window", None, "is needed by layer_types")
+        yarn = self.rope_scaling
+        check(yarn is None or self.position == "rope", "rope_scaling", yarn, "needs position = 'rope'")
+        if self.kv_lora_rank is not None:
+            positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            check(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "must be above 0")
+            check(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "must be even")
+            check(heads == groups, "num_key_value_heads", groups, f"must be {heads} for latent attention")
+            for name, plain in (("qk_norm", "none"), ("qkv_bias", False), ("attention_sinks", False)):
+                value = getattr(self, name)
+                check(value == plain, name, value, "is not part of latent attention")
+            check(self.position == "rope", "position", self.position, "must be 'rope' for latent attention")
+            return
+        check(not self.rope_interleave, "rope_interleave", self.rope_interleave, "needs latent attention")
+        if self.head_dim is None:
+            check(
+                self.hidden_size % heads == 0,
+                "num_attention_heads",
+                heads,
+                f"must divide hidden_size = {self.hidden_size} when head_dim is not given",
+            )
+        check(
+            self.position != "rope" or self.dim_per_head % 2 == 0,
+            "head_dim",
+            self.dim_per_head,
+            "must be even for rotary positions",
+        )
+
+    def _check_experts(self) -> None:
+        k, router, experts = self.num_experts_per_tok, self.router, self.num_experts
+        check(1 <= k <= experts, "num_experts_per_tok", k, f"must be between 1 and num_experts = {experts}")
+        check(router.kind != "switch" or k == 1, "num_experts_per_tok", k, "must be 1 for router.kind = 'switch'")
+        check(router.kind != "gshard" or k == 2, "num_experts_per_tok", k, "must be 2 for router.kind = 'gshard'")
+        check(experts % router.n_group == 0, "router.n_group", router.n_group, f"must divide num_experts = {experts}")
+        reachable = experts // router.n_group * router.topk_group
+        check(
+            router.kind != "group_limited" or k <= reachable,
+            "num_experts_per_tok",
+            k,
+            f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups",
+        )
+        check(
+            self.capacity_factor is None or self.capacity_factor > 0,
+            "capacity_factor",
+            self.capacity_factor,
+            "must be greater than 0, or None for dropless",
+        )
+        layers = self.num_hidden_layers
+        inside = all(0 <= layer < layers for layer in self.mlp_only_layers)
+        check(inside, "mlp_only_layers", self.mlp_only_layers, f"must lie between 0 and {layers - 1}")
+        first, step = self.first_k_dense_replace, self.decoder_sparse_step
+        check(first < layers, "first_k_dense_replace", first, f"must be less than num_hidden_layers = {layers}")
+        check(step <= layers - first, "decoder_sparse_step", step, f"must not exceed the {layers - first} layers left")
+        check(self.num_moe_layers > 0, "mlp_only_layers", self.mlp_only_layers, "must leave a layer with experts")
+        gate, shared = self.shared_expert_gate, self.shared_expert_intermediate_size
+        check(not gate or shared > 0, "shared_expert_gate", gate, "needs shared_expert_intermediate_size")
+
+    @property
+    def dim_per_head(self) -> int:
+        """Dimensions of a query and key head."""
+        if self.kv_lora_rank is not None:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        first, step, dense = self.first_k_dense_replace, self.decoder_sparse_step, self.mlp_only_layers
+        return tuple(
+            bool(self.num_experts) and i >= first and (i - first + 1) % step == 0 and i not in dense
+            for i in range(self.num_hidden_layers)
+        )
+
+    @property
+    def windows(self) -> tuple[int, ...] | None:
+        """How many tokens a token sees in each layer; None: all, in all."""
+        if self.sliding_window is None:
+            return None
+        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
+        return tuple(self.sliding_window if t == "sliding_attention" else NO_WINDOW for t in types)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.sparse_layers)
+
+    def _attention_parameters(self) -> int:
+        d, dh, heads = self.hidden_size, self.dim_per_head, self.num_attention_heads
+        if self.kv_lora_rank is None:
+            q, kv = heads * dh, self.num_key_value_heads * dh
+            bias = (q + 2 * kv) * (self.attention_bias or self.qkv_bias) + d * self.attention_bias
+            qk_norm = {"none": 0, "head": 2 * dh, "full": q + kv}[self.qk_norm]
+            return d * (q + 2 * kv) + q * d + bias + qk_norm + heads * self.attention_sinks
+        rank, rope, v = self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
+        bias = (rank + rope + d + (self.q_lora_rank or 0)) * self.attention_bias
+        q = d * heads * dh if self.q_lora_rank is None else self.q_lora_rank * (d + 1 + heads * dh)
+        return q + d * (rank + rope) + rank + rank * heads * (self.qk_nope_head_dim + v) + heads * v * d + bias
+
+    def num_parameters(self) -> tuple[int, int]:
+        """(total, active per token) parameters, embeddings included."""
+        d = self.hidden_size
+        norm = d * (2 if self.norm == "layernorm" else 1)
+        attention = self._attention_parameters()
+
+        def mlp(f: int) -> int:
+            up = 1 if self.hidden_act == "gelu" else 2
+            return (up + 1) * d * f + (up * f + d if self.mlp_bias else 0)
+
+        moe_layers, experts, k = self.num_moe_layers, self.num_experts, self.num_experts_per_tok
+        dense_layers = self.num_hidden_layers - moe_layers
+        shared = mlp(self.shared_expert_intermediate_size) if self.shared_expert_intermediate_size else 0
+        shared += d * self.shared_expert_gate
+        bias = experts * (self.router.bias + (self.router.kind in ("sigmoid", "group_limited")))
+        common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
+        common += self.max_position_embeddings * d if self.position == "learned" else 0
+        common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * mlp(self.intermediate_size)
+        common += moe_layers * (d * experts + bias + shared)
+        expert = mlp(self.moe_intermediate_size)
+        return common + moe_layers * experts * expert, common + moe_layers * k * expert
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Model FLOPs of one trained token: 6 per active matrix parameter, plus causal attention."""
+        _, active = self.num_parameters()
+        lookup = self.vocab_size * self.hidden_size if not self.tie_word_embeddings else 0
+        lookup += self.max_position_embeddings * self.hidden_size if self.position == "learned" else 0
+        value_dim = self.v_head_dim if self.kv_lora_rank is not None else self.dim_per_head
+        heads, dims = self.num_attention_heads, self.dim_per_head + value_dim
+        attention = 3 * self.num_hidden_layers * heads * dims * sequence_length
+        return 6.0 * (active - lookup) + attention

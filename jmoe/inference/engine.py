@@ -1,0 +1,537 @@
+"""The inference engine: requests in, tokens out, with continuous batching and experts that need not fit the device.
+
+Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E experts of a layer.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from jmoe.config import check
+from jmoe.inference import sampler
+from jmoe.inference.detokenizer import Detokenizer, TextStream
+from jmoe.inference.expert_slots import DeviceSlots, ExpertSlots, HostSlots
+from jmoe.inference.kv_cache import empty_cache
+from jmoe.inference.residency import AllResident, ChosenExperts, LayerRing, Residency, ResidencyStats
+from jmoe.inference.ring_decoder import RingDecoder
+from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
+from jmoe.inference.scheduler import FinishReason, Request, Scheduler, bucket
+from jmoe.memory.link import LinkStats
+from jmoe.memory.record_store import RecordLayout, RecordStore
+from jmoe.memory.tiered_store import HostRecords, TieredStore
+from jmoe.models.split_checkpoint import SplitCheckpoint
+
+Policy = Literal["auto", "resident", "ring", "experts"]
+ExpertTier = Literal["auto", "host", "nvme"]
+PACK_FOLDER = "jmoe_experts"
+_sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
+_greedy = jax.jit(sampler.greedy)
+_start_request = jax.jit(sampler.start_request, donate_argnames="state")
+_prompt_logprobs = jax.jit(sampler.prompt_logprobs, static_argnames="num_logprobs")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log-probability under the model, and the most likely tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step added to a request; `finish_reason` is None until its end."""
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt token on."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine did and what it moved.
+
+    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
+    device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in
+    which the device had nothing to do because experts were on their way. hit_rate: of the experts that tokens chose
+    (policy `experts`). roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
+    """
+
+    policy: str
+    device_expert_bytes: int
+    host_expert_bytes: int
+    steps: int
+    step_s: float
+    tokens: int
+    streamed_bytes: int
+    streamed_s: float
+    nvme_bytes: int
+    nvme_s: float
+    bytes_per_token: float
+    waited_s: float
+    hit_rate: float
+    guessed: int
+    guessed_right: int
+    roofline_fraction: float
+
+
+@dataclass
+class _Stream:
+    """What the engine keeps of a running request."""
+
+    request: Request
+    text: TextStream | None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Engine:
+    """Serves requests with one model. Not thread-safe.
+
+        engine = Engine.from_pretrained(folder, max_batch=8, max_seq_len=2048, policy="ring", ring_slots=4)
+        completions = engine.generate(["def f("], max_new_tokens=32)
+
+    or `add_request`, then `step` while `has_unfinished`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: SplitCheckpoint,
+        residency: Residency,
+        store: TieredStore | None,
+        *,
+        max_batch: int,
+        max_seq_len: int,
+        prefill_chunk_tokens: int,
+    ) -> None:
+        """See `from_pretrained`."""
+        config = checkpoint.config
+        check(max_seq_len >= 2, "max_seq_len", max_seq_len, "must be at least 2")
+        if config.position == "learned":
+            limit = config.max_position_embeddings
+            check(max_seq_len <= limit, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
+        self.config, self.residency, self._store = config, residency, store
+        ends, layers = checkpoint.load_rest()
+        value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
+        heads, dtype = config.num_key_value_heads, checkpoint.dtype
+        caches = [
+            empty_cache(max_batch, max_seq_len, heads, config.dim_per_head, value_dim, dtype)
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype)
+        self.eos_token_ids = _eos_token_ids(checkpoint)
+        self._scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, self.eos_token_ids)
+        self.tokenizer = _tokenizer(checkpoint.folder)
+        self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
+        self._sampler_state = sampler.new_state(max_batch, config.vocab_size)
+        self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._ids = itertools.count()
+        self._steps, self._step_s, self._tokens = 0, 0.0, 0
+        self._warm_up()
+        self.reset_stats()
+        jax.block_until_ready(self._decoder.caches)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        max_batch: int = 8,
+        max_seq_len: int = 2048,
+        policy: Policy = "auto",
+        ring_slots: int | None = None,
+        device_bytes: int | None = None,
+        expert_tier: ExpertTier = "auto",
+        host_cache_bytes: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        dtype: Any = None,
+        prefill_chunk_tokens: int = 512,
+        bandwidth_limit_bytes_per_s: dict[Any, float] | None = None,
+    ) -> Self:
+        """An engine for the Hugging Face checkpoint in a folder.
+
+        max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output.
+        policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
+        what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
+        in `device_bytes`; `auto`: resident if it fits `device_bytes`, or the device, else ring.
+        expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
+        `auto`: nvme if `host_cache_bytes` is given. They are packed once into `cache_dir`, or beside the checkpoint.
+        dtype: float32 or bfloat16; None: as stored. prefill_chunk_tokens: of a prompt in one step at most.
+        bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host".
+
+        Raises `ValueError` naming the field, value and constraint, before weights are read.
+        """
+        checkpoint = SplitCheckpoint(path, dtype)
+        with checkpoint:
+            plan = _plan(checkpoint, policy, ring_slots, device_bytes)
+            store = None
+            fields = checkpoint.expert_fields
+            if plan.policy != "resident":
+                tier = ("nvme" if host_cache_bytes is not None else "host") if expert_tier == "auto" else expert_tier
+                store = _open_store(checkpoint, tier, host_cache_bytes, cache_dir, bandwidth_limit_bytes_per_s)
+            slots = _make_slots(plan.num_slots, fields)
+            residency = _make_residency(checkpoint, plan, slots, store)
+            return cls(
+                checkpoint,
+                residency,
+                store,
+                max_batch=max_batch,
+                max_seq_len=max_seq_len,
+                prefill_chunk_tokens=prefill_chunk_tokens,
+            )
+
+    # Requests
+
+    def add_request(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue a request; returns its id. prompt: text, or token ids."""
+        sampling = SamplingParams() if sampling is None else sampling
+        sampling.check_vocabulary(self.config.vocab_size)
+        token_ids = self._encode(prompt)
+        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
+        request = Request(request_id or f"request-{next(self._ids)}", token_ids, sampling)
+        self._scheduler.add(request)
+        text = None
+        if self._detokenizer is not None:
+            text = self._detokenizer.stream(token_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
+        self._streams[request.id] = _Stream(request, text)
+        return request.id
+
+    def abort(self, request_id: str) -> None:
+        """End a request; nothing happens if it has ended."""
+        self._scheduler.abort(request_id)
+        self._streams.pop(request_id, None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished
+
+    def generate(
+        self, prompts: Iterable[str | Sequence[int]], sampling: SamplingParams | None = None, **fields: Any
+    ) -> list[Completion]:
+        """Run prompts to their end. fields: of `SamplingParams`, e.g. max_new_tokens=32, temperature=0.8."""
+        sampling = replace(sampling or SamplingParams(), **fields)
+        streams = [self._streams[self.add_request(prompt, sampling)] for prompt in prompts]
+        texts = {s.request.id: "" for s in streams}
+        logprobs: dict[str, list[TokenLogprob]] = {s.request.id: [] for s in streams}
+        while any(s.request.finish_reason is None for s in streams):
+            for output in self.step():
+                if output.request_id in texts:
+                    texts[output.request_id] += output.text
+                    logprobs[output.request_id] += output.logprobs
+        return [
+            Completion(
+                s.request.prompt_token_ids,
+                s.request.output_token_ids,
+                texts[s.request.id],
+                s.request.finish_reason or "abort",
+                logprobs[s.request.id],
+                s.prompt_logprobs,
+            )
+            for s in streams
+        ]
+
+    def step(self) -> list[Output]:
+        """Run one step: a token for every running request, and a chunk of a prompt."""
+        plan = self._scheduler.schedule()
+        if plan.is_empty:
+            return []
+        begun = time.perf_counter()
+        groups = []
+        if plan.decode:
+            size = bucket(len(plan.decode), self._scheduler.decode_buckets)
+            rows = [(row.slot, row.position, [row.token]) for row in plan.decode]
+            groups.append(self._decoder.tokens(rows, size, 1))
+        if (chunk := plan.prefill) is not None:
+            if chunk.copy_from is not None:
+                self._decoder.copy_row(chunk.copy_from[0], chunk.slot)
+            if chunk.start == chunk.request.num_reused_tokens:
+                self._start(chunk.request, chunk.slot)
+            width = bucket(len(chunk.tokens), self._scheduler.prefill_buckets)
+            groups.append(self._decoder.tokens([(chunk.slot, chunk.start, chunk.tokens)], 1, width))
+        hidden = self._decoder.forward(groups)
+        drawn: list[tuple[int, TokenLogprob | None]] = []
+        if plan.decode:
+            requests = [row.request for row in plan.decode]
+            logits_BV = self._decoder.logits(hidden[0], np.zeros(groups[0].rows_P.shape[0], np.int32))
+            drawn += self._draw(
+                logits_BV, requests, [r.slot for r in plan.decode], [r.position + 1 for r in plan.decode]
+            )
+        if chunk is not None:
+            if chunk.request.sampling.prompt_logprobs is not None:
+                self._note_prompt_logprobs(chunk.request, chunk.start, chunk.tokens, hidden[-1])
+            if chunk.is_last:
+                logits_1V = self._decoder.logits(hidden[-1], np.array([len(chunk.tokens) - 1], np.int32))
+                drawn += self._draw(logits_1V, [chunk.request], [chunk.slot], [chunk.start + len(chunk.tokens)])
+        self._scheduler.update(plan, [token for token, _ in drawn])
+        outputs = [self._output(r, t, lp) for r, (t, lp) in zip(plan.sampled_requests, drawn, strict=True)]
+        self._steps += 1
+        self._tokens += len(plan.decode) + (0 if chunk is None else len(chunk.tokens))
+        self._step_s += time.perf_counter() - begun
+        return [output for output in outputs if output is not None]
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, or since `reset_stats`."""
+        now, then = self._counters(), self._since
+        steps, step_s, tokens, host, nvme, residency = now
+        streamed_bytes = host.num_bytes - then[3].num_bytes
+        streamed_s = host.seconds - then[3].seconds
+        run_s, num_tokens = step_s - then[1], tokens - then[2]
+        hits, misses = residency.hits - then[5].hits, residency.misses - then[5].misses
+        return EngineStats(
+            policy=residency.policy,
+            device_expert_bytes=self.residency.slots.num_bytes,
+            host_expert_bytes=0 if self._store is None else self._store.host_bytes,
+            steps=steps - then[0],
+            step_s=run_s,
+            tokens=num_tokens,
+            streamed_bytes=streamed_bytes,
+            streamed_s=streamed_s,
+            nvme_bytes=nvme.num_bytes - then[4].num_bytes,
+            nvme_s=nvme.seconds - then[4].seconds,
+            bytes_per_token=streamed_bytes / num_tokens if num_tokens else 0.0,
+            waited_s=residency.waited_s - then[5].waited_s,
+            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+            guessed=residency.guessed - then[5].guessed,
+            guessed_right=residency.guessed_right - then[5].guessed_right,
+            roofline_fraction=streamed_s / run_s if run_s else 0.0,
+        )
+
+    def reset_stats(self) -> None:
+        """Let `stats` count from here on."""
+        self._since = self._counters()
+
+    def _counters(self) -> tuple[int, float, int, LinkStats, LinkStats, ResidencyStats]:
+        tiers = None if self._store is None else self._store.stats()
+        host, nvme = (LinkStats(), LinkStats()) if tiers is None else (tiers.host, tiers.nvme)
+        return self._steps, self._step_s, self._tokens, host, nvme, self.residency.stats()
+
+    def close(self) -> None:
+        """Stop the threads that copy experts."""
+        self.residency.close()
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Parts of a step
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt: is text, but the checkpoint has no tokenizer.json; give token ids")
+            ids: list[int] = self.tokenizer.encode(prompt).ids
+            return ids
+        found = [int(token) for token in prompt]
+        for token in found:
+            inside = 0 <= token < self.config.vocab_size
+            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
+        return found
+
+    def _start(self, request: Request, slot: int) -> None:
+        """Tell the sampler of a prompt, if it will need to know."""
+        s = request.sampling
+        if (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
+            mask_V = sampler.prompt_mask(request.prompt_token_ids, self.config.vocab_size)
+            self._sampler_state = _start_request(self._sampler_state, np.int32(slot), mask_V)
+
+    def _draw(
+        self, logits_BV: jax.Array, requests: list[Request], slots: list[int], positions: list[int]
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        """A token for each request, from the first rows of the logits."""
+        if all(request.sampling.plain_greedy for request in requests):
+            tokens = np.asarray(_greedy(logits_BV)).tolist()
+            return [(token, None) for token in tokens[: len(requests)]]
+        size = logits_BV.shape[0]
+        key = (*(request.id for request in requests), str(size))
+        if self._params is None or self._params[0] != key:
+            params = sampler.batch_params(
+                [r.sampling for r in requests],
+                [r.seed for r in requests],
+                [len(r.prompt_token_ids) for r in requests],
+                size=size,
+                vocab_size=self.config.vocab_size,
+                eos_token_ids=self.eos_token_ids,
+            )
+            self._params = (key, params)
+        padding = size - len(requests)
+        slots_B = np.array(slots + [self._scheduler.max_batch] * padding, np.int32)
+        positions_B = np.array(positions + [0] * padding, np.int32)
+        wanted = any(r.sampling.logprobs is not None for r in requests)
+        tokens_B, logprobs, self._sampler_state = _sample(
+            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, with_logprobs=wanted
+        )
+        tokens = np.asarray(tokens_B).tolist()[: len(requests)]
+        found = _token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
+        return list(zip(tokens, found, strict=True))
+
+    def _note_prompt_logprobs(self, request: Request, start: int, tokens: list[int], x_1CD: jax.Array) -> None:
+        following = request.prompt_token_ids[start + 1 : start + 1 + len(tokens)]
+        next_C = np.array(following + [0] * (x_1CD.shape[1] - len(following)), np.int32)
+        logprobs = _prompt_logprobs(self._decoder.all_logits(x_1CD), next_C, num_logprobs=MAX_LOGPROBS)
+        found = _token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
+        self._streams[request.id].prompt_logprobs += [lp for lp in found if lp is not None]
+
+    def _output(self, request: Request, token: int, logprob: TokenLogprob | None) -> Output | None:
+        stream = self._streams.get(request.id)
+        if stream is None:  # aborted while the step ran
+            return None
+        text = ""
+        if stream.text is not None:
+            stops = request.finish_reason == "stop"  # the token that ended it gives no text
+            text = "" if stops else stream.text.push([token])
+            if stream.text.matched_stop is not None and request.finish_reason in (None, "length"):
+                self._scheduler.finish(request.id, "stop")
+                request.finish_reason = "stop"
+            if request.finish_reason is not None:
+                text += stream.text.flush()
+        if request.finish_reason is not None:
+            del self._streams[request.id]
+        return Output(request.id, [token], text, [] if logprob is None else [logprob], request.finish_reason)
+
+    def _warm_up(self) -> None:
+        """Compile every program of every shape before the first request."""
+        for size in self._scheduler.decode_buckets:
+            (x,) = self._decoder.forward([self._decoder.tokens([], size, 1)])
+            logits = self._decoder.logits(x, np.zeros(size, np.int32))
+            _greedy(logits).block_until_ready()
+        for width in self._scheduler.prefill_buckets:
+            (x,) = self._decoder.forward([self._decoder.tokens([], 1, width)])
+            self._decoder.logits(x, np.zeros(1, np.int32)).block_until_ready()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    policy: Literal["resident", "ring", "experts"]
+    num_slots: int  # expert slots
+    ring_slots: int = 0
+
+
+def _plan(checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, device_bytes: int | None) -> _Plan:
+    """Which way to keep the experts, and in how many slots."""
+    config = checkpoint.config
+    e, layers = config.num_experts, config.num_moe_layers
+    check(
+        policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
+    )
+    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
+    check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
+    expert_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in checkpoint.expert_fields.values())
+    fit = layers * e if device_bytes is None else device_bytes // expert_bytes
+    if policy == "auto":
+        policy = "ring" if ring_slots is not None or fit < layers * e else "resident"
+    if policy == "resident":
+        needed = f"must hold all {layers * e} experts of {expert_bytes} bytes for policy = 'resident'"
+        check(fit >= layers * e, "device_bytes", device_bytes, needed)
+        return _Plan("resident", layers * e)
+    check(fit >= e, "device_bytes", device_bytes, f"must hold the {e} experts of a layer, of {expert_bytes} bytes each")
+    if policy == "ring":
+        if ring_slots is None:
+            ring_slots = max(1, layers // 2) if device_bytes is None else min(layers, fit // e)
+        check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
+        return _Plan("ring", ring_slots * e, ring_slots)
+    return _Plan("experts", min(layers * e, fit if device_bytes is not None else max(e, layers * e // 2)))
+
+
+def _open_store(
+    checkpoint: SplitCheckpoint,
+    tier: ExpertTier,
+    host_cache_bytes: int | None,
+    cache_dir: str | os.PathLike[str] | None,
+    limits: dict[Any, float] | None,
+) -> TieredStore:
+    layout = RecordLayout.of(checkpoint.expert_fields)
+    check(tier in ("host", "nvme"), "expert_tier", tier, "must be auto, host or nvme")
+    if tier == "host":
+        check(host_cache_bytes is None, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
+        records = HostRecords.fill(layout, checkpoint.num_experts, checkpoint.fill_expert)
+        return TieredStore(host_records=records, bandwidth_limit_bytes_per_s=limits)
+    folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
+    packed = RecordStore.pack(
+        folder, layout, checkpoint.num_experts, checkpoint.fill_expert, fingerprint=checkpoint.fingerprint
+    )
+    cache_bytes = host_cache_bytes
+    if cache_bytes is None:  # a quarter of the records, and of this machine's memory at most
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        cache_bytes = min(checkpoint.num_experts * layout.record_bytes, memory_bytes) // 4
+    return TieredStore(packed, cache_bytes=cache_bytes, bandwidth_limit_bytes_per_s=limits)
+
+
+def _make_slots(num_slots: int, fields: Any) -> ExpertSlots:
+    device = jax.devices()[0]
+    return HostSlots(num_slots, fields) if device.platform == "cpu" else DeviceSlots(num_slots, fields, device)
+
+
+def _make_residency(
+    checkpoint: SplitCheckpoint, plan: _Plan, slots: ExpertSlots, store: TieredStore | None
+) -> Residency:
+    config = checkpoint.config
+    if plan.policy == "resident":
+        record = {name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()}
+        for index in range(checkpoint.num_experts):
+            checkpoint.fill_expert(index, record)
+            slots.write(index, record)
+        return AllResident(slots, config.num_experts)
+    assert store is not None
+    if plan.policy == "ring":
+        return LayerRing(slots, store, config.num_moe_layers, config.num_experts, plan.ring_slots)
+    return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts, plan.num_slots)
+
+
+def _token_logprobs(
+    tokens: list[int], logprobs: sampler.Logprobs | None, wanted: list[int | None]
+) -> list[TokenLogprob | None]:
+    if logprobs is None:
+        return [None] * len(tokens)
+    chosen, ids, top = (np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK))
+    return [
+        None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
+        for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
+    ]
+
+
+def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:
+    """From generation_config.json, else config.json."""
+    file = checkpoint.folder / "generation_config.json"
+    fields = json.loads(file.read_text()) if file.is_file() else {}
+    found = fields.get("eos_token_id", checkpoint.fields.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.is_file() else None

@@ -1,0 +1,110 @@
+"""Keys and values of the running requests: one array of each a layer, written in place.
+
+Legend: B cache rows, S positions of a row, P rows of a step, C tokens a row in this step, G key/value heads,
+R = H / G query heads a group, Q = R C, d and e dimensions of a key and of a value head, L positions a block.
+
+bfloat16 is kept as its bits, uint16: XLA:CPU would convert the whole cache to read or write a part of it.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.matmul import dot
+from kernels_pallas.saved import bits
+
+BLOCK = 128
+_NONE = -1e30  # a score below every real one whose differences are not NaN
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """One layer's keys and values."""
+
+    k_BGSd: jax.Array
+    v_BGSe: jax.Array
+
+    @property
+    def length(self) -> int:
+        """S, which as a position means: none, a token that pads the step."""
+        return self.k_BGSd.shape[2]
+
+
+def empty_cache(
+    max_batch: int, max_seq_len: int, num_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype
+) -> KVCache:
+    """Room for `max_batch` rows of `max_seq_len` positions, which is rounded up to whole blocks."""
+    length = -(-max_seq_len // BLOCK) * BLOCK
+    stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
+    make = lambda dim: jnp.zeros((max_batch, num_heads, length, dim), stored)  # noqa: E731
+    return KVCache(make(key_dim), make(value_dim))
+
+
+def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
+    """The cache with this step's keys and values; positions of S or more are left out."""
+    put = lambda all_, new: all_.at[rows_P[:, None], :, positions_PC].set(bits(new), mode="drop")  # noqa: E731
+    return KVCache(put(cache.k_BGSd, k_PCGd), put(cache.v_BGSe, v_PCGe))
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_row(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
+    """The cache with one row copied over another."""
+    return jax.tree.map(lambda x: x.at[target].set(x[source]), cache)
+
+
+def attend(
+    q_PCHd: jax.Array,
+    cache: KVCache,
+    rows_P: jax.Array,
+    positions_PC: jax.Array,
+    *,
+    scale: float,
+    window: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Attention [P, C, H, e] of this step's tokens to the positions up to their own in their rows of the cache.
+
+    Runs over the blocks in use only, with a running maximum (FlashAttention, arXiv 2205.14135). window: a token sees
+    this many positions, its own included. sinks_H: a score of every head that takes part in the softmax and carries
+    no value (gpt-oss).
+    """
+    p, c, h, d = q_PCHd.shape
+    g, length, e = cache.k_BGSd.shape[1], cache.length, cache.v_BGSe.shape[3]
+    q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
+    at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
+    real = positions_PC < length
+    blocks = jnp.max(jnp.where(real, positions_PC, 0)) // BLOCK + 1
+    first = jnp.int32(0)
+    if window is not None:
+        first = jnp.maximum(jnp.min(jnp.where(real, positions_PC, length)) - window + 1, 0) // BLOCK
+
+    def block(x_BGSd: jax.Array, i: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(x_BGSd, i * BLOCK, BLOCK, axis=2)[rows_P]
+        return lax.bitcast_convert_type(part, q.dtype)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, total, out = carry
+        s = dot(q, block(cache.k_BGSd, i), b_transposed=True) * scale
+        at_L = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        seen = at_L <= at_Q
+        if window is not None:
+            seen &= at_L > at_Q - window
+        s = jnp.where(seen, s, _NONE)
+        new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
+        kept, weights = jnp.exp(top - new_top), jnp.where(seen, jnp.exp(s - new_top), 0.0)
+        out = out * kept + dot(weights.astype(q.dtype), block(cache.v_BGSe, i))
+        return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
+
+    start = (p, g, q.shape[2], 1)
+    if sinks_H is None:
+        top, total = jnp.full(start, _NONE), jnp.zeros(start)
+    else:
+        sinks = sinks_H.astype(jnp.float32).reshape(1, g, h // g, 1)
+        top, total = jnp.broadcast_to(jnp.repeat(sinks, c, axis=3).reshape(1, g, -1, 1), start), jnp.ones(start)
+    _, total, out = lax.fori_loop(first, blocks, step, (top, total, jnp.zeros((*start[:3], e))))
+    out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
+    return out.reshape(p, g, h // g, c, e).transpose(0, 3, 1, 2, 4).reshape(p, c, h, e)

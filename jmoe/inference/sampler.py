@@ -1,0 +1,421 @@
+"""Tokens from logits: pure functions of static shapes, in float32, for `jax.jit`.
+
+    params = batch_params([request.sampling, ...], seeds, prompt_lengths, size=bucket, vocab_size=V)
+    tokens_B, logprobs, state = sample(logits_BV, params, state, slots_B, positions_B, with_logprobs=False)
+
+`SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that row alone, not on
+its place or on the other rows: what a row needs decides which way it goes, and the noise of a token is a function of
+(seed, position, token id). If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for less.
+
+B rows of the batch, V vocabulary, M slots, N sparse ids of a row, C candidates in falling order, W tokens of a chunk,
+K most likely tokens, T positions of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmoe.config import check
+from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, SamplingParams
+
+# Programs are compiled for these N. The second holds the most that a request may ask for, and end-of-text tokens.
+ID_BUCKETS = (16, MAX_IDS + 24)
+NUM_CANDIDATES = 256  # filters that keep no more tokens than this need no sort of the vocabulary
+CHUNK_TOKENS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BatchParams:
+    """`SamplingParams` of B rows as arrays; see `batch_params`."""
+
+    temperature_B: jax.Array  # float32; 0: greedy
+    top_k_B: jax.Array  # int32 in 1 ... V; V: all
+    top_p_B: jax.Array  # float32
+    min_p_B: jax.Array  # float32
+    repetition_penalty_B: jax.Array  # float32
+    presence_penalty_B: jax.Array  # float32
+    frequency_penalty_B: jax.Array  # float32
+    seed_B2: jax.Array  # uint32, high and low half
+    bias_ids_BN: jax.Array  # int32; V: none
+    bias_BN: jax.Array  # float32
+    stop_ids_BN: jax.Array  # int32, cannot be drawn below min_position; V: none
+    min_position_B: jax.Array  # int32, prompt length + min_new_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerState:
+    """What the penalties need to know of the requests in the M slots. Donate it to the jitted functions."""
+
+    in_prompt_MV: jax.Array  # bool
+    output_counts_MV: jax.Array  # int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities under the model's own distribution, float32."""
+
+    chosen_B: jax.Array
+    top_ids_BK: jax.Array  # int32, the most likely tokens in falling order
+    top_BK: jax.Array
+
+
+def batch_params(
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    prompt_lengths: Sequence[int],
+    *,
+    size: int,
+    vocab_size: int,
+    eos_token_ids: Sequence[int] = (),
+) -> BatchParams:
+    """The parameters of `size` rows: one for each of `params`, then padding, which is greedy. Keep it while they stay.
+
+    seeds: `Request.seed`, which is `SamplingParams.seed` or a random number. The width N is the smallest of
+    `ID_BUCKETS` that holds every row's ids. `ValueError` if a token id is not in the vocabulary.
+    """
+    assert len(params) == len(seeds) == len(prompt_lengths) <= size
+    for request in params:
+        request.check_vocabulary(vocab_size)
+    bias_ids = [list(request.logit_bias) for request in params]
+    stop_ids = [sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params]
+    most = max((len(ids) for ids in bias_ids + stop_ids), default=0)
+    check(most <= ID_BUCKETS[-1], "eos_token_ids", eos_token_ids, f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens")
+    width = next(n for n in ID_BUCKETS if n >= most)
+    padding = size - len(params)
+
+    def column(values: Sequence[float], fill: float, dtype: type = np.float32) -> Any:
+        return np.array([*values, *[fill] * padding], dtype)
+
+    bias_ids_BN: Any = np.full((size, width), vocab_size, np.int32)
+    stop_ids_BN: Any = np.full((size, width), vocab_size, np.int32)
+    bias_BN: Any = np.zeros((size, width), np.float32)
+    seed_B2: Any = np.zeros((size, 2), np.uint32)
+    for row, (request, seed) in enumerate(zip(params, seeds)):
+        bias_ids_BN[row, : len(bias_ids[row])] = bias_ids[row]
+        bias_BN[row, : len(bias_ids[row])] = list(request.logit_bias.values())
+        stop_ids_BN[row, : len(stop_ids[row])] = stop_ids[row]
+        seed_B2[row] = divmod(seed % 2**64, 2**32)
+    params_B = BatchParams(
+        temperature_B=column([0.0 if r.greedy else r.temperature for r in params], 0),
+        top_k_B=column([min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32),
+        top_p_B=column([r.top_p for r in params], 1),
+        min_p_B=column([r.min_p for r in params], 0),
+        repetition_penalty_B=column([r.repetition_penalty for r in params], 1),
+        presence_penalty_B=column([r.presence_penalty for r in params], 0),
+        frequency_penalty_B=column([r.frequency_penalty for r in params], 0),
+        seed_B2=seed_B2,
+        bias_ids_BN=bias_ids_BN,
+        bias_BN=bias_BN,
+        stop_ids_BN=stop_ids_BN,
+        min_position_B=column([n + r.min_new_tokens for n, r in zip(prompt_lengths, params)], 0, np.int32),
+    )
+    return jax.device_put(params_B)
+
+
+def new_state(max_batch: int, vocab_size: int) -> SamplerState:
+    """The state of `max_batch` slots, 5 bytes for each of max_batch * vocab_size."""
+    shape = (max_batch, vocab_size)
+    return SamplerState(in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32))
+
+
+def prompt_mask(prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """bool [V]: which tokens occur in the prompt, for `start_request`."""
+    mask_V = np.zeros(vocab_size, np.bool_)
+    mask_V[np.asarray(prompt_token_ids)] = True
+    return mask_V
+
+
+def start_request(state: SamplerState, slot: int | jax.Array, in_prompt_V: jax.Array | np.ndarray) -> SamplerState:
+    """The state after a new request took `slot`. Needed before its first token if it has penalties, else not."""
+    return SamplerState(
+        in_prompt_MV=state.in_prompt_MV.at[slot].set(in_prompt_V),
+        output_counts_MV=state.output_counts_MV.at[slot].set(0),
+    )
+
+
+def greedy(logits_BV: jax.Array) -> jax.Array:
+    """int32 [B]: the largest logit of each row, of equal ones the lowest id. (V - 1 where a row has a NaN.)"""
+    # A maximum and a minimum vectorise; argmax is a reduction of two operands, several times slower on a CPU.
+    ids_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
+    best_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
+    return jnp.min(jnp.where(logits_BV == best_B1, ids_BV, logits_BV.shape[1] - 1), axis=1)
+
+
+def sample(
+    logits_BV: jax.Array,
+    params: BatchParams,
+    state: SamplerState,
+    slots_B: jax.Array,
+    positions_B: jax.Array,
+    *,
+    with_logprobs: bool,
+) -> tuple[jax.Array, Logprobs | None, SamplerState]:
+    """(tokens int32 [B], `Logprobs` with K = 20 or None, the state with the tokens counted).
+
+    slots_B: int32, the rows' slots; M for padding rows. positions_B: int32, where in its sequence the drawn token
+    will stand: the prompt's length for the first. with_logprobs: static.
+    """
+
+    def rows(logits_BV: jax.Array, params: BatchParams, slots_B: jax.Array, positions_B: jax.Array) -> Any:
+        logits_BV = logits_BV.astype(jnp.float32)
+        with jax.named_scope("adjust"):
+            x_BV = _adjust(logits_BV, params, state, slots_B, positions_B)
+        with jax.named_scope("draw"):
+            tokens_B = _draw_rows(x_BV, params, positions_B)
+        if not with_logprobs:
+            return tokens_B, None
+        with jax.named_scope("logprobs"):
+            return tokens_B, _logprobs(logits_BV, tokens_B, MAX_LOGPROBS)
+
+    tokens_B, logprobs = _by_rows(rows, logits_BV, params, slots_B, positions_B)
+    counts_MV = state.output_counts_MV.at[slots_B, tokens_B].add(1, mode="drop")
+    return tokens_B, logprobs, SamplerState(in_prompt_MV=state.in_prompt_MV, output_counts_MV=counts_MV)
+
+
+def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs: int) -> Logprobs:
+    """`Logprobs` of T positions of a prompt: of the tokens that follow them, and of the `num_logprobs` most likely.
+
+    num_logprobs: static; 20 for every request spares programs.
+    """
+
+    def rows(logits_TV: jax.Array, tokens_T: jax.Array) -> Logprobs:
+        return _logprobs(logits_TV.astype(jnp.float32), tokens_T, num_logprobs)
+
+    logprobs: Logprobs = _by_rows(rows, logits_TV, next_tokens_T)
+    return logprobs
+
+
+def _by_rows(function: Callable[..., Any], *batch: Any) -> Any:
+    """`function(*batch)`, all with a leading B; on a CPU one row after the other.
+
+    There a row and all that is made of it stay in the cache, and no row pays for what another one needs.
+    """
+
+    def one_by_one(*batch: Any) -> Any:
+        rows = lax.map(lambda row: function(*jax.tree.map(lambda x: x[None], row)), batch)
+        return jax.tree.map(lambda x: x[:, 0], rows)
+
+    return lax.platform_dependent(*batch, cpu=one_by_one, default=function)
+
+
+def _logprobs(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> Logprobs:
+    top_BK, top_ids_BK = top_k(logits_BV, min(num_logprobs, logits_BV.shape[1]))
+    max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
+    log_total_B1 = jnp.log(_row_sums(jnp.exp(logits_BV - max_B1)))
+    chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
+    return Logprobs(
+        chosen_B=(chosen_B1 - max_B1 - log_total_B1)[:, 0],
+        top_ids_BK=top_ids_BK,
+        top_BK=top_BK - max_B1 - log_total_B1,
+    )
+
+
+def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """(values [B, k], int32 ids [B, k]) of the k largest, in falling order, equal ones by rising id.
+
+    The same as `lax.top_k` for less: the k largest lie in the k chunks of W tokens with the largest maxima (of equal
+    maxima the first), so only these are ranked.
+    """
+    rows, vocab_size = x_BV.shape
+    num_chunks = -(-vocab_size // CHUNK_TOKENS)
+    if num_chunks < 8 * k:
+        return lax.top_k(x_BV, k)
+    x_BV = jnp.pad(x_BV, ((0, 0), (0, num_chunks * CHUNK_TOKENS - vocab_size)), constant_values=-jnp.inf)
+    x_BHW = x_BV.reshape(rows, num_chunks, CHUNK_TOKENS)
+    _, chunks_BK = lax.top_k(jnp.max(x_BHW, axis=2), k)
+    chunks_BK = jnp.sort(chunks_BK, axis=1)  # so that ids rise
+    inside_BKW = jnp.take_along_axis(x_BHW, chunks_BK[:, :, None], axis=1)
+    ids_BKW = chunks_BK[:, :, None] * CHUNK_TOKENS + jnp.arange(CHUNK_TOKENS, dtype=jnp.int32)
+    values_BK, at_BK = lax.top_k(inside_BKW.reshape(rows, k * CHUNK_TOKENS), k)
+    return values_BK, jnp.take_along_axis(ids_BKW.reshape(rows, k * CHUNK_TOKENS), at_BK, axis=1)
+
+
+def _row_sums(x_BV: jax.Array) -> jax.Array:
+    """[B, 1] sums in an order that is a function of V alone; that of `jnp.sum` depends on B."""
+    while x_BV.shape[1] > 1:
+        parts = min(16, x_BV.shape[1])
+        x_BV = jnp.pad(x_BV, ((0, 0), (0, -x_BV.shape[1] % parts)))
+        x_BV = sum(jnp.split(x_BV, parts, axis=1)[1:], start=x_BV[:, : x_BV.shape[1] // parts])
+    return x_BV
+
+
+def _adjust(
+    logits_BV: jax.Array, params: BatchParams, state: SamplerState, slots_B: jax.Array, positions_B: jax.Array
+) -> jax.Array:
+    """Logits after bias, penalties and the ban on early ends."""
+    vocab_size = logits_BV.shape[1]
+    repetition_B1, presence_B1, frequency_B1 = (
+        penalty_B[:, None]
+        for penalty_B in (params.repetition_penalty_B, params.presence_penalty_B, params.frequency_penalty_B)
+    )
+    penalised_B = (repetition_B1 != 1) | (presence_B1 != 0) | (frequency_B1 != 0)
+    banned_BN = jnp.where(positions_B[:, None] < params.min_position_B[:, None], params.stop_ids_BN, vocab_size)
+    rows_B1 = jnp.arange(logits_BV.shape[0], dtype=jnp.int32)[:, None]
+
+    def sparse(x_BV: jax.Array) -> jax.Array:
+        return x_BV.at[rows_B1, params.bias_ids_BN].add(params.bias_BN, mode="drop")
+
+    def ban(x_BV: jax.Array) -> jax.Array:
+        return x_BV.at[rows_B1, banned_BN].set(-jnp.inf, mode="drop")
+
+    def penalise(x_BV: jax.Array) -> jax.Array:
+        counts_BV = state.output_counts_MV.at[slots_B].get(mode="clip")
+        in_prompt_BV = state.in_prompt_MV.at[slots_B].get(mode="clip")
+        repeated_BV = jnp.where(x_BV > 0, x_BV / repetition_B1, x_BV * repetition_B1)
+        x_BV = jnp.where(in_prompt_BV | (counts_BV > 0), repeated_BV, x_BV)
+        x_BV = x_BV - jnp.where(counts_BV > 0, presence_B1, 0.0)
+        return x_BV - frequency_B1 * counts_BV.astype(jnp.float32)
+
+    def unchanged(x_BV: jax.Array) -> jax.Array:
+        return x_BV
+
+    # A row that asks for none of these comes out of each with the same bits, so the others need not care.
+    x_BV = lax.cond(jnp.any(params.bias_ids_BN < vocab_size), sparse, unchanged, logits_BV)
+    x_BV = lax.cond(jnp.any(penalised_B), penalise, unchanged, x_BV)
+    return lax.cond(jnp.any(banned_BN < vocab_size), ban, unchanged, x_BV)
+
+
+def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
+    """int32 [B]: a token for each row from its adjusted logits."""
+    vocab_size = x_BV.shape[1]
+    num_candidates = min(NUM_CANDIDATES, vocab_size)
+    random_B = params.temperature_B > 0
+    # Minus the maximum first: a low temperature then gives large negative numbers, never inf - inf.
+    temperature_B1 = jnp.where(random_B, params.temperature_B, 1.0)[:, None]
+    z_BV = (x_BV - jnp.max(x_BV, axis=1, keepdims=True)) / temperature_B1
+    filtered_B = random_B & ((params.top_k_B < vocab_size) | (params.top_p_B < 1))
+
+    def from_candidates() -> tuple[jax.Array, jax.Array]:
+        z_BC, ids_BC = top_k(z_BV, num_candidates)
+        kept_BC = _kept_candidates(z_BC, _row_sums(jnp.exp(z_BV)), params)
+        # The filters keep none that ranks below a token they do not keep.
+        settled_B = (params.top_k_B <= num_candidates) | ((params.top_k_B == vocab_size) & ~kept_BC[:, -1])
+        return _draw(z_BC, ids_BC, kept_BC, params.seed_B2, positions_B), filtered_B & settled_B
+
+    nothing = (jnp.zeros_like(positions_B), jnp.zeros_like(filtered_B))
+    few_B, settled_B = lax.cond(jnp.any(filtered_B), from_candidates, lambda: nothing)
+
+    def from_vocabulary() -> jax.Array:
+        searched_B = filtered_B & ~settled_B
+        everything_BV = jnp.ones_like(z_BV, jnp.bool_)
+        kept_BV = lax.cond(jnp.any(searched_B), lambda: _kept_vocabulary(z_BV, params), lambda: everything_BV)
+        kept_BV &= jnp.exp(z_BV) >= params.min_p_B[:, None]
+        ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
+        return jnp.where(settled_B, few_B, _draw(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B))
+
+    tokens_B = lax.cond(jnp.any(random_B & ~settled_B), from_vocabulary, lambda: few_B)
+    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), greedy(x_BV))  # a row with a NaN has no largest
+
+
+def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
+    """bool [B, C]: which of the C most likely tokens, in falling order, the filters keep.
+
+    z: logits / temperature minus their maximum, so exp(z) is relative to the most likely token. total: the sum of
+    exp(z) over the whole vocabulary, used where top_k exceeds C.
+    """
+    top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
+    in_top_k_BC = lax.broadcasted_iota(jnp.int32, z_BC.shape, 1) < top_k_B1
+    weights_BC = jnp.where(in_top_k_BC, jnp.exp(z_BC), 0.0)
+    sums_BC = jnp.cumsum(weights_BC, axis=1)
+    total_B1 = jnp.where(top_k_B1 <= z_BC.shape[1], sums_BC[:, -1:], total_B1)
+    before_BC = jnp.pad(sums_BC[:, :-1], ((0, 0), (1, 0)))
+    in_top_p_BC = (top_p_B1 >= 1) | (before_BC < top_p_B1 * total_B1)
+    return in_top_k_BC & in_top_p_BC & (weights_BC >= params.min_p_B[:, None])
+
+
+def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
+    """bool [B, V]: which tokens top-k and top-p keep, without sorting them.
+
+    For each filter the last value that is kept is found by bisection, in 31 passes over the row, which take less time
+    than a sort. Of the tokens equal to it the first by id are kept, as many as are needed.
+    """
+    vocab_size = z_BV.shape[1]
+    top_k_B1, top_p_B1 = params.top_k_B[:, None], params.top_p_B[:, None]
+    # Distances from the largest logit are not negative: as integers their bits have the same order.
+    distance_BV = lax.bitcast_convert_type(jnp.abs(z_BV), jnp.int32)
+    ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
+
+    def first(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
+        """bool [B, V]: the fewest tokens, by rising distance, then id, whose integer amounts sum to `needed`."""
+
+        def enough(mask_BV: jax.Array) -> jax.Array:
+            amounts_BV = jnp.where(mask_BV, amount_BV, jnp.uint32(0))
+            return jnp.sum(amounts_BV, axis=1, keepdims=True, dtype=jnp.uint32) >= needed_B1
+
+        infinity_B1 = jnp.full_like(top_k_B1, lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32))
+        last_B1 = _bisect(lambda at_B1: enough(distance_BV <= at_B1), jnp.full_like(top_k_B1, -1), infinity_B1)
+        closer_BV, equal_BV = distance_BV < last_B1, distance_BV == last_B1
+        alone_B1 = jnp.sum(equal_BV, axis=1, keepdims=True, dtype=jnp.int32) <= 1
+        last_id_B1 = _bisect(
+            lambda at_B1: enough(closer_BV | (equal_BV & (ids_BV <= at_B1))),
+            jnp.where(alone_B1, vocab_size - 2, -1),
+            jnp.full_like(top_k_B1, vocab_size - 1),
+        )
+        return closer_BV | (equal_BV & (ids_BV <= last_id_B1))
+
+    def first_top_k() -> jax.Array:
+        return first(jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)) | (top_k_B1 == vocab_size)
+
+    everything_BV = jnp.ones_like(z_BV, jnp.bool_)
+    in_top_k_BV = lax.cond(jnp.any(top_k_B1 < vocab_size), first_top_k, lambda: everything_BV)
+    weights_BV = jnp.where(in_top_k_BV, jnp.exp(z_BV), 0.0)
+    # Probabilities in units of 2^-31: sums of integers are exact, so they grow with the set and do not depend on B.
+    units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums(weights_BV))).astype(jnp.uint32)
+    total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
+    needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
+    return in_top_k_BV & ((top_p_B1 >= 1) | first(units_BV, needed_B1))
+
+
+def _bisect(enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array) -> jax.Array:
+    """The smallest integer of (low, high] of which `enough` holds, as it does of high and of all that follow."""
+
+    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_B1, high_B1 = bounds
+        middle_B1 = low_B1 + (high_B1 - low_B1) // 2
+        enough_B1 = enough(middle_B1)
+        return jnp.where(enough_B1, low_B1, middle_B1), jnp.where(enough_B1, middle_B1, high_B1)
+
+    return lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low_B1, high_B1))[1]
+
+
+def _draw(
+    z_BC: jax.Array, ids_BC: jax.Array, kept_BC: jax.Array, seed_B2: jax.Array, positions_B: jax.Array
+) -> jax.Array:
+    """int32 [B]: a token id from the softmax of z over the kept tokens: the largest z + Gumbel noise.
+
+    The noise is -log(-log(1 - u)) with u from a hash of seed, position and token id, so neither the order of the
+    candidates nor how many there are matters.
+    """
+    bits_BC = _threefry(seed_B2[:, :1], seed_B2[:, 1:], positions_B[:, None].astype(jnp.uint32), ids_BC)
+    # 32 bits of u near 0, where the winners are; below 1, so that log1p is finite.
+    u_BC = jnp.minimum((bits_BC.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    noisy_BC = jnp.where(kept_BC, z_BC - jnp.log(-jnp.log1p(-u_BC)), -jnp.inf)
+    best_B1 = jnp.max(noisy_BC, axis=1, keepdims=True)
+    return jnp.min(jnp.where(noisy_BC == best_B1, ids_BC, jnp.iinfo(jnp.int32).max), axis=1)
+
+
+def _threefry(key_0: jax.Array, key_1: jax.Array, counter_0: jax.Array, counter_1: jax.Array) -> jax.Array:
+    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), elementwise, uint32.
+
+    `jax.random` has the same function for consecutive counters; for chosen ones there is only `fold_in`, which does
+    not fuse on a CPU.
+    """
+    keys = (key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA))
+    x, y = counter_0 + key_0, counter_1.astype(jnp.uint32) + key_1
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = x + y
+            y = x ^ ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation)))
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x

@@ -1,0 +1,157 @@
+"""What a request asks of the sampler. No JAX, so that a server's front can check a request by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from jmoe.config import check
+
+GREEDY_BELOW = 1e-5  # a lower temperature counts as 0: logits / temperature would leave float32's range
+MAX_LOGPROBS = 20
+MAX_IDS = 1000  # entries of logit_bias, and of stop_token_ids
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are drawn and when it ends. Names and meanings are vLLM's and OpenAI's.
+
+    A token is drawn from the logits after, in this order: `logit_bias`, the penalties, `min_new_tokens`,
+    `temperature`, `top_k`, `top_p`, `min_p`. Each filter sees what the one before it left, with its probabilities
+    made to sum to 1 again, as in transformers. Tokens of equal logits rank by id, the lowest first.
+
+    max_new_tokens: at most this many tokens are drawn; the cache's row may end the request earlier.
+    temperature: logits are divided by it; 0: the most likely token (below 1e-5 counts as 0).
+    top_k: only the k most likely tokens; 0 or -1: all.
+    top_p: only the smallest set of most likely tokens whose probabilities sum to at least this; 1: all.
+    min_p: only tokens at least min_p times as likely as the most likely one; 0: all.
+    repetition_penalty: the logit of a token of the prompt or the output is divided by it if positive, else multiplied.
+    presence_penalty, frequency_penalty: taken off the logit of a token of the output, once, and once per occurrence.
+    logit_bias: token id -> a number added to its logit.
+    seed: the draw at a position depends on the seed and the position alone; None: the request gets a random one.
+    stop_token_ids: end the request like the end-of-text token; the token is the last of the output's ids.
+    stop: strings (or one string) that end the request; the text ends before them.
+    ignore_eos: the end-of-text token does not end the request. stop_token_ids still do.
+    min_new_tokens: until so many are drawn, end-of-text and stop_token_ids cannot be, and `stop` is not looked for.
+    logprobs: None, or: return the log-probability of each token drawn, and of the n most likely ones in its place;
+        of the model's own distribution, before anything above (vLLM's `raw_logprobs`).
+    prompt_logprobs: the same for the tokens of the prompt, from the second on. No prefix is reused then.
+
+    Raises `ValueError` naming field, value and constraint. What depends on the model is checked by `check_vocabulary`.
+    Sources: https://docs.vllm.ai/en/latest/api/vllm/sampling_params and
+    https://platform.openai.com/docs/api-reference/completions/create; min_p arXiv:2407.01082;
+    repetition_penalty arXiv:1909.05858.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_integers()
+        check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "must be True or False")
+
+        given: Any = self.stop
+        stop = (given,) if isinstance(given, str) else given
+        ok = isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
+        check(ok, "stop", self.stop, "must be a string or a list of strings, none of them empty")
+        object.__setattr__(self, "stop", tuple(stop))
+
+        ids = self.stop_token_ids
+        ok = isinstance(ids, list | tuple) and _are_ids(ids) and len(ids) <= MAX_IDS
+        check(ok, "stop_token_ids", ids, f"must be a list of at most {MAX_IDS} integers, none negative")
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+        bias = self.logit_bias
+        ok = isinstance(bias, Mapping) and _are_ids(bias) and len(bias) <= MAX_IDS
+        check(ok, "logit_bias", bias, f"must map at most {MAX_IDS} token ids, none negative, to numbers")
+        for token, value in bias.items():
+            check(_is_number(value) and -100 <= value <= 100, f"logit_bias[{token}]", value, "must be in [-100, 100]")
+        object.__setattr__(self, "logit_bias", dict(bias))  # the caller may go on writing to theirs
+
+    def _check_numbers(self) -> None:
+        for name, low, high in (
+            ("temperature", 0.0, math.inf),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            value = getattr(self, name)
+            ok = _is_number(value) and low <= value <= high
+            check(ok, name, value, f"must be in [{low:g}, {high:g}]" if high < math.inf else "must be 0 or greater")
+        for name, high in (("top_p", 1.0), ("repetition_penalty", math.inf)):
+            value = getattr(self, name)
+            ok = _is_number(value) and 0 < value <= high
+            check(ok, name, value, f"must be in (0, {high:g}]" if high < math.inf else "must be greater than 0")
+
+    def _check_integers(self) -> None:
+        for name, low, high in (
+            ("max_new_tokens", 1, None),
+            ("top_k", -1, None),
+            ("min_new_tokens", 0, self.max_new_tokens),
+        ):
+            value = getattr(self, name)
+            upper = "" if high is None else f" and at most max_new_tokens = {high}"
+            ok = _is_integer(value) and low <= value and (high is None or value <= high)
+            check(ok, name, value, f"must be an integer, at least {low}{upper}")
+        for name, low, high in (
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("seed", -(2**63), 2**63 - 1),
+        ):
+            value = getattr(self, name)
+            ok = value is None or (_is_integer(value) and low <= value <= high)
+            check(ok, name, value, f"must be None or an integer in [{low}, {high}]")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the token is the argmax of the model's own logits and nothing else is asked for."""
+        return (
+            self.greedy
+            and self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and not self.logit_bias
+            and not self.min_new_tokens
+            and self.logprobs is None
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """`ValueError` if a token id of `logit_bias` or `stop_token_ids` is not below `vocab_size`."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                check(token < vocab_size, f"a token of {name}", token, f"must be below vocab_size = {vocab_size}")
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _are_ids(values: Iterable[Any]) -> bool:
+    return all(_is_integer(value) and value >= 0 for value in values)

@@ -1,0 +1,332 @@
+"""Continuous batching: which sequence's tokens run in the next step, and in which row of the cache.
+
+Standard library only. The engine's loop is
+
+    plan = scheduler.schedule()
+    ...run plan.prefill and plan.decode, draw one token for each of plan.sampled_requests...
+    finished = scheduler.update(plan, tokens)
+
+Every step runs all sequences that are past their prompt, one token each, and beside them at most one chunk of one
+prompt, so a long prompt never makes the others wait. The cache is [max_batch, max_seq_len]: a running request owns
+one slot, a whole row, and token i of its sequence (prompt, then output) lies in column i.
+"""
+
+from __future__ import annotations
+
+import secrets
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jmoe.config import check
+from jmoe.inference.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def buckets(maximum: int) -> tuple[int, ...]:
+    """The sizes that programs are compiled for: 1, 2, 4, 8, ... and `maximum`."""
+    check(maximum >= 1, "maximum", maximum, "must be at least 1")
+    return (*(1 << n for n in range((maximum - 1).bit_length())), maximum)
+
+
+def bucket(n: int, sizes: Sequence[int]) -> int:
+    """The smallest of the ascending `sizes` that holds n; `ValueError` if none does."""
+    check(n <= sizes[-1], "n", n, f"must not exceed the largest bucket, {sizes[-1]}")
+    return sizes[bisect_left(sizes, n)]
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way to its output. The scheduler writes everything below `seed`; all may read it.
+
+    prompt_token_ids: at least one. seed: that of the sampling parameters, or a random one.
+    state: waiting (no slot yet), prefill, decode, finished. num_computed_tokens: how many tokens of prompt + output
+    have their keys and values in the slot; num_reused_tokens: how many of these were there before, or were copied.
+    output_token_ids: with the stop token, if one ended it.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = field(init=False)
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    state: Literal["waiting", "prefill", "decode", "finished"] = field(default="waiting", init=False)
+    slot: int | None = field(default=None, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_reused_tokens: int = field(default=0, init=False)
+    copy_from: tuple[int, int] | None = field(default=None, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        seed = self.sampling.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """Run `token`, the last of the request's sequence, at column `position` of row `slot`."""
+
+    request: Request
+    slot: int
+    token: int
+    position: int
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Run `tokens` of the request's prompt at columns `start`, `start + 1`, ... of row `slot`.
+
+    copy_from: (other slot, length): before anything of this step runs, copy columns 0 ... length - 1 of that row into
+    `slot`. is_last: the prompt ends here, so a token is drawn from the last position.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    tokens: list[int]
+    is_last: bool
+    copy_from: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: `decode` holds every request past its prompt, `prefill` at most one chunk. Either may be empty.
+
+    Padded to a bucket a chunk never reaches past the end of its row: start + bucket(len(tokens)) <= max_seq_len.
+    """
+
+    decode: tuple[DecodeRow, ...]
+    prefill: PrefillChunk | None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decode and self.prefill is None
+
+    @property
+    def sampled_requests(self) -> tuple[Request, ...]:
+        """Those that get a token, in the order that `update` wants them: `decode`, then a prompt that is complete."""
+        rows = tuple(row.request for row in self.decode)
+        return (*rows, self.prefill.request) if self.prefill is not None and self.prefill.is_last else rows
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """What the scheduler has done. Token counts are of steps that ran; reused ones of requests that were admitted."""
+
+    waiting: int  # now, without a slot
+    running: int  # now, with a slot
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    reused_tokens: int  # prompt tokens that were not run, copied_tokens among them
+    copied_tokens: int
+    finished: dict[str, int]  # by reason
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A row of the cache. tokens: those whose keys and values it holds, from column 0; kept when the request ends."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    request: Request | None = None
+    freed_at: int = 0  # the lower, the longer unused
+
+
+class Scheduler:
+    """Gives requests slots and steps, first come, first served.
+
+    max_batch: slots, requests that run at once. max_seq_len: columns; prompt and output together never exceed it.
+    prefill_chunk_tokens: the most tokens of a prompt in one step. eos_token_ids: end a request that does not ignore
+    them.
+
+    A request that ended leaves its tokens in its slot. A new one takes the free slot that shares the longest prefix
+    with its prompt, the longest unused one among equals, and computes only the rest; if a running slot shares more,
+    that much is copied. At least the last token of a prompt is always run, for its logits; all of it if
+    `prompt_logprobs` are asked for. Not thread-safe.
+    """
+
+    def __init__(
+        self, max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        check(max_batch >= 1, "max_batch", max_batch, "must be at least 1")
+        check(max_seq_len >= 2, "max_seq_len", max_seq_len, "must be at least 2, a token of prompt and one of output")
+        check(prefill_chunk_tokens >= 1, "prefill_chunk_tokens", prefill_chunk_tokens, "must be at least 1")
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.decode_buckets = buckets(max_batch)
+        self.prefill_buckets = buckets(min(prefill_chunk_tokens, max_seq_len))
+        self._slots = [_Slot(index) for index in range(max_batch)]
+        self._requests: dict[str, Request] = {}  # not finished, in the order they came
+        self._waiting: deque[Request] = deque()
+        self._prefilling: Request | None = None
+        self._frees = 0
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. `ValueError` for an empty or too long prompt, or an id that is still in use."""
+        length = len(request.prompt_token_ids)
+        check(length > 0, "prompt_token_ids", request.prompt_token_ids, "must hold at least one token")
+        constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
+        check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
+        check(request.id not in self._requests, "id", request.id, "is that of a request that has not finished")
+        assert request.state == "waiting" and request.slot is None, "a request runs once"
+        self._requests[request.id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """`finish` with the reason "abort"."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request now, as after a stop string; None if no request of this id is waiting or running.
+
+        Also between `schedule` and `update`: the token under way is then dropped.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        if request.state == "waiting":
+            self._waiting.remove(request)
+        if request is self._prefilling:
+            self._prefilling = None
+        if request.slot is not None:
+            slot = self._slots[request.slot]
+            self._frees += 1
+            slot.request, slot.freed_at = None, self._frees
+        request.state, request.finish_reason, request.slot = "finished", reason, None
+        self._finished[reason] += 1
+        return request
+
+    def schedule(self) -> StepPlan:
+        """The next step. Empty if nothing waits or runs. Without an `update` between, the same again."""
+        decode = tuple(
+            DecodeRow(slot.request, slot.index, slot.request.output_token_ids[-1], slot.request.num_computed_tokens)
+            for slot in self._slots
+            if slot.request is not None and slot.request.state == "decode"
+        )
+        if self._prefilling is None and self._waiting:
+            self._admit()
+        return StepPlan(decode, self._next_chunk())
+
+    def update(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
+        """Take in the tokens drawn for `plan.sampled_requests`; returns the requests that ended with them.
+
+        A request ends with "stop" at an end-of-text or stop token, unless it is among its first `min_new_tokens`;
+        with "length" after `max_new_tokens`, or when its row is full. If the engine finds a stop string in the text
+        of such a last token, it sets that `finish_reason` itself.
+        """
+        sampled = plan.sampled_requests
+        assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} requests"
+        self._counts["steps"] += not plan.is_empty
+        self._counts["decode_tokens"] += len(plan.decode)
+        for row in plan.decode:
+            self._note_computed(row.request, row.slot, row.position, [row.token])
+        if (chunk := plan.prefill) is not None:
+            self._counts["prefill_tokens"] += len(chunk.tokens)
+            self._note_computed(chunk.request, chunk.slot, chunk.start, chunk.tokens)
+        finished = []
+        for request, token in zip(sampled, tokens):
+            if request.state == "finished":  # in the meantime, by `finish`
+                continue
+            if request is self._prefilling:
+                request.state, self._prefilling = "decode", None
+            request.output_token_ids.append(int(token))
+            if (reason := self._reason_to_finish(request)) is not None:
+                self.finish(request.id, reason)
+                finished.append(request)
+        return finished
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `schedule` would return a plan that is not empty."""
+        return bool(self._requests)
+
+    def stats(self) -> SchedulerStats:
+        count = self._counts
+        return SchedulerStats(
+            waiting=len(self._waiting),
+            running=len(self._requests) - len(self._waiting),
+            steps=count["steps"],
+            prefill_tokens=count["prefill_tokens"],
+            decode_tokens=count["decode_tokens"],
+            reused_tokens=count["reused_tokens"],
+            copied_tokens=count["copied_tokens"],
+            finished=dict(self._finished),
+        )
+
+    def _admit(self) -> None:
+        """Give the longest waiting request a slot, if one is free."""
+        free = [slot for slot in self._slots if slot.request is None]
+        if not free:
+            return
+        request = self._waiting.popleft()
+        prompt = request.prompt_token_ids if request.sampling.prompt_logprobs is None else []
+        shared = {slot.index: _common_prefix(slot.tokens, prompt[:-1]) for slot in self._slots}
+        target = max(free, key=lambda slot: (shared[slot.index], -slot.freed_at))
+        source = max(self._slots, key=lambda slot: shared[slot.index])
+        length = shared[source.index]
+        if length > shared[target.index]:
+            request.copy_from = (source.index, length)
+            self._counts["copied_tokens"] += length
+        del target.tokens[shared[target.index] :]  # a copied prefix counts once the step that copies it has run
+        target.request = request
+        request.state, request.slot = "prefill", target.index
+        request.num_computed_tokens = request.num_reused_tokens = length
+        self._counts["reused_tokens"] += length
+        self._prefilling = request
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        request = self._prefilling
+        if request is None:
+            return None
+        assert request.slot is not None
+        start, sizes = request.num_computed_tokens, self.prefill_buckets
+        count = min(len(request.prompt_token_ids) - start, sizes[-1])
+        if start + bucket(count, sizes) > self.max_seq_len:  # near the end of the row: a chunk without padding
+            count = max(size for size in sizes if size <= count)
+        tokens = request.prompt_token_ids[start : start + count]
+        is_last = start + count == len(request.prompt_token_ids)
+        is_first = start == request.num_reused_tokens
+        return PrefillChunk(request, request.slot, start, tokens, is_last, request.copy_from if is_first else None)
+
+    def _note_computed(self, request: Request, slot: int, start: int, tokens: list[int]) -> None:
+        """The keys and values of `tokens` are in the slot now."""
+        if request.state == "finished":  # while the step ran; its slot may be another's
+            return
+        assert (request.slot, request.num_computed_tokens) == (slot, start), "a plan is taken in once, and in order"
+        resident = self._slots[slot].tokens
+        resident += request.prompt_token_ids[len(resident) : start]  # what was copied into it, before a first chunk
+        resident += tokens
+        request.num_computed_tokens += len(tokens)
+
+    def _reason_to_finish(self, request: Request) -> FinishReason | None:
+        sampling, output = request.sampling, request.output_token_ids
+        if len(output) > sampling.min_new_tokens:
+            ends_text = output[-1] in self.eos_token_ids and not sampling.ignore_eos
+            if ends_text or output[-1] in sampling.stop_token_ids:
+                return "stop"
+        full = request.num_tokens >= self.max_seq_len
+        return "length" if full or len(output) >= sampling.max_new_tokens else None
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    """How many first tokens are equal. Slices compare at the speed of C: prompts have many thousands of tokens."""
+    if not a or not b or a[0] != b[0]:
+        return 0
+    equal, end = 1, min(len(a), len(b)) + 1  # the first `equal` are; the first `end` are not, or do not exist
+    while end - equal > 1:
+        middle = (equal + end) // 2
+        if a[equal:middle] == b[equal:middle]:
+            equal = middle
+        else:
+            end = middle
+    return equal

@@ -1,0 +1,356 @@
+"""Records on NVMe: equal-sized blocks of one file, each page-aligned, read with O_DIRECT.
+
+A pack is a folder with a data file and `manifest.json`, which says what the data file holds and names it. The
+manifest is written last, by rename, after the data is on disk: a folder without one holds nothing. Packers of one
+folder take turns (`pack.lock`). Axes: R bytes of a record.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from jmoe.config import check
+from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+
+FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
+MANIFEST = "manifest.json"
+LOCK = "pack.lock"
+FORMAT = 1
+
+Fill = Callable[[int, dict[str, NDArray[Any]]], None]
+
+
+class PackError(ValueError):
+    """The folder holds no usable pack: none, a half-written or damaged one, or one of something else."""
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class RecordField:
+    """One array of a record."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Which arrays a record holds and where: in the order given, each at a multiple of 64 bytes.
+
+    `RecordLayout.of({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the end of the last array;
+    record_bytes: rounded up to whole pages of 4096 bytes, the size and alignment of a record everywhere.
+    """
+
+    fields: tuple[RecordField, ...]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, tuple[Sequence[int], DTypeLike]]) -> Self:
+        fields: list[RecordField] = []
+        end_bytes = 0
+        for name, (shape, dtype_like) in arrays.items():
+            dtype = np.dtype(dtype_like)
+            check(all(n > 0 for n in shape), f"{name}.shape", tuple(shape), "must have no empty dimension")
+            check(
+                dtype.isnative and not dtype.hasobject and dtype.names is None,
+                f"{name}.dtype",
+                dtype,
+                "must be a plain numeric type in this machine's byte order",
+            )
+            offset_bytes = _round_up(end_bytes, FIELD_ALIGNMENT_BYTES)
+            fields.append(RecordField(name, tuple(int(n) for n in shape), dtype, offset_bytes))
+            end_bytes = offset_bytes + fields[-1].num_bytes
+        check(bool(fields), "arrays", dict(arrays), "must name at least one array")
+        return cls(tuple(fields))
+
+    @property
+    def data_bytes(self) -> int:
+        return self.fields[-1].offset_bytes + self.fields[-1].num_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        return _round_up(self.data_bytes, PAGE_BYTES)
+
+    def views(self, record_R: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """The arrays of the record in these `record_bytes` bytes; views, writable as far as the bytes are."""
+        return {
+            f.name: record_R[f.offset_bytes : f.offset_bytes + f.num_bytes].view(f.dtype).reshape(f.shape)
+            for f in self.fields
+        }
+
+    def describe(self) -> list[list[Any]]:
+        """For the manifest: [name, shape, dtype, offset] of every array."""
+        return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
+
+
+class RecordStore:
+    """A pack, open for reading; its methods may be called from many threads.
+
+    `RecordStore.pack(...)` opens the pack of a folder or makes it first; `RecordStore.open(...)` only opens.
+    io: how records are read, "O_DIRECT", or "buffered: ..." with the reason where the file system refuses that.
+    """
+
+    def __init__(self, path: Path, layout: RecordLayout, num_records: int) -> None:
+        """Open the data file itself; see `open` and `pack`."""
+        self.path, self.layout, self.num_records = path, layout, num_records
+        self._fd, self.io = _open_for_reading(path)
+
+    @classmethod
+    def open(cls, folder: str | Path, layout: RecordLayout, num_records: int, *, fingerprint: str) -> Self:
+        """Open the pack in `folder` if it is whole and was made from this; raises `PackError` saying why if not."""
+        folder = Path(folder)
+        expected = _manifest(layout, num_records, fingerprint)
+        for last_try in (False, True):
+            manifest = _read_manifest(folder)
+            differ = [key for key in expected if manifest.get(key) != expected[key]]
+            if differ:
+                was = {key: manifest.get(key) for key in differ}
+                raise PackError(f"{folder}: packed with {was}, expected { {key: expected[key] for key in differ} }")
+            path = folder / str(manifest.get("file"))
+            try:
+                store = cls(path, layout, num_records)
+            except FileNotFoundError as error:
+                if last_try:
+                    raise PackError(f"{folder}: {path.name}, which the manifest names, is missing") from error
+                continue  # another process may have replaced the pack between the two opens
+            size_bytes = os.fstat(store._fd).st_size
+            if size_bytes != num_records * layout.record_bytes:
+                store.close()
+                raise PackError(
+                    f"{path}: {size_bytes} bytes, expected {num_records} records of {layout.record_bytes} bytes"
+                )
+            return store
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def pack(
+        cls,
+        folder: str | Path,
+        layout: RecordLayout,
+        num_records: int,
+        fill: Fill,
+        *,
+        fingerprint: str,
+        lock_limit_s: float = 3600.0,
+    ) -> Self:
+        """Open the pack in `folder`, making it first unless a whole one of the same fingerprint is there.
+
+        fill(index, views) writes record `index` into writable, zeroed arrays by name; it is called once per record,
+        in order. fingerprint: whatever identifies the source; a pack of another one is replaced. A packer that dies
+        at any moment leaves the folder as good as it was. Packers of one folder wait for each other, at most
+        `lock_limit_s`; who comes second finds the work done.
+
+        Raises `OSError` (ENOSPC) naming the bytes needed and free before anything is written, or when the disk
+        fills up all the same.
+        """
+        check(num_records > 0, "num_records", num_records, "must be greater than 0")
+        folder = Path(folder)
+        with contextlib.suppress(PackError):  # also from a folder that may not be written to
+            return cls.open(folder, layout, num_records, fingerprint=fingerprint)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, lock_limit_s):
+            with contextlib.suppress(PackError):  # another process made it meanwhile
+                return cls.open(folder, layout, num_records, fingerprint=fingerprint)
+            _remove_leftovers(folder)
+            path = folder / f"records-{secrets.token_hex(8)}.bin"
+            try:
+                _write_records(path, layout, num_records, fill)
+                _write_manifest(folder, _manifest(layout, num_records, fingerprint) | {"file": path.name})
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            _remove_leftovers(folder)  # the pack that was replaced
+            return cls.open(folder, layout, num_records, fingerprint=fingerprint)
+
+    def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
+        """Read one record into `record_bytes` writable bytes at a page-aligned address.
+
+        Raises `OSError` naming file and record where the file is too short or the device fails.
+        """
+        if not 0 <= index < self.num_records:
+            raise ValueError(f"index = {index}: must be in [0, {self.num_records})")
+        record_bytes = self.layout.record_bytes
+        if record_R.nbytes != record_bytes or not record_R.flags.writeable:
+            raise ValueError(f"record_R: must be {record_bytes} writable bytes, has {record_R.nbytes}")
+        if record_R.ctypes.data % PAGE_BYTES:
+            raise ValueError(f"record_R: must begin at a multiple of {PAGE_BYTES} bytes")
+        memory, done_bytes, first_byte = record_R.data, 0, index * record_bytes
+        while done_bytes < record_bytes:
+            try:
+                count = os.preadv(self._fd, [memory[done_bytes:]], first_byte + done_bytes)
+            except OSError as error:
+                what = f"reading record {index} (at byte {first_byte}): {error.strerror}"
+                raise OSError(error.errno, what, str(self.path)) from error
+            if count == 0:
+                what = f"reading record {index} (at byte {first_byte}): the file ends after {done_bytes} bytes of it"
+                raise OSError(errno.EIO, what, str(self.path))
+            done_bytes += count
+
+    def close(self) -> None:
+        """Close the file; no thread may be reading."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_for_reading(path: Path) -> tuple[int, str]:
+    """A file descriptor and how it reads: with O_DIRECT where a first page really comes that way."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "buffered: the file system refuses O_DIRECT"
+    try:
+        os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
+    except OSError as error:
+        os.close(fd)
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "buffered: O_DIRECT reads of 4096 bytes are refused"
+    return fd, "O_DIRECT"
+
+
+def _manifest(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "layout": layout.describe(),
+        "record_bytes": layout.record_bytes,
+        "num_records": num_records,
+        "fingerprint": fingerprint,
+    }
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise PackError(f"{folder}: no {MANIFEST}, so no complete pack") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PackError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(manifest, dict):
+        raise PackError(f"{path}: must be a JSON object")
+    return manifest
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    _fsync(folder)  # the data file's name must not come after the manifest's
+    path = folder / f"{MANIFEST}.tmp"
+    with path.open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    path.replace(folder / MANIFEST)
+    _fsync(folder)
+
+
+def _fsync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fill) -> None:
+    total_bytes = num_records * layout.record_bytes
+    free_bytes = shutil.disk_usage(path.parent).free
+    needs = f"{num_records} records need {total_bytes} bytes"
+    if total_bytes > free_bytes:
+        raise OSError(errno.ENOSPC, f"{needs}, {free_bytes} are free", str(path.parent))
+    record_R = RecordBuffers(1, layout.record_bytes).slot(0)
+    views = layout.views(record_R)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, flags, 0o644)
+    try:
+        with _naming_the_room(path, needs):
+            os.posix_fallocate(fd, 0, total_bytes)
+        for index in range(num_records):
+            record_R[:] = 0
+            fill(index, views)
+            with _naming_the_room(path, needs):
+                _write_all(fd, record_R, index * layout.record_bytes)
+        with _naming_the_room(path, needs):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _naming_the_room(path: Path, needs: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        free_bytes = shutil.disk_usage(path.parent).free
+        raise OSError(error.errno, f"{error.strerror}: {needs}, {free_bytes} are free", str(path.parent)) from error
+
+
+def _write_all(fd: int, record_R: NDArray[np.uint8], offset_bytes: int) -> None:
+    memory, done_bytes = record_R.data, 0
+    while done_bytes < record_R.nbytes:
+        done_bytes += os.pwritev(fd, [memory[done_bytes:]], offset_bytes + done_bytes)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete data files that no manifest names; only for who holds the lock."""
+    try:
+        named = _read_manifest(folder).get("file")
+    except PackError:
+        named = None
+    for path in folder.glob("records-*.bin"):
+        if path.name != named:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, limit_s: float) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel takes back from a process that dies."""
+    path = folder / LOCK
+    deadline_s = time.monotonic() + limit_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{path}: another process has held it for more than {limit_s} s") from None
+                time.sleep(0.05)
+        yield

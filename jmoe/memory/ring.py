@@ -1,0 +1,262 @@
+"""A ring of K slots over an order of layers: while one layer is in use, the next ones are being loaded.
+
+The ring decides which layer goes into which slot and when; a function of the caller's moves the bytes. MoESys
+section 3.3.2 (arXiv 2205.10034).
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from jmoe.config import check
+from jmoe.memory.link import Link, LinkStats
+
+
+class Acquired(NamedTuple):
+    """A layer, and the slot that holds it until it is released."""
+
+    layer: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class RingStats:
+    """loads: transfers into slots; waits, waited_s: calls of `acquire` whose layer was not there yet."""
+
+    loads: LinkStats
+    acquired: int
+    waits: int
+    waited_s: float
+
+
+class Ring:
+    """`num_slots` slots that hold the layers of `order` by turns, one round after the other.
+
+    `acquire()` waits for the next layer of the order and returns it with its slot; `release()` gives back the
+    earliest one acquired, and its slot takes the next layer of the order that has none: the one `num_slots` further
+    on, if every layer moves. After the last layer come the first ones again, so a new round finds them loaded. A
+    layer that still is in a slot is not loaded again, whatever the order (0…N-1…0 turns round without a load), and
+    with as many slots as layers nothing moves after the first round. Of several free slots the one whose layer is
+    needed last is taken. A slot is never written to between acquire and release.
+
+    load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread of the ring, one
+    call at a time, and must not return before the slot may be used. resident: layers that keep the slot they first
+    get; at least one slot has to be left for the others (two, for loads to overlap with use). Spread evenly over
+    the layers they cut the bytes of a round and leave the time to load the rest.
+    bandwidth_limit_bytes_per_s: loads take at least the time that a link of that bandwidth needs.
+
+    Errors: what `load` raised is raised by `acquire` from then on, until `restart`; `TimeoutError` after
+    `wait_limit_s`, naming layer and slot. One thread acquires and releases.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        num_slots: int,
+        load: Callable[[int, int], int],
+        *,
+        resident: Collection[int] = (),
+        bandwidth_limit_bytes_per_s: float | None = None,
+        wait_limit_s: float = 300.0,
+    ) -> None:
+        self._resident = frozenset(resident)
+        check(num_slots > 0, "num_slots", num_slots, "must be greater than 0")
+        check(wait_limit_s > 0, "wait_limit_s", wait_limit_s, "must be greater than 0")
+        self._load, self._wait_limit_s = load, wait_limit_s
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._link = Link(bandwidth_limit_bytes_per_s, sleep=self._closing.wait)
+        self._waits, self._waited_s, self._num_acquired = 0, 0.0, 0
+        self._layer_in: list[int | None] = [None] * num_slots  # what a slot holds, or will when its load is done
+        self._slot_of: dict[int, int] = {}
+        self._loaded = [False] * num_slots
+        self._uses = [0] * num_slots  # positions of the order that are planned into a slot and not released
+        self._to_load: deque[int] = deque()
+        self._loading: int | None = None
+        self._error: Exception | None = None
+        with self._changed:
+            self._begin(order)
+        self._thread = threading.Thread(target=self._work, name="ring", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._uses)
+
+    def acquire(self) -> Acquired:
+        """The next layer of the order, when it is in its slot."""
+        with self._changed:
+            start_s = time.monotonic()
+            waited = False
+            while not self._next_is_ready():
+                waited = True
+                left_s = start_s + self._wait_limit_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"ring: {self._next_name()} was not loaded within {self._wait_limit_s} s")
+                self._changed.wait(left_s)
+            self._waits += waited
+            self._waited_s += time.monotonic() - start_s if waited else 0.0
+            slot = self._planned[self._acquired - self._released]
+            layer = self._layer_at(self._acquired)
+            self._acquired += 1
+            self._num_acquired += 1
+            self._plan()
+            return Acquired(layer, slot)
+
+    def release(self) -> None:
+        """Give back the earliest layer acquired; nothing may read its slot any more, the device included."""
+        with self._changed:
+            if self._released == self._acquired:
+                raise RuntimeError("ring: release() without an acquired layer")
+            self._uses[self._planned.popleft()] -= 1
+            self._released += 1
+            self._plan()
+
+    def restart(self, order: Sequence[int] | None = None) -> None:
+        """Begin a round anew, in another order if one is given; what is in the slots stays, and an error is forgotten.
+
+        Every layer acquired must have been released.
+        """
+        with self._changed:
+            if self._released != self._acquired:
+                raise RuntimeError(f"ring: {self._acquired - self._released} layers are acquired; release them first")
+            self._forget_unloaded()
+            self._error = None
+            self._begin(self._order if order is None else order)
+
+    def stats(self) -> RingStats:
+        with self._changed:
+            return RingStats(self._link.stats(), self._num_acquired, self._waits, self._waited_s)
+
+    def close(self) -> None:
+        """End the thread, after the load that it is in."""
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        self._thread.join(self._wait_limit_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"ring: slot {self._loading} is still being loaded {self._wait_limit_s} s after close()")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, order: Sequence[int]) -> None:
+        """Plan `order` from its first position. The lock is held."""
+        check(len(order) > 0, "order", order, "must name at least one layer")
+        moving = set(order) - self._resident
+        check(
+            self.num_slots >= len(self._resident) + bool(moving),
+            "num_slots",
+            self.num_slots,
+            f"must exceed the {len(self._resident)} resident layers, which leave no slot for the others",
+        )
+        self._order = tuple(order)
+        self._acquired = self._released = self._planned_to = 0  # positions, counted on from round to round
+        self._planned: deque[int] = deque()  # slots of the positions from _released on
+        self._plan()
+
+    def _layer_at(self, position: int) -> int:
+        return self._order[position % len(self._order)]
+
+    def _plan(self) -> None:
+        """Give slots to the positions that come next, as far as slots go, at most one round ahead.
+
+        After an error nothing more is planned until `restart`.
+        """
+        while self._error is None and self._planned_to < self._acquired + len(self._order):
+            layer = self._layer_at(self._planned_to)
+            slot = self._slot_of.get(layer)
+            if slot is None:
+                slot = self._free_slot()
+                if slot is None:
+                    break
+                self._forget(slot)
+                self._layer_in[slot] = layer
+                self._slot_of[layer] = slot
+                self._to_load.append(slot)
+            self._uses[slot] += 1
+            self._planned.append(slot)
+            self._planned_to += 1
+        self._changed.notify_all()
+
+    def _free_slot(self) -> int | None:
+        """A slot that no planned position needs; the one whose layer the order comes to last."""
+        free = [
+            slot
+            for slot, uses in enumerate(self._uses)
+            if not uses and slot != self._loading and self._layer_in[slot] not in self._resident
+        ]
+        return max(free, key=self._distance, default=None)
+
+    def _distance(self, slot: int) -> int:
+        """Positions from the next one to plan to the next use of a slot's layer; empty slots are infinitely far."""
+        layer = self._layer_in[slot]
+        ahead = range(self._planned_to, self._planned_to + len(self._order))
+        found = (position - self._planned_to for position in ahead if self._layer_at(position) == layer)
+        return next(found, len(self._order))
+
+    def _forget(self, slot: int) -> None:
+        layer = self._layer_in[slot]
+        if layer is not None:
+            del self._slot_of[layer]
+        self._layer_in[slot] = None
+        self._loaded[slot] = False
+
+    def _forget_unloaded(self) -> None:
+        """Drop the plan: only what is loaded, or being loaded, keeps its slot."""
+        self._to_load.clear()
+        for slot in range(self.num_slots):
+            self._uses[slot] = 0
+            if not self._loaded[slot] and slot != self._loading:
+                self._forget(slot)
+
+    def _next_is_ready(self) -> bool:
+        if self._closing.is_set():
+            raise ValueError("ring: closed")
+        if self._error is not None:
+            raise self._error
+        if self._acquired < self._planned_to:
+            return self._loaded[self._planned[self._acquired - self._released]]
+        if self._loading is None and not self._to_load:
+            raise RuntimeError(f"ring: all {self.num_slots} slots are in use; release() one before the next acquire()")
+        return False
+
+    def _next_name(self) -> str:
+        layer = self._layer_at(self._acquired)
+        return f"layer {layer} (slot {self._slot_of.get(layer)})"
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._to_load and not self._closing.is_set():
+                    self._changed.wait()
+                if self._closing.is_set():
+                    return
+                self._loading = slot = self._to_load.popleft()
+                layer = self._layer_in[slot]
+                assert layer is not None
+            error: Exception | None = None
+            try:
+                self._link.transfer(partial(self._load, layer, slot))
+            except Exception as caught:  # raised by acquire(), where the caller is
+                caught.add_note(f"while the ring loaded layer {layer} into slot {slot}")
+                error = caught
+            with self._changed:
+                self._loading = None
+                if error is None:
+                    self._loaded[slot] = True
+                else:
+                    self._error = error
+                    self._forget(slot)
+                    self._to_load.clear()
+                self._plan()  # a slot that was being loaded may be free now

@@ -1,0 +1,368 @@
+"""Records of a model, wherever they are: on NVMe behind a cache in host memory, or all in host memory.
+
+Worker threads read from NVMe into page-aligned host memory, ahead where told to; `get` waits for what is not there
+yet. Everything is counted. Nothing here knows what a record means.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jmoe.config import check
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.hot_set import HitCounts, record_ids
+from jmoe.memory.lfu_cache import CacheStats, LFUCache
+from jmoe.memory.link import Link, LinkStats
+from jmoe.memory.record_store import Fill, RecordLayout, RecordStore
+
+Tier = Literal["nvme", "host"]
+
+
+@dataclass(frozen=True)
+class HostRecords:
+    """Every record in host memory; record i is in slot i."""
+
+    layout: RecordLayout
+    buffers: RecordBuffers
+
+    def __post_init__(self) -> None:
+        check(
+            self.buffers.slot_bytes == self.layout.record_bytes,
+            "buffers.slot_bytes",
+            self.buffers.slot_bytes,
+            f"must be the layout's record_bytes = {self.layout.record_bytes}",
+        )
+
+    @classmethod
+    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill) -> Self:
+        """Allocate them and let `fill` write each one, as `RecordStore.pack` does."""
+        buffers = RecordBuffers(num_records, layout.record_bytes)
+        for index in range(num_records):
+            fill(index, layout.views(buffers.slot(index)))
+        return cls(layout, buffers)
+
+
+@dataclass(frozen=True)
+class TieredStats:
+    """Counters since the start.
+
+    nvme: reads into host memory; host: records handed out by `get`, each for the time its handle was open.
+    waits, waited_s: calls of `get` that found their record not there yet, and for how long they waited in all.
+    io: how NVMe is read (`RecordStore.io`), "" without a store.
+    """
+
+    nvme: LinkStats
+    host: LinkStats
+    cache: CacheStats
+    waits: int
+    waited_s: float
+    io: str
+
+
+class Record:
+    """A record in host memory, read-only, for as long as it is open: use it in a `with` statement.
+
+    record[name] is an array of the record's layout, `data_R` all its bytes. Both lie in memory that is used for
+    another record after `close`: copy them, and wait for the copy (on CPU, `jax.device_put` of such an array makes
+    no copy at all).
+    """
+
+    def __init__(self, index: int, data_R: NDArray[np.uint8], views: dict[str, NDArray[Any]], owner: "TieredStore"):
+        self.index, self.data_R, self._views = index, data_R, views
+        self._owner: TieredStore | None = owner
+        self._start_s = owner._host_link.start()
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._views[name]
+
+    def close(self) -> None:
+        """Give the memory back; more than once does nothing."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner._host_link.finish(self._start_s, self.data_R.nbytes)
+            owner._give_back(self.index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Read:
+    """A record on its way from NVMe."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.slot: int | None = None  # None: no thread has begun
+        self.demanded = False
+        self.waiters = 0
+        self.done = False
+        self.error: Exception | None = None
+
+
+class TieredStore:
+    """Records by number, from a `RecordStore` through a cache of `cache_bytes`, or from `host_records`.
+
+    One of the two. cache_bytes: all the host memory used for records, allocated at once; what the cache rule
+    (`LFUCache`) does not let in passes through some staging slots of it, two per thread, at most a quarter. So at
+    most that many records outside the cache can be held open or be read ahead at one time. threads: reads at one
+    time. bandwidth_limit_bytes_per_s by tier: "nvme" for reads, "host" for records handed out (bytes count when
+    their handle closes). wait_limit_s: no call waits longer; `TimeoutError` names record and file.
+
+    An error in a thread is raised by the `get` that waits for that record, or else by the next call; after that the
+    record may be asked for again. The store given stays the caller's to close, after this.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore | None = None,
+        *,
+        host_records: HostRecords | None = None,
+        cache_bytes: int | None = None,
+        threads: int = 4,
+        beta: float = 0.9,
+        decay_every_steps: int = 4,
+        bandwidth_limit_bytes_per_s: Mapping[Tier, float] | None = None,
+        wait_limit_s: float = 60.0,
+    ) -> None:
+        check(threads > 0, "threads", threads, "must be greater than 0")
+        check(wait_limit_s > 0, "wait_limit_s", wait_limit_s, "must be greater than 0")
+        limits = dict(bandwidth_limit_bytes_per_s or {})
+        check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "tiers are nvme and host")
+        self._lock = threading.Lock()
+        self._to_do = threading.Condition(self._lock)  # for the threads: a read may begin
+        self._arrived = threading.Condition(self._lock)  # for callers of get: a read is over
+        self._closing = threading.Event()
+        self._nvme_link = Link(limits.get("nvme"), sleep=self._closing.wait)
+        self._host_link = Link(limits.get("host"))
+        self._wait_limit_s = wait_limit_s
+        self._waits, self._waited_s = 0, 0.0
+        self._error: Exception | None = None
+        self._reads: dict[int, _Read] = {}
+        self._demanded: deque[_Read] = deque()
+        self._ahead: deque[_Read] = deque()
+        self._threads: list[threading.Thread] = []
+        self._store = store
+        self._cache: LFUCache | None = None
+        if store is None:
+            if host_records is None or cache_bytes is not None:
+                raise ValueError("host_records: without a store all records must be in host memory, without a cache")
+            self.layout, self._buffers = host_records.layout, host_records.buffers
+            self.num_records = host_records.buffers.num_slots
+        else:
+            if host_records is not None or cache_bytes is None:
+                raise ValueError("cache_bytes: a store needs a cache in host memory, and no host_records")
+            self.layout, self.num_records = store.layout, store.num_records
+            cache_slots, staging_slots = self._split(cache_bytes, threads)
+            self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
+            counts = HitCounts(self.num_records, beta=beta, decay_every_steps=decay_every_steps)
+            self._cache = LFUCache(counts, cache_slots, staging_slots)
+            self._threads = [
+                threading.Thread(target=self._work, name=f"read-{n}-{store.path.name}", daemon=True)
+                for n in range(threads)
+            ]
+        self._views = [self._read_only(slot) for slot in range(self._buffers.num_slots)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds records."""
+        return self._buffers.total_bytes
+
+    def touch(self, indices: ArrayLike) -> None:
+        """Count one step that used these records, for the cache's choice of what to keep."""
+        ids = record_ids(indices, self.num_records)
+        with self._lock:
+            if self._cache is not None:
+                self._cache.touch(ids)
+                self._to_do.notify()  # a higher count may open the cache to a record that found no slot
+
+    def prefetch(self, indices: ArrayLike) -> None:
+        """Begin to read those of these records that are not in host memory, in this order; returns at once."""
+        ids = record_ids(indices, self.num_records).tolist()
+        with self._lock:
+            self._check_usable()
+            for index in ids:
+                if self._cache is not None and index not in self._reads and self._cache.slot_of(index) is None:
+                    self._reads[index] = read = _Read(index)
+                    self._ahead.append(read)
+                    self._to_do.notify()
+
+    def discard(self, indices: ArrayLike) -> None:
+        """Records that were prefetched are not needed after all: do not read them, or let go of them unread."""
+        ids = record_ids(indices, self.num_records).tolist()
+        with self._lock:
+            for index in ids:
+                read = self._reads.get(index)
+                if self._cache is None or (read is not None and read.waiters):
+                    continue
+                if read is None or read.slot is not None:
+                    self._cache.discard(index)
+                else:
+                    del self._reads[index]
+            self._to_do.notify_all()
+
+    def get(self, index: int) -> Record:
+        """The record, in host memory; waits until it is there. Close what comes back."""
+        check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
+        with self._lock:
+            self._check_usable()
+            if self._cache is None:
+                slot = index
+            else:
+                held = None if index in self._reads else self._cache.use(index)
+                slot = self._wait_for(index) if held is None else held
+        data_R, views = self._views[slot]
+        return Record(index, data_R, views, self)
+
+    def stats(self) -> TieredStats:
+        with self._lock:
+            cache = CacheStats() if self._cache is None else self._cache.stats()
+            io = "" if self._store is None else self._store.io
+            return TieredStats(self._nvme_link.stats(), self._host_link.stats(), cache, self._waits, self._waited_s, io)
+
+    def close(self) -> None:
+        """Stop the threads, after the reads that they are in; nothing may be asked for any more."""
+        with self._lock:
+            self._closing.set()
+            self._to_do.notify_all()
+            self._arrived.notify_all()
+        deadline_s = time.monotonic() + self._wait_limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:
+            raise TimeoutError(f"{stuck} did not end within {self._wait_limit_s} s of close()")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
+        """How many slots the cache and the staging get out of `cache_bytes`."""
+        record_bytes = self.layout.record_bytes
+        slots = cache_bytes // record_bytes
+        if slots >= self.num_records:
+            return self.num_records, 0
+        check(slots >= 2, "cache_bytes", cache_bytes, f"must hold at least two records of {record_bytes} bytes")
+        staging_slots = min(2 * threads, max(1, slots // 4))
+        return slots - staging_slots, staging_slots
+
+    def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]:
+        data_R = self._buffers.slot(slot)
+        data_R.flags.writeable = False
+        return data_R, self.layout.views(data_R)
+
+    def _check_usable(self) -> None:
+        if self._closing.is_set():
+            raise ValueError("the store is closed")
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _give_back(self, index: int) -> None:
+        if self._cache is not None:
+            with self._lock:
+                slot = self._cache.slot_of(index)
+                assert slot is not None, index
+                self._cache.unpin(slot)
+                if self._demanded or self._ahead:
+                    self._to_do.notify()
+
+    def _wait_for(self, index: int) -> int:
+        """The slot of a record that is not there yet, with a pin for the caller. The lock is held."""
+        read = self._reads.get(index)
+        if read is None:
+            self._reads[index] = read = _Read(index)
+        if not read.demanded:
+            read.demanded = True
+            self._demanded.append(read)  # if its read has begun, the threads skip it
+            self._to_do.notify()
+        read.waiters += 1
+        start_s = time.monotonic()
+        while not read.done and not self._closing.is_set():
+            left_s = start_s + self._wait_limit_s - time.monotonic()
+            if left_s <= 0:
+                read.waiters -= 1
+                why = "every staging slot is held open" if read.slot is None else "the read has not come back"
+                raise TimeoutError(f"record {index} of {self._where()}: not there after {self._wait_limit_s} s; {why}")
+            self._arrived.wait(left_s)
+        self._waits += 1
+        self._waited_s += time.monotonic() - start_s
+        if read.error is not None:
+            raise read.error
+        if not read.done or read.slot is None:
+            raise ValueError(f"the store was closed while record {index} of {self._where()} was waited for")
+        return read.slot
+
+    def _where(self) -> str:
+        return str(self._store.path) if self._store is not None else "host memory"
+
+    def _work(self) -> None:
+        while (read := self._next()) is not None:
+            error: Exception | None = None
+            try:
+                self._nvme_link.transfer(partial(self._read_one, read))
+            except Exception as caught:  # whatever it is, it is raised where somebody sees it: see _finish
+                error = caught
+            self._finish(read, error)
+
+    def _read_one(self, read: _Read) -> int:
+        assert self._store is not None and read.slot is not None
+        self._store.read_into(read.index, self._buffers.slot(read.slot))
+        return self.layout.record_bytes
+
+    def _next(self) -> _Read | None:
+        """The next read to do, with its slot; waits for one. None when the store is closed."""
+        with self._lock:
+            while not self._closing.is_set():
+                read = self._startable(self._demanded, demanded=True) or self._startable(self._ahead, demanded=False)
+                if read is not None:
+                    return read
+                self._to_do.wait()
+            return None
+
+    def _startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
+        assert self._cache is not None
+        while queue:
+            read = queue[0]
+            if self._reads.get(read.index) is not read or read.slot is not None:
+                queue.popleft()  # begun from the other queue, done or discarded
+                continue
+            read.slot = self._cache.admit(read.index, demanded=demanded)
+            if read.slot is None:
+                return None
+            return queue.popleft()
+        return None
+
+    def _finish(self, read: _Read, error: Exception | None) -> None:
+        with self._lock:
+            assert self._cache is not None and read.slot is not None
+            del self._reads[read.index]
+            read.done, read.error = True, error
+            if error is None:
+                for _ in range(read.waiters):
+                    self._cache.use(read.index)
+                self._cache.unpin(read.slot)
+            else:
+                self._cache.drop(read.index)
+                if not read.waiters:
+                    self._error = error
+            if read.waiters:
+                self._arrived.notify_all()

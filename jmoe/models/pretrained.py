@@ -1,0 +1,175 @@
+"""Hugging Face checkpoints as models that run, and models as Hugging Face checkpoints.
+
+Legend: B batch, S sequence, D hidden, V vocabulary, N layers with experts, T = B S tokens, E experts, K choices.
+"""
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jmoe.config import ModelConfig, check
+from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import Routing
+from jmoe.mesh import ALL, EXPERT, param_specs, shardings
+from jmoe.models.decoder import Decoder
+from jmoe.models.huggingface import hf_config, model_config
+from jmoe.models.safetensors_io import write_safetensors
+from jmoe.models.weights import flat, load_arrays, new_tensors
+from kernels_pallas.matmul import dot
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _forward(
+    graph: Any, dtype: str, keep_routing: bool, state: Any, tokens_BS: jax.Array, mask_BS: jax.Array | None
+) -> tuple[jax.Array, MoEStats | None]:
+    decoder: Decoder = nnx.merge(graph, state)
+    order_BS = None
+    if mask_BS is not None:  # the tokens of each row move to its front, where causality hides what pads it
+        order_BS = jnp.argsort(~mask_BS, axis=1, stable=True)
+        tokens_BS = jnp.take_along_axis(tokens_BS, order_BS, axis=1)
+    x_BSD, stats = decoder(tokens_BS, dtype=dtype, worst_case=True, keep_routing=keep_routing)
+    if order_BS is not None:
+        x_BSD = jnp.take_along_axis(x_BSD, jnp.argsort(order_BS, axis=1)[..., None], axis=1)
+    if decoder.head is None:
+        return dot(x_BSD, decoder.embedding[...].astype(dtype), b_transposed=True), stats
+    return dot(x_BSD, decoder.head[...].astype(dtype)), stats
+
+
+class LanguageModel(nnx.Module):
+    """A decoder with its head: `model(tokens_BS) -> float32 logits_BSV`.
+
+    config_json: the `config.json` it was loaded with; "" where there is none. dtype: what it computes in, whatever the
+    parameters are stored in.
+    """
+
+    def __init__(self, decoder: Decoder, config_json: str = "", *, dtype: str = "float32") -> None:
+        self.decoder = decoder
+        self.config_json = config_json
+        self.dtype = dtype
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    def __call__(self, tokens_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Logits after each token. mask_BS: 1 or True for tokens, 0 for padding before or after them.
+
+        Where the mask is 0 the logits mean nothing. Positions count a row's tokens. Raises `ValueError` for tokens
+        that are not [B, S] integers below vocab_size, a mask of another shape, and more tokens than there are learned
+        positions.
+        """
+        return self._run(tokens_BS, mask_BS, keep_routing=False)[0]
+
+    def routing(self, tokens_BS: jax.Array) -> Routing:
+        """Logits [N, T, E], choices and weights [N, T, K] of every layer with experts."""
+        check(self.config.num_moe_layers > 0, "num_experts", self.config.num_experts, "no layer has experts")
+        _, stats = self._run(tokens_BS, None, keep_routing=True)
+        assert stats is not None and stats.routing is not None
+        return stats.routing
+
+    def _run(self, tokens: Any, mask: Any, *, keep_routing: bool) -> tuple[jax.Array, MoEStats | None]:
+        tokens_BS, config = jnp.asarray(tokens), self.config
+        whole = tokens_BS.ndim == 2 and jnp.issubdtype(tokens_BS.dtype, jnp.integer)
+        check(whole, "tokens_BS", f"{tokens_BS.dtype}{list(tokens_BS.shape)}", "must be integers [batch, sequence]")
+        longest = config.max_position_embeddings if config.position == "learned" else tokens_BS.shape[1]
+        check(tokens_BS.shape[1] <= longest, "tokens_BS.shape", tokens_BS.shape, f"has more than {longest} positions")
+        if tokens_BS.size and not isinstance(tokens_BS, jax.core.Tracer):
+            for token in (int(tokens_BS.min()), int(tokens_BS.max())):
+                inside = 0 <= token < config.vocab_size
+                check(inside, "tokens_BS", token, f"must be between 0 and vocab_size - 1 = {config.vocab_size - 1}")
+        if mask is not None:
+            mask = jnp.asarray(mask).astype(bool)
+            check(mask.shape == tokens_BS.shape, "mask_BS.shape", mask.shape, f"must be {tokens_BS.shape}")
+        graph, state = nnx.split(self.decoder)
+        return _forward(graph, self.dtype, keep_routing, state, tokens_BS, mask)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face folder; `ValueError` naming the file if there is none or it is damaged."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file}: is missing; a Hugging Face checkpoint has one")
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file}: must hold a table, holds {type(fields).__name__}")
+    return fields
+
+
+def abstract_decoder(config: ModelConfig) -> tuple[Any, Any, Any]:
+    """(graph, structure of its state, nested dict of the parameters' shapes); nothing is computed."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return graph, jax.tree.structure(state), nnx.to_pure_dict(state)
+
+
+def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) -> Decoder:
+    """The decoder with these arrays, {path: array}."""
+    graph, structure, shapes = abstract_decoder(config)
+    decoder: Decoder = nnx.merge(graph, jax.tree.unflatten(structure, [arrays[path] for path in flat(shapes)]))
+    return decoder
+
+
+def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None) -> LanguageModel:
+    """The model in a Hugging Face folder: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3 or gpt-oss.
+
+    dtype: float32 or bfloat16, to keep the parameters and compute in; None: parameters as stored (MXFP4 weights as
+    bfloat16), computing in float32. mesh: of `make_mesh`, to split the parameters over its devices; None: on the
+    default device. Tensors are read one after the other into their final place, so little more memory is used than
+    the parameters take.
+
+    Raises `ValueError` naming the file and the field or tensor, before any memory is filled, for what is missing,
+    damaged or not supported.
+    """
+    folder = Path(path).expanduser()
+    name = "float32" if dtype is None else jnp.dtype(dtype).name
+    check(name in ("float32", "bfloat16"), "dtype", name, "must be float32 or bfloat16, or None for as stored")
+    if mesh is not None:
+        check(mesh.axis_names == ALL, "mesh.axis_names", mesh.axis_names, f"must be {ALL}")
+    fields = read_config(folder)
+    config = model_config(fields)
+    if mesh is not None:
+        experts = math.prod(mesh.shape[axis] for axis in EXPERT)
+        check(config.num_experts % experts == 0, "num_experts", config.num_experts, f"must be a multiple of {experts}")
+    shapes = abstract_decoder(config)[2]
+    if mesh is not None:
+        places = shardings(param_specs(shapes, mesh, shard_dense=True), mesh)
+        shapes = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
+    arrays = load_arrays(folder, config, fields["model_type"], shapes, dtype)
+    return LanguageModel(decoder_of(config, arrays), json.dumps(fields), dtype=name)
+
+
+def save_pretrained(
+    model: LanguageModel, path: str | os.PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES, **fields: Any
+) -> None:
+    """Write a folder that transformers loads: `config.json` and safetensors, in the parameters' own dtypes.
+
+    The configuration is the one the model was loaded with, or that of the first family that computes what the model
+    computes, with `fields` (e.g. eos_token_id) added. Raises `ValueError` with the options that no family has.
+    """
+    check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
+    folder = Path(path).expanduser()
+    config = model.config
+    described = json.loads(model.config_json) if model.config_json else hf_config(config)
+    described.pop("quantization_config", None)  # weights were made whole when they were loaded
+    described.pop("torch_dtype", None)
+    if config.kv_lora_rank is not None:
+        described["num_nextn_predict_layers"] = 0  # the layers that predict further tokens were not loaded
+    described |= {"dtype": model.decoder.embedding[...].dtype.name} | fields
+    shapes = abstract_decoder(config)[2]
+    arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
+    tensors = new_tensors(arrays, shapes, config, described["model_type"])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder, tensors, max_shard_bytes)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")

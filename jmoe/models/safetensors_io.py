@@ -1,0 +1,208 @@
+"""Safetensors files: headers read and checked before anything else, tensors read and written piece by piece.
+
+Files are read with plain reads into small buffers, never mapped: mapped pages would count as this process's memory.
+Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, tensors).
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES: dict[str, Any] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F16": np.dtype(np.float16),
+    "U8": np.dtype(np.uint8),
+}
+MAX_HEADER_BYTES = 100_000_000
+STAGING_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies on disk. `dtype` is the format's name, e.g. BF16."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    def wrong(self, problem: str) -> ValueError:
+        """The error that names this tensor and its file."""
+        return ValueError(f"{self.file}: tensor {self.name!r} {problem}")
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file; `ValueError` naming the file unless it is whole."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{file}: is no safetensors file or is truncated ({size} bytes)")
+        try:
+            entries = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file}: its safetensors header is no JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{file}: its safetensors header is no table")
+    entries.pop("__metadata__", None)
+    tensors, end = {}, 0
+    for name, entry in entries.items():
+        try:
+            dtype, shape, (first, last) = str(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: tensor {name!r} has no dtype, shape and data_offsets: {entry}") from error
+        tensor = tensors[name] = StoredTensor(name, file, dtype, shape, 8 + length + first)
+        if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise tensor.wrong(f"has {last - first} bytes, not those of {dtype}{list(shape)}")
+        if first < 0 or 8 + length + last > size:
+            raise tensor.wrong(f"ends at byte {8 + length + last}, the file has {size}: it is truncated")
+        end = max(end, last)
+    if 8 + length + end != size:
+        raise ValueError(f"{file}: has {size} bytes, its header describes {8 + length + end}")
+    return tensors
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's `model.safetensors`, or of the files its index names.
+
+    Raises `ValueError` naming the file for one that is missing, truncated or not as the index says.
+    """
+    if (folder / SINGLE).is_file():
+        return _header(folder / SINGLE)
+    index = folder / INDEX
+    if not index.is_file():
+        raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: has no weight_map of tensors to files") from error
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: is missing, but {INDEX} names it")
+        for tensor in _header(folder / name).values():
+            if tensor.name in tensors:
+                raise tensor.wrong(f"is in {tensors[tensor.name].file.name} too")
+            tensors[tensor.name] = tensor
+    for name, file in places.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ValueError(f"{folder / file}: tensor {name!r} is missing, but {INDEX} places it there")
+    return tensors
+
+
+class TensorReader:
+    """Reads parts of tensors into one small buffer, which the next read overwrites."""
+
+    def __init__(self) -> None:
+        self._staging = np.empty(STAGING_BYTES, np.uint8)
+        self._files: dict[Path, int] = {}
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+
+    def chunks(
+        self, tensor: StoredTensor, start: int, end: int, *, trailing: int = 1
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(first, past the last, rows [n, elements of a row]) of rows start..end, a few MB at a time.
+
+        A row is an entry of all but the `trailing` last dimensions. Every piece but the last has an even number of
+        rows: rows that belong together in twos stay together.
+        """
+        dtype, row = DTYPES[tensor.dtype], math.prod(tensor.shape[len(tensor.shape) - trailing :])
+        row_bytes = row * dtype.itemsize
+        step = max(2, STAGING_BYTES // max(1, row_bytes) // 2 * 2)
+        if self._staging.size < step * row_bytes:
+            self._staging = np.empty(step * row_bytes, np.uint8)
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            part = self._staging[: (last - first) * row_bytes]
+            self._fill(tensor, tensor.offset + first * row_bytes, part)
+            yield first, last, part.view(dtype).reshape(last - first, row)
+
+    def _fill(self, tensor: StoredTensor, offset: int, part: np.ndarray) -> None:
+        if tensor.file not in self._files:
+            self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
+        view, done = part.data, 0
+        while done < len(view):
+            count = os.preadv(self._files[tensor.file], [view[done:]], offset + done)
+            if count == 0:
+                raise tensor.wrong(f"ends at byte {offset + done}: the file was cut while it was read")
+            done += count
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor to be written; `data()` makes its elements in row-major order."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    data: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.num_bytes],
+        }
+        at += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            data = np.ascontiguousarray(tensor.data())
+            assert data.shape == tensor.shape and data.dtype == tensor.dtype, tensor.name
+            stream.write(data.reshape(-1).view(np.uint8).data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_bytes: int) -> None:
+    """Write the tensors, in files of at most `max_shard_bytes` (or one tensor), with an index if there are several.
+
+    What the folder held stays readable until every new file is complete; then it is replaced.
+    """
+    shards: list[list[NewTensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    count = len(shards)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / f".{name}.new", shard)
+    places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)}, "weight_map": places}
+    for old in [folder / SINGLE, folder / INDEX, *folder.glob("model-*-of-*.safetensors")]:
+        old.unlink(missing_ok=True)
+    for name in names:
+        (folder / f".{name}.new").rename(folder / name)
+    if count > 1:
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,134 @@
+"""A Hugging Face checkpoint with its experts left where they are, to be copied into memory one by one.
+
+Legend: T tokens, D hidden, V vocabulary. Record number of an expert = layer with experts * num_experts + expert.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.config import ModelConfig, check
+from jmoe.models.decoder import Decoder, DecoderLayer
+from jmoe.models.huggingface import model_config
+from jmoe.models.pretrained import abstract_decoder, decoder_of, read_config
+from jmoe.models.safetensors_io import TensorReader, read_headers
+from jmoe.models.weights import Loader, Names, check_tensors, parameters
+from kernels_pallas.matmul import dot
+
+
+class Ends(nnx.Module):
+    """What comes before the first layer and after the last one."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.embedding, self.positions = decoder.embedding, decoder.positions
+        self.norm, self.head = decoder.norm, decoder.head
+
+    def embed(self, tokens: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
+        """[..., D] in `dtype`."""
+        x = self.embedding[...][tokens].astype(dtype)
+        return x if self.positions is None else x + self.positions[...][positions].astype(dtype)
+
+    def logits(self, x_TD: jax.Array) -> jax.Array:
+        """float32 [T, V]."""
+        h_TD = self.norm(x_TD, x_TD.dtype)
+        if self.head is None:
+            return dot(h_TD, self.embedding[...].astype(h_TD.dtype), b_transposed=True)
+        return dot(h_TD, self.head[...].astype(h_TD.dtype))
+
+
+def without_experts(decoder: Decoder) -> tuple[Ends, list[DecoderLayer]]:
+    """(`Ends`, the layers in order, those with experts without them)."""
+    config, layers, next_of = decoder.config, [], {False: 0, True: 0}
+    stacks = {False: decoder.dense_layers, True: decoder.moe_layers}
+    for kind in config.sparse_layers:
+        graph, state = nnx.split(stacks[kind])
+        layer = nnx.merge(graph, jax.tree.map(lambda w, i=next_of[kind]: w[i], state))
+        assert isinstance(layer, DecoderLayer)
+        if layer.moe is not None:
+            del layer.moe.experts
+        layers.append(layer)
+        next_of[kind] += 1
+    return Ends(decoder), layers
+
+
+class SplitCheckpoint:
+    """A checkpoint whose experts are read on demand; a context manager.
+
+    dtype: of all weights; None: as stored. Raises `ValueError` as `load_pretrained` does, before memory is filled.
+    """
+
+    def __init__(self, path: str | os.PathLike, dtype: Any = None) -> None:
+        folder = Path(path).expanduser()
+        if dtype is not None:
+            name = jnp.dtype(dtype).name
+            check(name in ("float32", "bfloat16"), "dtype", name, "must be float32 or bfloat16, or None for as stored")
+        fields = read_config(folder)
+        self.folder, self.fields = folder, fields
+        self.config: ModelConfig = model_config(fields)
+        check(self.config.num_moe_layers > 0, "num_experts", self.config.num_experts, "no layer has experts")
+        stored = read_headers(folder)
+        shapes = abstract_decoder(self.config)[2]
+        self._parameters = parameters(shapes, self.config, fields["model_type"])
+        self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)
+        self._reader = TensorReader()
+        self._loader = Loader(stored, self._reader)
+        self.dtype = self._dtypes[("embedding",)]
+        self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers together."""
+        return self.config.num_moe_layers * self.config.num_experts
+
+    @property
+    def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """{name: (shape, dtype)} of one expert; bfloat16 as its bits, uint16."""
+        return {name: (p.matrix, _stored(self._dtypes[p.path])) for name, p in self._experts.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the files, the configuration and the dtype of the experts."""
+        files = sorted(self.folder.glob("*.safetensors"))
+        seen = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
+        return hashlib.sha256(json.dumps([self.fields, seen, dtypes], sort_keys=True).encode()).hexdigest()
+
+    def fill_expert(self, index: int, views: dict[str, np.ndarray]) -> None:
+        """Read expert `index` into arrays of `expert_fields`."""
+        layer, expert = divmod(index, self.config.num_experts)
+        for name, parameter in self._experts.items():
+            whole = (slice(None),) * len(parameter.matrix)
+            at = (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
+            part = self._loader.region(parameter, self._dtypes[parameter.path], at)[0, 0]
+            views[name][...] = part.view(views[name].dtype)
+
+    def load_rest(self) -> tuple[Ends, list[DecoderLayer]]:
+        """Everything but the experts, on the default device."""
+        arrays: dict[Names, jax.Array] = {}
+        for p in self._parameters:
+            dtype = self._dtypes[p.path]
+            arrays[p.path] = jnp.zeros((p.shape[0], 0), dtype) if p.experts else self._loader.load(p, dtype, None)
+        return without_experts(decoder_of(self.config, arrays))
+
+    def close(self) -> None:
+        self._reader.__exit__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype

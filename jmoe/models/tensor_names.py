@@ -1,0 +1,116 @@
+"""Which Hugging Face tensors each parameter of the decoder is made of, by family, and in what layout they lie.
+
+Legend: D hidden, F expert hidden, H query heads, G key/value heads, d head dimension, E experts.
+
+A parameter here is one layer's (and one expert's): a matrix [in, out] or a vector. On disk a linear layer is
+[out, in]; what we keep side by side in one matrix (q|k|v, gate|up) is there in several tensors, or interleaved.
+"""
+
+from dataclasses import dataclass, replace
+
+from jmoe.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of one parameter, whose columns follow each other in it; `{layer}` and `{expert}` are filled in."""
+
+    names: tuple[str, ...]
+    transposed: bool = False  # stored [out, in]
+    stacked: bool = False  # one tensor holds all experts: it has a leading E
+    interleaved: bool = False  # columns alternate between the two halves of ours
+    widths: tuple[int, ...] = ()  # columns of each; empty: equal parts
+
+    def columns(self, total: int) -> list[tuple[int, int]]:
+        """(first, past the last) of our columns that each tensor fills."""
+        widths = self.widths or (total // len(self.names),) * len(self.names)
+        ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+        assert ends[-1] == total, (self.names, widths, total)
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def plain(*names: str) -> Source:
+    """Vectors, and matrices stored as ours are."""
+    return Source(names)
+
+
+def linear(*names: str) -> Source:
+    """Matrices stored [out, in]."""
+    return Source(names, transposed=True)
+
+
+def stacked(name: str, *, interleaved: bool = False) -> Source:
+    """One tensor [E, ...] in our layout."""
+    return Source((name,), stacked=True, interleaved=interleaved)
+
+
+OUTSIDE = {
+    "embedding": plain("model.embed_tokens.weight"),
+    "norm.scale": plain("model.norm.weight"),
+    "head": linear("lm_head.weight"),
+}
+# Below model.layers.{layer}; a family's own names replace these.
+LAYER = {
+    "attention_norm.scale": plain("input_layernorm.weight"),
+    "attention.w_qkv": linear("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "attention.b_qkv": plain("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "attention.q_norm.scale": plain("self_attn.q_norm.weight"),
+    "attention.k_norm.scale": plain("self_attn.k_norm.weight"),
+    "attention.sinks": plain("self_attn.sinks"),
+    "attention.w_q": linear("self_attn.q_proj.weight"),
+    "attention.w_q_a": linear("self_attn.q_a_proj.weight"),
+    "attention.b_q_a": plain("self_attn.q_a_proj.bias"),
+    "attention.q_a_norm.scale": plain("self_attn.q_a_layernorm.weight"),
+    "attention.w_q_b": linear("self_attn.q_b_proj.weight"),
+    "attention.w_kv_a": linear("self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.b_kv_a": plain("self_attn.kv_a_proj_with_mqa.bias"),
+    "attention.kv_a_norm.scale": plain("self_attn.kv_a_layernorm.weight"),
+    "attention.w_kv_b": linear("self_attn.kv_b_proj.weight"),
+    "attention.w_out": linear("self_attn.o_proj.weight"),
+    "attention.b_out": plain("self_attn.o_proj.bias"),
+    "feed_forward_norm.scale": plain("post_attention_layernorm.weight"),
+    "mlp.w_up": linear("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.w_down": linear("mlp.down_proj.weight"),
+    "moe.router.kernel": linear("mlp.gate.weight"),
+    "moe.router.e_score_correction_bias": plain("mlp.gate.e_score_correction_bias"),
+    "moe.experts.w_up": linear("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    "moe.experts.w_down": linear("mlp.experts.{expert}.down_proj.weight"),
+    "shared_expert.w_up": linear("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "shared_expert.w_down": linear("mlp.shared_expert.down_proj.weight"),
+    "shared_expert_gate": linear("mlp.shared_expert_gate.weight"),
+}
+FAMILIES: dict[str, dict[str, Source]] = {
+    "mixtral": {
+        "moe.router.kernel": linear("block_sparse_moe.gate.weight"),
+        "moe.experts.w_up": linear(
+            "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"
+        ),
+        "moe.experts.w_down": linear("block_sparse_moe.experts.{expert}.w2.weight"),
+    },
+    "qwen3_moe": {},
+    "qwen2_moe": {},
+    "olmoe": {},
+    "deepseek_v3": {
+        "shared_expert.w_up": linear("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        "shared_expert.w_down": linear("mlp.shared_experts.down_proj.weight"),
+    },
+    "gpt_oss": {
+        "moe.router.kernel": linear("mlp.router.weight"),
+        "moe.router.bias": plain("mlp.router.bias"),
+        "moe.experts.w_up": stacked("mlp.experts.gate_up_proj", interleaved=True),
+        "moe.experts.b_up": stacked("mlp.experts.gate_up_proj_bias", interleaved=True),
+        "moe.experts.w_down": stacked("mlp.experts.down_proj"),
+        "moe.experts.b_down": stacked("mlp.experts.down_proj_bias"),
+    },
+}
+
+
+def source_of(path: tuple[str, ...], config: ModelConfig, family: str) -> Source:
+    """The tensors of the parameter at this path of the decoder, e.g. (moe_layers, attention, w_qkv)."""
+    if not path[0].endswith("_layers"):
+        return OUTSIDE[".".join(path)]
+    source = (LAYER | FAMILIES[family])[".".join(path[1:])]
+    if path[-1] in ("w_qkv", "b_qkv"):
+        q, kv = config.num_attention_heads * config.dim_per_head, config.num_key_value_heads * config.dim_per_head
+        source = replace(source, widths=(q, kv, kv))
+    return replace(source, names=tuple(f"model.layers.{{layer}}.{name}" for name in source.names))

@@ -1,0 +1,306 @@
+"""Hugging Face tensors into the decoder's parameters and back, by the table of names.
+
+Legend: a parameter is [layers?, experts?, rows, columns] or [layers?, experts?, columns], rows in, columns out.
+
+Everything is checked against the headers before a buffer is filled. Then each parameter's final buffer (or this
+process's shards of it) is filled piece by piece, so that hardly more memory is used than what is kept.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmoe.config import ModelConfig, check
+from jmoe.mesh import is_expert, path_names, stack_dims
+from jmoe.models.mxfp4 import BLOCK, dequantised
+from jmoe.models.safetensors_io import DTYPES, NewTensor, StoredTensor, TensorReader, read_headers
+from jmoe.models.tensor_names import FAMILIES, LAYER, Source, source_of
+
+Names = tuple[str, ...]
+ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
+CACHE_LINE_BYTES = 64
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+KEPT_FLOAT32 = "e_score_correction_bias"  # transformers keeps it so whatever the model's dtype
+# What transformers leaves aside too: tables that older versions saved.
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor on disk and what it fills of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    at: tuple[int, ...]  # index of the layer (and the expert, unless the tensor holds all)
+    columns: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the decoder: its path, shape and source. `layers`: the layer of each entry of its stack."""
+
+    path: Names
+    shape: tuple[int, ...]
+    source: Source
+    layers: tuple[int, ...]
+    experts: int  # 0: not one of the experts'
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """[rows, columns] or [columns] of one layer and expert."""
+        return self.shape[bool(self.layers) + bool(self.experts) :]
+
+    def pieces(self, layers: slice = slice(None), experts: slice = slice(None)) -> Iterator[Piece]:
+        """Its tensors, or those of some entries of its stack and some experts."""
+        source, matrix = self.source, self.matrix
+        one_tensor = not self.experts or source.stacked
+        for n, layer in list(enumerate(self.layers or (-1,)))[layers]:
+            for expert in (-1,) if one_tensor else range(self.experts)[experts]:
+                at = ((n,) if self.layers else ()) + (() if one_tensor else (expert,))
+                for name, columns in zip(source.names, source.columns(matrix[-1]), strict=True):
+                    shape = (*matrix[:-1], columns[1] - columns[0])
+                    shape = shape[::-1] if source.transposed else shape
+                    shape = (self.experts, *shape) if source.stacked else shape
+                    yield Piece(name.format(layer=layer, expert=expert), shape, at, columns)
+
+
+def flat(tree: Any) -> dict[Names, Any]:
+    """{names along the path: leaf} of nested dicts."""
+    return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def parameters(shapes: Any, config: ModelConfig, family: str) -> list[Parameter]:
+    """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of."""
+    sparse = np.array(config.sparse_layers)
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        names = path_names(path)
+        layers = np.flatnonzero(sparse == (names[0] == "moe_layers")).tolist() if stack_dims(path) else []
+        source = source_of(names, config, family)
+        experts = config.num_experts if is_expert(path) else 0
+        found.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
+    return found
+
+
+def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -> list[StoredTensor]:
+    """The stored tensor, or its MXFP4 blocks and scales."""
+    if piece.name in stored:
+        tensor = stored[piece.name]
+        if tensor.shape != piece.shape:
+            raise tensor.wrong(f"has shape {list(tensor.shape)}, must have {list(piece.shape)}")
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise tensor.wrong(f"has dtype {tensor.dtype}, must have one of {', '.join(FLOAT_DTYPES)}")
+        return [tensor]
+    blocks, scales = (stored.get(f"{piece.name}_{part}") for part in ("blocks", "scales"))
+    if blocks is None or scales is None:
+        near = next(iter(stored.values())).file if len({t.file for t in stored.values()}) == 1 else folder
+        raise ValueError(f"{near}: tensor {piece.name!r} is missing, must have shape {list(piece.shape)}")
+    experts, rows, columns = piece.shape
+    if rows % BLOCK:
+        raise blocks.wrong(f"is MXFP4, which needs rows of a multiple of {BLOCK}, not {rows}")
+    for tensor, shape in (
+        (blocks, (experts, columns, rows // BLOCK, BLOCK // 2)),
+        (scales, (experts, columns, rows // BLOCK)),
+    ):
+        if tensor.shape != shape or tensor.dtype != "U8":
+            raise tensor.wrong(f"is {tensor.dtype}{list(tensor.shape)}, must be U8{list(shape)}")
+    return [blocks, scales]
+
+
+def check_tensors(
+    wanted: list[Parameter], stored: dict[str, StoredTensor], folder: Path, config: ModelConfig, dtype: Any
+) -> dict[Names, np.dtype]:
+    """The dtype of every parameter; `ValueError` naming file and tensor for what is missing, wrong or too much."""
+    used: set[str] = set()
+    dtypes: dict[Names, np.dtype] = {}
+    for parameter in wanted:
+        kinds: dict[str, StoredTensor] = {}
+        for piece in parameter.pieces():
+            tensors = _check_tensor(stored, piece, folder)
+            used |= {tensor.name for tensor in tensors}
+            kinds["BF16" if len(tensors) == 2 else tensors[0].dtype] = tensors[0]
+        if dtype is not None:
+            dtypes[parameter.path] = np.dtype(np.float32 if parameter.path[-1] == KEPT_FLOAT32 else dtype)
+        elif len(kinds) > 1:
+            tensor = list(kinds.values())[-1]
+            raise tensor.wrong(f"has another dtype than its like in other layers ({', '.join(kinds)}): give dtype")
+        elif "F16" in kinds:
+            raise kinds["F16"].wrong("has dtype F16: give dtype='float32' or dtype='bfloat16'")
+        else:
+            dtypes[parameter.path] = DTYPES[next(iter(kinds))]
+    for name in sorted(stored.keys() - used):
+        tied = config.tie_word_embeddings and name == "lm_head.weight"
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        predicts_further = config.kv_lora_rank and layer and int(layer[1]) >= config.num_hidden_layers
+        if not (tied or predicts_further or IGNORED.search(name)):
+            raise stored[name].wrong("is unexpected: the configuration has no place for it")
+    return dtypes
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that JAX takes on CPU as it is."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16, which numpy copies fast."""
+    return x.view(np.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _transpose_into(out: np.ndarray, x: np.ndarray) -> None:
+    """out = x^T, a cache line of every row of `out` at a time: twice as fast as numpy's own order."""
+    step = CACHE_LINE_BYTES // out.itemsize
+    for i in range(0, x.shape[0], step):
+        out[:, i : i + step] = x[i : i + step].T
+
+
+class Loader:
+    """Fills parameters, or shards of them, from the stored tensors."""
+
+    def __init__(self, stored: dict[str, StoredTensor], reader: TensorReader) -> None:
+        self._stored, self._reader = stored, reader
+
+    def load(self, parameter: Parameter, dtype: np.dtype, sharding: Any) -> jax.Array:
+        """The parameter on the default device, or with this sharding; no buffer outlives the call but its own."""
+        if sharding is None:
+            whole = self.region(parameter, dtype, (slice(None),) * len(parameter.shape))
+            return jax.block_until_ready(jax.device_put(whole))
+
+        def shard(index: Any) -> np.ndarray:
+            return self.region(parameter, dtype, index)
+
+        return jax.block_until_ready(jax.make_array_from_callback(parameter.shape, sharding, shard))
+
+    def region(self, parameter: Parameter, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+        """This part of the parameter."""
+        spans = [s.indices(size)[:2] for s, size in zip(index, parameter.shape, strict=True)]
+        out = aligned_empty(tuple(end - start for start, end in spans), dtype)
+        lead = len(parameter.shape) - len(parameter.matrix)
+        matrix_spans = [(0, 1)] * (2 - len(parameter.matrix)) + spans[lead:]
+        leading = [slice(*span) for span in spans[:lead]]
+        layers = leading.pop(0) if parameter.layers else slice(None)
+        for piece in parameter.pieces(layers, *leading):
+            part = out[tuple(i - spans[axis][0] for axis, i in enumerate(piece.at))]
+            if not parameter.source.stacked:
+                self._fill(_as_matrix(part), piece, parameter, 0, matrix_spans)
+                continue
+            for expert in range(*spans[lead - 1]):
+                here = _as_matrix(part[expert - spans[lead - 1][0]])
+                self._fill(here, piece, parameter, expert, matrix_spans)
+        return out
+
+    def _fill(
+        self, out: np.ndarray, piece: Piece, parameter: Parameter, expert: int, spans: list[tuple[int, int]]
+    ) -> None:
+        """The part `spans` of one matrix [rows, columns] from one tensor."""
+        source, (first, end) = parameter.source, piece.columns
+        (row0, row1), (column0, column1) = spans
+        low, high = max(first, column0), min(end, column1)
+        if low >= high:
+            return
+        if source.transposed or piece.name not in self._stored:  # a stored row is one of our columns
+            count = end - first
+            for a, b, values in self._rows(piece, expert * count + low - first, expert * count + high - first):
+                columns = _columns(a - expert * count + first, b - a, end - first, source.interleaved)
+                values = _bits(values[:, row0:row1].astype(out.dtype, copy=False))
+                for step, at in enumerate(columns):
+                    part = _bits(out)[:, at.start - column0 : at.stop - column0]
+                    _transpose_into(part, values[step :: len(columns)])
+            return
+        rows = parameter.matrix[0] if len(parameter.matrix) == 2 else 1
+        for a, b, values in self._rows(piece, expert * rows + row0, expert * rows + row1):
+            values = _bits(values.astype(out.dtype, copy=False))
+            target = _bits(out)[a - expert * rows - row0 : b - expert * rows - row0]
+            if source.interleaved:
+                half = values.shape[1] // 2
+                target[:, :half], target[:, half:] = values[:, 0::2], values[:, 1::2]
+            else:
+                target[:, low - column0 : high - column0] = values[:, low - first : high - first]
+
+    def _rows(self, piece: Piece, start: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        if piece.name in self._stored:
+            yield from self._reader.chunks(self._stored[piece.name], start, end)
+            return
+        blocks, scales = self._stored[f"{piece.name}_blocks"], self._stored[f"{piece.name}_scales"]
+        for a, b, packed in self._reader.chunks(blocks, start, end, trailing=2):
+            packed = packed.copy()  # the next read overwrites it
+            found = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]
+            yield a, b, dequantised(packed, np.concatenate(found))
+
+
+def _as_matrix(x: np.ndarray) -> np.ndarray:
+    return x[None] if x.ndim == 1 else x
+
+
+def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
+    """Where `count` neighbouring stored rows go; interleaved: every second one, to the two halves."""
+    if not interleaved:
+        return [slice(first, first + count)]
+    return [slice(first // 2 + half, (first + count) // 2 + half) for half in (0, total // 2)]
+
+
+def load_arrays(folder: Path, config: ModelConfig, family: str, shapes: Any, dtype: Any) -> dict[Names, jax.Array]:
+    """{path: array} of a decoder's parameters from the safetensors files of a folder.
+
+    shapes: tree of shapes, with shardings where arrays are to be split. dtype: of the arrays; None: as stored.
+    """
+    stored = read_headers(folder)
+    wanted = parameters(shapes, config, family)
+    dtypes = check_tensors(wanted, stored, folder, config, dtype)
+    places = flat(shapes)
+    with TensorReader() as reader:
+        loader = Loader(stored, reader)
+        return {p.path: loader.load(p, dtypes[p.path], getattr(places[p.path], "sharding", None)) for p in wanted}
+
+
+def _order(parameter: Parameter, family: str) -> tuple[int, int]:
+    """Where transformers writes it: embeddings, layers, norm, head."""
+    if not parameter.layers:
+        return {"embedding": 0, "norm.scale": 2, "head": 3}[".".join(parameter.path)], 0
+    return 1, list(LAYER | FAMILIES[family]).index(".".join(parameter.path[1:]))
+
+
+def _host(array: jax.Array, n: int | None) -> np.ndarray:
+    """One layer on the host; without a copy where it lies there already."""
+    if len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu":
+        return np.asarray(array) if n is None else np.asarray(array)[n]
+    return np.asarray(array if n is None else array[n])
+
+
+def new_tensors(arrays: dict[Names, jax.Array], shapes: Any, config: ModelConfig, family: str) -> list[NewTensor]:
+    """The tensors that transformers expects, layer by layer, each made when it is written."""
+    found: list[tuple[tuple[int, int, int], NewTensor]] = []
+    for parameter in parameters(shapes, config, family):
+        array = arrays[parameter.path]
+        check(
+            array.is_fully_addressable, "model", ".".join(parameter.path), "must lie in this process whole to be saved"
+        )
+
+        def data(piece: Piece, parameter: Parameter = parameter, array: jax.Array = array) -> np.ndarray:
+            source, layered = parameter.source, bool(parameter.layers)
+            x = _host(array, piece.at[0] if layered else None)[piece.at[layered:]][..., slice(*piece.columns)]
+            if source.interleaved:
+                halves = np.split(_bits(x), 2, axis=-1)
+                return np.stack(halves, axis=-1).reshape(x.shape).view(x.dtype)
+            if not source.transposed:
+                return x
+            out = np.empty(x.shape[::-1], x.dtype)
+            _transpose_into(_bits(out), _bits(x))
+            return out
+
+        section, place = _order(parameter, family)
+        for piece in parameter.pieces():
+            layer = parameter.layers[piece.at[0]] if parameter.layers else 0
+            tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(data, piece))
+            found.append(((section, layer, place), tensor))
+    return [tensor for _, tensor in sorted(found, key=lambda entry: entry[0])]

@@ -1,0 +1,78 @@
+"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.training.export RUN_DIR OUT_DIR."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
+from jmoe.mesh import make_mesh
+from jmoe.models.pretrained import LanguageModel, decoder_of, save_pretrained
+from jmoe.models.weights import flat
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.pretrained import TOKENIZER
+from jmoe.training.step import make_program
+from jmoe.training.tokenizer import load_tokenizer
+
+
+def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
+    """`ModelConfig` from the JSON that is saved with a run; `ValueError` naming fields of another version of jmoe."""
+    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(ModelConfig)})
+    if unknown:
+        raise ValueError(f"the run's model has fields that this version of jmoe does not know: {', '.join(unknown)}")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = YarnConfig(**values["rope_scaling"])
+    return ModelConfig(**(values | {"router": RouterConfig(**values["router"])}))
+
+
+def export_run(run_dir: Path, out_dir: Path) -> int:
+    """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers loads; the step.
+
+    Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging Face family has.
+    """
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None:
+            raise ValueError(f"RUN_DIR = {str(run_dir)!r}: has no checkpoint in {checkpoints.directory}")
+        saved = checkpoints.saved_config(step)
+        config = TrainConfig(model=saved_model_config(saved["model"]))
+        program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+        state, _, _ = checkpoints.restore(step, program.state_shape)
+    decoder = decoder_of(config.model, flat(state.params) | flat(state.router_bias))
+    given = saved["data"]["tokenizer"]
+    tokenizer = Path(given).expanduser() if given else run_dir / "data" / TOKENIZER
+    fields = {}
+    if tokenizer.is_file():
+        fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
+    save_pretrained(LanguageModel(decoder), out_dir, **fields)
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, out_dir / TOKENIZER)
+        described = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.model.max_position_embeddings,
+        }
+        (out_dir / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    return int(step)
+
+
+def main(arguments: list[str]) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m jmoe.training.export", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")
+    given = parser.parse_args(arguments)
+    step = export_run(given.run_dir, given.out_dir)
+    print(f"step {step} of {given.run_dir} is in {given.out_dir}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"export: {error}")

@@ -1,0 +1,183 @@
+"""The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.inference.engine import Completion, Engine
+from jmoe.inference.expert_slots import DeviceSlots, HostSlots, slot_mlp
+from jmoe.inference.sampling import SamplingParams
+from kernels_pallas.grouped_mlp.reference import activate
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
+NEAR_TIE = 5e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    """What is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def engine(name: str, **options: Any) -> Engine:
+    sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 8}
+    return Engine.from_pretrained(FOLDER / name, **({"dtype": "float32"} | sizes | options))
+
+
+def reference(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(FOLDER / name / "reference.npz"))
+
+
+def same(a: list[Completion], b: list[Completion]) -> bool:
+    """The same tokens and, bit for bit, the same log-probabilities."""
+    return [(c.token_ids, c.logprobs) for c in a] == [(c.token_ids, c.logprobs) for c in b]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
+    """transformers' greedy tokens up to a near-tie; streamed from host memory or disk, bit for bit the same."""
+    expected = reference(name)
+    prompts = expected["input_ids"].tolist()
+    count = expected["greedy"].shape[1] - len(prompts[0])
+    options = {"max_new_tokens": count, "ignore_eos": True, "logprobs": 2}
+    with engine(name, policy="resident") as resident:
+        layers, experts = resident.config.num_moe_layers, resident.config.num_experts
+        all_bytes = resident.stats().device_expert_bytes
+        found = resident.generate(prompts, **options)
+        assert resident.stats().streamed_bytes == 0
+    for row, completion in enumerate(found):
+        near = np.flatnonzero(expected["greedy_margin"][row] < NEAR_TIE)
+        end = int(near[0]) if near.size else count
+        assert completion.token_ids[:end] == expected["greedy"][row, len(prompts[0]) :][:end].tolist()
+        assert len(completion.token_ids) == count and completion.finish_reason == "length"
+
+    with engine(name, policy="ring", ring_slots=1) as ring:
+        before = ring.stats()
+        assert same(ring.generate(prompts, **options), found)
+        stats = ring.stats()
+        assert stats.device_expert_bytes * layers == all_bytes
+        if layers > 1:  # one slot: every layer of every step came from below, but for the one that was there
+            assert stats.streamed_bytes - before.streamed_bytes >= (stats.steps * layers - 1) * all_bytes // layers
+    chosen = {"policy": "experts", "device_bytes": all_bytes // layers, "expert_tier": "nvme"}
+    cache = {"host_cache_bytes": 1 << 20, "cache_dir": tmp_path}
+    with engine(name, **chosen, **cache) as streamed:
+        assert streamed.stats().device_expert_bytes == all_bytes // layers
+        assert same(streamed.generate(prompts, **options), found)
+        stats = streamed.stats()
+        record_bytes = streamed._store.layout.record_bytes if streamed._store is not None else 0
+        assert 0 < stats.streamed_bytes < stats.steps * layers * experts * record_bytes
+        assert layers == 1 or streamed.residency.stats().misses > 0
+    assert (tmp_path / "manifest.json").is_file()
+
+
+def test_logprobs_are_the_models() -> None:
+    """Log-probabilities of prompt and output are those of the whole sequence run at once."""
+    prompts = reference("mixtral")["input_ids"].tolist()
+    model = jmoe.load_pretrained(FOLDER / "mixtral", dtype="float32")
+    with engine("mixtral", policy="resident") as served:
+        found = served.generate(prompts, max_new_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+    for prompt, completion in zip(prompts, found, strict=True):
+        tokens = np.array([prompt + completion.token_ids], np.int32)
+        expected = np.asarray(jax.nn.log_softmax(model(tokens)[0]))
+        said = [*completion.prompt_logprobs, *completion.logprobs]
+        assert [lp.token_id for lp in said] == tokens[0, 1:].tolist()
+        chosen = expected[np.arange(len(said)), tokens[0, 1:]]
+        np.testing.assert_allclose([lp.logprob for lp in said], chosen, atol=2e-5)
+        top = np.sort(expected[len(prompt) - 1 : -1], axis=1)[:, ::-1][:, :3]
+        np.testing.assert_allclose([[v for _, v in lp.top] for lp in completion.logprobs], top, atol=2e-5)
+
+
+def test_more_requests_than_rows_and_prefix_reuse() -> None:
+    """Requests of many lengths through two rows give what each gives alone; a repeated prompt is not computed again."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 60, n).tolist() for n in (1, 5, 17, 9, 30, 2)]
+    with engine("qwen3_moe", policy="resident") as served:
+        alone = [served.generate([p], max_new_tokens=5, ignore_eos=True)[0].token_ids for p in prompts]
+    with engine("qwen3_moe", policy="resident") as served:
+        together = [c.token_ids for c in served.generate(prompts, max_new_tokens=5, ignore_eos=True)]
+        assert together == alone
+        ran = served.stats().tokens
+        again = served.generate([prompts[-2]], max_new_tokens=5, ignore_eos=True)[0].token_ids
+        assert again == alone[-2]
+        assert served.stats().tokens - ran < len(prompts[-2])
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
+    prompts = reference("olmoe")["input_ids"].tolist()
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0, top_p=0.9, seed=7)
+    with engine("olmoe", policy="resident") as served:
+        alone = served.generate(prompts[:1], sampling)[0].token_ids
+        ids = [served.add_request(prompts[1], max_new) for max_new in (SamplingParams(max_new_tokens=12),)]
+        mixed = served.generate(prompts[:1], sampling)[0].token_ids
+        assert mixed == alone
+        served.abort(ids[0])
+        while served.has_unfinished:
+            served.step()
+
+
+def test_device_slots_hold_what_is_written() -> None:
+    """Slots of an accelerator and those of the CPU give the same result, whatever order experts lie in."""
+    rng = np.random.default_rng(0)
+    e, d, f, t, k = 3, 8, 6, 5, 2
+    fields = {"w_up": ((d, 2 * f), np.dtype(np.float32)), "w_down": ((f, d), np.dtype(np.float32))}
+    records = [{n: rng.standard_normal(shape).astype(dtype) for n, (shape, dtype) in fields.items()} for _ in range(e)]
+    places = [3, 0, 2]  # of 4 slots
+    x_TD = rng.standard_normal((t, d)).astype(np.float32)
+    idx_TK = np.array([[0, 1], [1, 2], [2, 0], [e, 1], [e, e]], np.int32)  # e: no choice
+    weights_TK = rng.random((t, k)).astype(np.float32)
+    expected = np.zeros((t, d), np.float32)
+    for token in range(t):
+        for choice in range(k):
+            if idx_TK[token, choice] < e:
+                r = records[idx_TK[token, choice]]
+                h = np.asarray(activate(jnp.asarray(x_TD[token] @ r["w_up"]), "swiglu"))
+                expected[token] += weights_TK[token, choice] * (h @ r["w_down"])
+    for slots in (HostSlots(4, fields), DeviceSlots(4, fields, jax.devices()[0])):
+        for record, place in zip(records, places, strict=True):
+            slots.write(place, record)
+        table_E = np.array(places, np.int32)
+        got = jax.jit(slot_mlp, static_argnames=("activation", "tile_rows"))(
+            x_TD, idx_TK, weights_TK, slots.arrays, table_E, activation="swiglu", tile_rows=2
+        )
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "rings"}, "policy = 'rings': must be auto, resident, ring or experts"),
+        ({"policy": "ring", "ring_slots": 9}, "ring_slots = 9: must be between 1 and 2"),
+        ({"policy": "resident", "device_bytes": 5000}, "device_bytes = 5000: must hold all"),
+        ({"policy": "experts", "device_bytes": 5000}, "device_bytes = 5000: must hold the"),
+        ({"policy": "resident", "ring_slots": 2}, "ring_slots = 2: needs policy = 'ring'"),
+        ({"policy": "ring", "expert_tier": "tape"}, "expert_tier = 'tape': must be auto, host or nvme"),
+        ({"policy": "ring", "expert_tier": "host", "host_cache_bytes": 9}, "host_cache_bytes = 9: needs expert_tier"),
+        ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16"),
+        ({"max_seq_len": 1}, "max_seq_len = 1: must be at least 2"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        engine("mixtral", **options)
+
+
+def test_bad_requests() -> None:
+    with engine("mixtral", policy="resident") as served:
+        with pytest.raises(ValueError, match=r"prompt: is text, but the checkpoint has no tokenizer\.json"):
+            served.generate(["text"])
+        with pytest.raises(ValueError, match="a token of prompt = 99: must be at least 0 and below 64"):
+            served.generate([[1, 99]])
+        with pytest.raises(ValueError, match=r"len\(prompt_token_ids\) = 40: must be below max_seq_len = 40"):
+            served.generate([[1] * 40])
+        with pytest.raises(ValueError, match="temperature = -1: must be 0 or greater"):
+            served.generate([[1]], temperature=-1)
+        assert not served.has_unfinished

@@ -1,0 +1,400 @@
+"""The scheduler against a cache that is really written, copied and read, with a model that reads all of a row."""
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.scheduler import (
+    PrefillChunk,
+    Request,
+    Scheduler,
+    StepPlan,
+    bucket,
+    buckets,
+)
+
+VOCAB_SIZE = 50
+EOS = 7
+GARBAGE = -1
+
+
+def next_token(sequence: Sequence[int]) -> int:
+    """What the model says after `sequence`: a function of every token of it."""
+    return zlib.crc32(bytes(sequence)) % VOCAB_SIZE
+
+
+def expected_output(request: Request, max_seq_len: int) -> tuple[list[int], str]:
+    """The output ids and the finish reason of a request that runs alone to its end."""
+    sampling, sequence = request.sampling, list(request.prompt_token_ids)
+    while True:
+        sequence.append(next_token(sequence))
+        output = sequence[len(request.prompt_token_ids) :]
+        stops = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [EOS])}
+        if output[-1] in stops and len(output) > sampling.min_new_tokens:
+            return output, "stop"
+        if len(output) == sampling.max_new_tokens or len(sequence) == max_seq_len:
+            return output, "length"
+
+
+class Engine:
+    """Runs plans on a cache of token ids: what a real one does with keys and values, padding and copies included."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.cache = [[GARBAGE] * scheduler.max_seq_len for _ in range(scheduler.max_batch)]
+        self.plans: list[StepPlan] = []
+        self.finished: dict[str, Request] = {}
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """The tokens for `plan.sampled_requests`, each from what its row of the cache holds."""
+        self.plans.append(plan)
+        tokens = []
+        if plan.prefill is not None and plan.prefill.copy_from is not None:
+            source, length = plan.prefill.copy_from
+            assert source != plan.prefill.slot
+            self.cache[plan.prefill.slot][:length] = self.cache[source][:length]
+        for row in plan.decode:
+            self.cache[row.slot][row.position] = row.token
+            tokens.append(next_token(self.cache[row.slot][: row.position + 1]))
+        if plan.prefill is not None:
+            tokens += self.run_chunk(plan.prefill)
+        return tokens
+
+    def run_chunk(self, chunk: PrefillChunk) -> list[int]:
+        padded = bucket(len(chunk.tokens), self.scheduler.prefill_buckets)
+        end = chunk.start + len(chunk.tokens)
+        row = self.cache[chunk.slot]
+        assert chunk.start + padded <= len(row)
+        row[chunk.start : chunk.start + padded] = chunk.tokens + [GARBAGE] * (padded - len(chunk.tokens))
+        assert row[:end] == chunk.request.prompt_token_ids[:end], "reused or copied tokens are the prompt's"
+        assert chunk.is_last == (end == len(chunk.request.prompt_token_ids))
+        return [next_token(row[:end])] if chunk.is_last else []
+
+    def step(self) -> list[Request]:
+        plan = self.scheduler.schedule()
+        finished = self.scheduler.update(plan, self.run(plan))
+        self.finished.update((request.id, request) for request in finished)
+        return finished
+
+    def run_to_end(self) -> None:
+        while self.scheduler.has_unfinished:
+            self.step()
+
+
+@dataclass
+class Watch:
+    """What must hold for every plan, whatever the requests."""
+
+    scheduler: Scheduler
+    decoding: dict[str, Request] = field(default_factory=dict)  # past their prompt, not finished
+    admitted: list[str] = field(default_factory=list)
+    next_position: dict[str, int] = field(default_factory=dict)
+
+    def plan(self, plan: StepPlan) -> None:
+        slots = [row.slot for row in plan.decode]
+        slots += [plan.prefill.slot] if plan.prefill is not None else []
+        assert len(set(slots)) == len(slots), "a slot belongs to one request"
+        assert all(0 <= slot < self.scheduler.max_batch for slot in slots)
+        assert {row.request.id for row in plan.decode} == set(self.decoding), "every running sequence in every step"
+        for row in plan.decode:
+            sequence = row.request.prompt_token_ids + row.request.output_token_ids
+            assert row.position == len(sequence) - 1 == self.next_position[row.request.id]
+            assert row.token == sequence[row.position]
+            self.next_position[row.request.id] += 1
+        if plan.prefill is not None:
+            self.chunk(plan.prefill)
+
+    def chunk(self, chunk: PrefillChunk) -> None:
+        request = chunk.request
+        if request.id not in self.next_position:
+            self.admitted.append(request.id)
+            self.next_position[request.id] = request.num_reused_tokens
+            reused = request.sampling.prompt_logprobs is None
+            assert reused or request.num_reused_tokens == 0
+        else:
+            assert chunk.copy_from is None, "copied once"
+        assert 1 <= len(chunk.tokens) <= self.scheduler.prefill_buckets[-1]
+        assert chunk.start == self.next_position[request.id]
+        assert chunk.tokens == request.prompt_token_ids[chunk.start : chunk.start + len(chunk.tokens)]
+        self.next_position[request.id] += len(chunk.tokens)
+
+    def update(self, plan: StepPlan) -> None:
+        self.decoding.update((request.id, request) for request in plan.sampled_requests)
+        self.decoding = {id_: request for id_, request in self.decoding.items() if request.state != "finished"}
+
+
+def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: list[list[int]]) -> Request:
+    prompt = list(rng.choice(prefixes)) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
+    prompt = prompt[: rng.choice([max_seq_len - 1, 5, max_seq_len // 2])]
+    max_new_tokens = rng.randrange(1, 25)
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        ignore_eos=rng.random() < 0.3,
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.randrange(3))),
+        min_new_tokens=rng.choice([0, 0, rng.randrange(max_new_tokens + 1)]),
+        prompt_logprobs=rng.choice([None, None, None, 3]),
+    )
+    return Request(f"request-{index}", prompt, sampling)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "max_seq_len", "prefill_chunk_tokens", "seed"),
+    [(1, 40, 8, 0), (3, 64, 16, 1), (8, 50, 5, 2), (6, 33, 1, 3), (4, 61, 1000, 4)],
+)
+def test_simulation(max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, seed: int) -> None:
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (0, 3, 11, 30, 45)]
+    scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, eos_token_ids=(EOS,))
+    engine, watch = Engine(scheduler), Watch(scheduler)
+    requests: dict[str, Request] = {}
+    aborted: set[str] = set()
+
+    def add(count: int) -> None:
+        for _ in range(count):
+            request = random_request(rng, len(requests), max_seq_len, prefixes)
+            requests[request.id] = request
+            scheduler.add(request)
+
+    def abort() -> None:
+        unfinished = [id_ for id_, request in requests.items() if request.state != "finished"]
+        if unfinished and rng.random() < 0.05:
+            id_ = rng.choice(unfinished)
+            assert scheduler.abort(id_) is requests[id_]
+            assert requests[id_].finish_reason == "abort"
+            aborted.add(id_)
+
+    add(10)
+    while scheduler.has_unfinished or len(requests) < 250:
+        if len(requests) < 250 and rng.random() < 0.4:
+            add(rng.randrange(4))
+        abort()
+        watch.update(StepPlan((), None))
+        plan = scheduler.schedule()
+        assert scheduler.schedule() == plan, "nothing changes until update"
+        assert plan.is_empty == (not scheduler.has_unfinished)
+        watch.plan(plan)
+        tokens = engine.run(plan)
+        abort()  # a client hangs up while the step runs
+        finished = scheduler.update(plan, tokens)
+        assert all(request.state == "finished" and request.id not in aborted for request in finished)
+        engine.finished.update((request.id, request) for request in finished)
+        watch.update(plan)
+
+    assert aborted
+    assert set(engine.finished) == set(requests) - aborted
+    for request in engine.finished.values():
+        assert (request.output_token_ids, request.finish_reason) == expected_output(request, max_seq_len)
+    arrival = [id_ for id_ in requests if id_ in set(watch.admitted)]
+    assert watch.admitted == arrival, "first come, first served"
+    check_stats(scheduler, engine, requests, aborted)
+
+
+def check_stats(scheduler: Scheduler, engine: Engine, requests: dict[str, Request], aborted: set[str]) -> None:
+    stats = scheduler.stats()
+    chunks = [plan.prefill for plan in engine.plans if plan.prefill is not None]
+    assert stats.waiting == stats.running == 0
+    assert stats.steps == sum(not plan.is_empty for plan in engine.plans)
+    assert stats.prefill_tokens == sum(len(chunk.tokens) for chunk in chunks)
+    assert stats.decode_tokens == sum(len(plan.decode) for plan in engine.plans)
+    assert stats.reused_tokens == sum(request.num_reused_tokens for request in requests.values()) > 0
+    assert stats.copied_tokens == sum(chunk.copy_from[1] for chunk in chunks if chunk.copy_from is not None)
+    assert (stats.copied_tokens > 0) == (scheduler.max_batch > 1)
+    reasons = [request.finish_reason for request in requests.values()]
+    assert stats.finished == {str(reason): reasons.count(reason) for reason in set(reasons)}
+    assert stats.finished["abort"] == len(aborted)
+
+
+def request(id_: str, prompt: list[int], **sampling: object) -> Request:
+    return Request(id_, prompt, SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}))
+
+
+def admitted(engine: Engine, new: Request) -> PrefillChunk:
+    """The first chunk of `new`, after which it runs to its end with whatever else runs."""
+    engine.scheduler.add(new)
+    while True:
+        engine.step()
+        chunk = engine.plans[-1].prefill
+        if chunk is not None and chunk.request is new:
+            return chunk
+
+
+def test_decode_never_waits_for_a_long_prompt() -> None:
+    engine = Engine(Scheduler(4, 1000, 10))
+    admitted(engine, request("short", [1, 2, 3], max_new_tokens=200))
+    engine.scheduler.add(request("long", list(range(10)) * 90))
+    for step in range(90):
+        engine.step()
+        plan = engine.plans[-1]
+        assert [row.request.id for row in plan.decode] == ["short"]
+        assert plan.prefill is not None
+        assert (plan.prefill.start, len(plan.prefill.tokens)) == (10 * step, 10)
+        assert plan.prefill.is_last == (step == 89)
+    engine.step()
+    assert {row.request.id for row in engine.plans[-1].decode} == {"short", "long"}
+
+
+def test_a_finished_request_leaves_its_prefix() -> None:
+    engine = Engine(Scheduler(2, 64, 64))
+    first = request("first", list(range(20)))
+    assert admitted(engine, first).start == 0
+    engine.run_to_end()
+    # The next turn of a conversation: all but the last token of output has been computed.
+    turn = first.prompt_token_ids + first.output_token_ids + [1, 2]
+    second = request("second", turn)
+    chunk = admitted(engine, second)
+    assert (chunk.slot, chunk.start, chunk.copy_from) == (engine.plans[0].prefill.slot, 23, None)  # type: ignore[union-attr]
+    assert chunk.tokens == turn[23:]
+    assert second.num_reused_tokens == 23
+    engine.run_to_end()
+    # The very same prompt: its last token is run, for its logits.
+    again = request("again", turn)
+    chunk = admitted(engine, again)
+    assert (chunk.start, chunk.tokens, chunk.is_last) == (len(turn) - 1, turn[-1:], True)
+
+
+def test_a_running_prefix_is_copied() -> None:
+    engine = Engine(Scheduler(3, 64, 64))
+    first = request("first", list(range(20)), max_new_tokens=30)
+    source = admitted(engine, first).slot
+    chunk = admitted(engine, request("second", [*range(15), 40]))
+    assert chunk.copy_from == (source, 15)
+    assert (chunk.start, chunk.tokens) == (15, [40])
+    assert engine.scheduler.stats().copied_tokens == 15
+    engine.run_to_end()
+
+
+def test_a_free_prefix_is_preferred_to_a_copy_of_equal_length() -> None:
+    engine = Engine(Scheduler(3, 64, 64))
+    slot = admitted(engine, request("free", list(range(10)))).slot
+    engine.run_to_end()
+    admitted(engine, request("running", list(range(10)), prompt_logprobs=0, max_new_tokens=30))
+    chunk = admitted(engine, request("new", [*range(10), 40]))
+    assert chunk.copy_from is None
+    assert (chunk.start, chunk.slot) == (10, slot)
+
+
+def test_prompt_logprobs_need_every_position() -> None:
+    engine = Engine(Scheduler(2, 64, 64))
+    admitted(engine, request("first", list(range(20))))
+    engine.run_to_end()
+    chunk = admitted(engine, request("second", list(range(20)), prompt_logprobs=1))
+    assert (chunk.start, chunk.copy_from) == (0, None)
+    assert chunk.tokens == list(range(20))
+    engine.run_to_end()
+    # What it computed is as good as anybody's.
+    assert admitted(engine, request("third", list(range(20)))).start == 19
+
+
+def test_the_longest_unused_slot_is_overwritten_first() -> None:
+    engine = Engine(Scheduler(3, 64, 64))
+    slots = []
+    for index in range(3):
+        slots.append(admitted(engine, request(f"a{index}", [index] * 10)).slot)
+        engine.run_to_end()
+    assert sorted(slots) == [0, 1, 2]
+    admitted(engine, request("a0 again", [0] * 10))  # used again: now the last to go
+    engine.run_to_end()
+    for index, slot in enumerate([slots[1], slots[2], slots[0]]):
+        assert admitted(engine, request(f"b{index}", [30 + index] * 10)).slot == slot
+        engine.run_to_end()
+
+
+def test_an_aborted_copy_is_not_taken_for_done() -> None:
+    engine = Engine(Scheduler(2, 64, 64))
+    admitted(engine, request("running", list(range(20)), max_new_tokens=40))
+    engine.scheduler.add(request("never", [*range(20), 1]))
+    plan = engine.scheduler.schedule()
+    assert plan.prefill is not None
+    assert plan.prefill.copy_from is not None
+    engine.scheduler.abort("never")  # before the step ran
+    engine.scheduler.abort("running")
+    chunk = admitted(engine, request("next", [*range(20), 2]))
+    assert (chunk.start, chunk.copy_from) == (20, None)
+    engine.run_to_end()
+
+
+def test_stop_string_found_by_the_engine() -> None:
+    engine = Engine(Scheduler(1, 64, 64))
+    new = request("a", [1, 2, 3], max_new_tokens=30)
+    admitted(engine, new)
+    engine.step()
+    assert engine.scheduler.finish("a", "stop") is new
+    assert (new.finish_reason, len(new.output_token_ids)) == ("stop", 2)
+    assert not engine.scheduler.has_unfinished
+    assert engine.scheduler.schedule().is_empty
+    assert engine.scheduler.finish("a", "stop") is None
+
+
+def test_abort_in_every_state() -> None:
+    scheduler = Scheduler(1, 64, 2)
+    engine = Engine(scheduler)
+    first, second, third = (request(id_, list(range(10))) for id_ in "abc")
+    for new in (first, second, third):
+        scheduler.add(new)
+    engine.step()
+    assert (first.state, second.state, third.state) == ("prefill", "waiting", "waiting")
+    assert scheduler.abort("b") is second  # waiting
+    assert scheduler.abort("a") is first  # in its prompt
+    assert scheduler.abort("nobody") is None
+    engine.step()
+    while third.state != "decode":
+        engine.step()
+    assert third.num_reused_tokens == 2, "of the aborted prompt"
+    assert scheduler.abort("c") is third
+    assert scheduler.stats().finished == {"abort": 3}
+
+
+def test_the_row_ends_the_request() -> None:
+    engine = Engine(Scheduler(1, 10, 4))
+    new = request("a", list(range(9)), max_new_tokens=5)
+    admitted(engine, new)
+    engine.run_to_end()
+    assert (len(new.output_token_ids), new.finish_reason) == (1, "length")
+
+
+def test_seeds() -> None:
+    assert request("a", [1], seed=5).seed == 5
+    assert request("a", [1]).seed != request("a", [1]).seed
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "prompt_token_ids = .*at least one token"), ([1] * 10, r"len\(prompt_token_ids\) = 10: .*max_seq_len = 10")],
+)
+def test_bad_prompt(prompt: list[int], message: str) -> None:
+    scheduler = Scheduler(2, 10, 4)
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(Request("a", prompt))
+    assert not scheduler.has_unfinished
+
+
+def test_id_in_use() -> None:
+    engine = Engine(Scheduler(2, 10, 4))
+    engine.scheduler.add(request("a", [1]))
+    with pytest.raises(ValueError, match="id = 'a': is that of a request that has not finished"):
+        engine.scheduler.add(request("a", [1]))
+    engine.run_to_end()
+    engine.scheduler.add(request("a", [1]))
+
+
+@pytest.mark.parametrize("name", ["max_batch", "max_seq_len", "prefill_chunk_tokens"])
+def test_bad_sizes(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} = 0: must be at least"):
+        Scheduler(**{"max_batch": 2, "max_seq_len": 10, "prefill_chunk_tokens": 4, name: 0})
+
+
+def test_buckets() -> None:
+    assert buckets(1) == (1,)
+    assert buckets(2) == (1, 2)
+    assert buckets(8) == (1, 2, 4, 8)
+    assert buckets(9) == (1, 2, 4, 8, 9)
+    for maximum in range(1, 40):
+        sizes = buckets(maximum)
+        for n in range(1, maximum + 1):
+            assert bucket(n, sizes) == min(size for size in sizes if size >= n)
+    with pytest.raises(ValueError, match="n = 9: must not exceed the largest bucket, 8"):
+        bucket(9, buckets(8))

@@ -1,0 +1,205 @@
+"""Configurations of Hugging Face folders: what is read, what is written back, and every option that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import PRESETS
+from jmoe.config import ModelConfig, RouterConfig, YarnConfig
+from jmoe.models.huggingface import hf_config, model_config
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+def fields_of(name: str, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((FOLDER / name / "config.json").read_text()) | changes
+    return fields
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def test_mixtral_as_published() -> None:
+    """The file of mistralai/Mixtral-8x7B-v0.1: theta beside the other fields, no rope_parameters."""
+    config = model_config(
+        {
+            "model_type": "mixtral",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        }
+    )
+    preset = PRESETS["mixtral-8x7b"][1].model
+    assert dataclasses.replace(preset, router=RouterConfig(aux_loss_coef=2 * 0.02)) == config
+
+
+def test_gpt_oss_as_published() -> None:
+    """openai/gpt-oss-20b: rope_scaling instead of rope_parameters, quantized experts, windows in every second layer."""
+    config = model_config(
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        }
+    )
+    assert config.num_parameters()[0] == pytest.approx(20.9e9, rel=0.01)
+    assert config.rope_scaling == YarnConfig(factor=32.0, original_max_position_embeddings=4096, truncate=False)
+    assert config.rope_theta == 150_000 and config.layer_types[:2] == ("sliding_attention", "full_attention")
+
+
+def test_defaults_of_the_families() -> None:
+    """What a file leaves out is what transformers' configuration classes say."""
+    names = ("rope_parameters", "rms_norm_eps", "sliding_window", "layer_types", "head_dim", "attention_bias")
+    gpt_oss = model_config(without(fields_of("gpt_oss"), *names))
+    assert gpt_oss.sliding_window == 128 and gpt_oss.layer_types[:2] == ("sliding_attention", "full_attention")
+    assert gpt_oss.rope_scaling is not None and gpt_oss.rope_scaling.factor == 32.0 and gpt_oss.rope_theta == 150_000
+    assert gpt_oss.norm_eps == 1e-5 and gpt_oss.head_dim == 64 and gpt_oss.attention_bias
+    qwen = fields_of("qwen2_moe", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert model_config(without(qwen, "layer_types")).layer_types == ("sliding_attention",) + ("full_attention",) * 2
+    off = model_config(fields_of("qwen2_moe", use_sliding_window=False, sliding_window=4, layer_types=None))
+    assert off.sliding_window is None and off.layer_types == ()
+    deepseek = model_config(without(fields_of("deepseek_v3"), "q_lora_rank"))
+    assert deepseek.q_lora_rank == 1536
+    assert model_config(fields_of("deepseek_v3", q_lora_rank=None)).q_lora_rank is None
+    assert model_config(fields_of("mixtral", num_key_value_heads=None)).num_key_value_heads == 4
+
+
+def test_yarn_without_a_factor() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10.0, "original_max_position_embeddings": 16, "factor": None}
+    config = model_config(fields_of("olmoe", rope_parameters=rope, max_position_embeddings=64))
+    assert config.rope_scaling == YarnConfig(factor=4.0, original_max_position_embeddings=16)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mixtral", {"model_type": "llama"}, "model_type = 'llama': must be one of mixtral, qwen3_moe"),
+        ("mixtral", {"model_type": None}, "model_type = None: must be one of"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu': is not supported, only 'silu'"),
+        ("mixtral", {"hidden_size": None}, "hidden_size = None: must be an integer"),
+        ("mixtral", {"hidden_size": "32"}, "hidden_size = '32': must be an integer"),
+        ("mixtral", {"hidden_size": -32}, "hidden_size = -32: must be greater than 0"),
+        ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers = True: must be an integer"),
+        ("mixtral", {"rms_norm_eps": "small"}, "rms_norm_eps = 'small': must be a number"),
+        ("mixtral", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: is not supported"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: is not supported where weights are divided"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be between 1 and num_experts = 4"),
+        ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported, only 1.0"),
+        ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = 'awq'"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "only mxfp4 of gpt_oss"),
+        ("mixtral", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3': is not"),
+        ("mixtral", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
+        ("mixtral", {"rope_parameters": {"full_attention": {}}}, "must be one flat table for all layers"),
+        ("mixtral", {"rope_parameters": YARN | {"factor": "2"}}, "rope_parameters.factor = '2': must be a number"),
+        ("mixtral", {"rope_parameters": YARN | {"factor": -2}}, "factor = -2.0: must be greater than 0"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1: must be a list"),
+        ("qwen3_moe", {"mlp_only_layers": [7]}, "mlp_only_layers = .7,.: must lie between 0 and 3"),
+        ("qwen2_moe", {"use_sliding_window": False}, "layer_types = .*: needs use_sliding_window"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: is not supported, only null"),
+        ("olmoe", {"head_dim": 16}, "head_dim = 16: is not supported, only 8"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': is not supported, only 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy': is not supported"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: is not supported, only 1"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts = 0: must be greater than 0"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method = 'fp8': is not supported"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported, only 7.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0: is not supported"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window = None: is needed by layer_types"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "layer_types = .*: must each be one of"),
+    ],
+)
+def test_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_config(fields_of(name, **changes))
+
+
+def spelled_out(config: ModelConfig) -> ModelConfig:
+    """One form of what can be said in several ways, or does not matter."""
+    types = config.layer_types or ("sliding_attention",) * config.num_hidden_layers
+    return dataclasses.replace(
+        config,
+        head_dim=config.dim_per_head,
+        decoder_sparse_step=1,
+        first_k_dense_replace=0,
+        mlp_only_layers=tuple(i for i, sparse in enumerate(config.sparse_layers) if not sparse),
+        layer_types=types if config.sliding_window else (),
+        intermediate_size=1 if all(config.sparse_layers) else config.intermediate_size,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_written_and_read_again(name: str) -> None:
+    config = model_config(fields_of(name))
+    fields = hf_config(config)
+    assert fields["model_type"] == fields_of(name)["model_type"]
+    assert spelled_out(model_config(fields)) == spelled_out(config)
+
+
+@pytest.mark.parametrize(
+    ("preset", "family"),
+    [("tiny", "mixtral"), ("mixtral-8x7b", "mixtral"), ("qwen3-30b-a3b", "qwen3_moe"), ("olmoe-1b-7b", "olmoe")],
+)
+def test_presets_have_a_family(preset: str, family: str) -> None:
+    fields = hf_config(PRESETS[preset][1].model)
+    assert fields["model_type"] == family and json.dumps(fields)
+
+
+def test_a_preset_without_a_family_names_what_is_missing() -> None:
+    with pytest.raises(
+        ValueError, match=r"no Hugging Face family has all its options; .* differs in .*hidden_act: 'gelu'"
+    ):
+        hf_config(PRESETS["gpt-moe-8e"][1].model)
+    with pytest.raises(ValueError, match="attention_sinks: True -> False"):
+        hf_config(ModelConfig(attention_sinks=True))

@@ -1,0 +1,155 @@
+"""The decoder against transformers: tiny checkpoints of every family with stored references (see fixtures/make.py).
+
+Legend: B batch, S sequence, V vocabulary, N layers with experts, T = B S tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmoe
+from jmoe.config import OptimizerConfig
+from jmoe.layers.router import RouterBias
+from jmoe.mesh import path_names
+from jmoe.models.pretrained import abstract_decoder, read_config
+from jmoe.models.weights import parameters
+from jmoe.training.optimizer import advance
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+TOLERANCE = 2e-4  # of a logit
+LOSS_TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    """What is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@cache
+def loaded(name: str) -> jmoe.LanguageModel:
+    return jmoe.load_pretrained(FOLDER / name, dtype="float32")
+
+
+@cache
+def reference(name: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / name / "reference.npz") as arrays:
+        return {key: arrays[key].astype(np.int32) if arrays[key].dtype == np.int16 else arrays[key] for key in arrays}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens(name: str) -> None:
+    """Logits of the text, and each new token from the reference's own past, in a row up to its first near-tie."""
+    ref = reference(name)
+    length, new = ref["input_ids"].shape[1], ref["greedy_margin"].shape[1]
+    logits = np.asarray(loaded(name)(ref["greedy"][:, :-1]))
+    assert logits.dtype == np.float32
+    np.testing.assert_array_equal(ref["greedy"][:, :length], ref["input_ids"])
+    np.testing.assert_allclose(logits[:, :length], ref["logits"], rtol=0, atol=TOLERANCE)
+    clear = np.cumprod(ref["greedy_margin"] > 2 * TOLERANCE, axis=1).astype(bool)
+    assert clear.sum() > clear.size // 2
+    np.testing.assert_array_equal(logits.argmax(axis=-1)[:, -new:][clear], ref["greedy"][:, -new:][clear])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_routing(name: str) -> None:
+    ref = reference(name)
+    routing = loaded(name).routing(ref["input_ids"])
+    assert routing.logits_TE is not None
+    np.testing.assert_allclose(routing.logits_TE, ref["router_logits"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(np.sort(routing.topk_idx_TK), np.sort(ref["router_idx"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padded_batch(name: str) -> None:
+    ref = reference(name)
+    mask_BS = ref["padded_mask"].astype(bool)
+    assert not mask_BS[0, 0] and not mask_BS[1, -1]  # one row is padded on the left, one on the right
+    logits = np.asarray(loaded(name)(ref["padded_ids"], mask_BS))
+    np.testing.assert_allclose(logits[mask_BS], ref["padded_logits"][mask_BS], rtol=0, atol=TOLERANCE)
+
+
+def transformers_balance_loss(stats: Any, num_tokens: int) -> jax.Array:
+    """E * sum_e (assignments to e / rows) (mean probability of e), over the rows of all layers together."""
+    layers, experts = stats.counts_E.shape
+    rows = layers * num_tokens
+    share_E = stats.counts_E.astype(jnp.float32).sum(axis=0) / rows
+    return experts * (share_E * stats.probs_sum_E.sum(axis=0) / rows).sum()
+
+
+@partial(jax.jit, static_argnums=0)
+def loss_and_gradients(graph: Any, params: Any, rest: Any, tokens_BS: jax.Array, balance_coef: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        decoder = nnx.merge(graph, params, rest)
+        hidden, stats = decoder(tokens_BS, train=True)
+        logits = hidden @ decoder.lm_head()
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens_BS[:, 1:]).mean()
+        return nll + balance_coef * transformers_balance_loss(stats, tokens_BS.size)
+
+    return jax.value_and_grad(loss)(params)
+
+
+@jax.jit
+def adamw(state: tuple[Any, Any, Any], grads: Any, step: jax.Array) -> tuple[Any, Any, Any]:
+    """The optimizer of the training step, with decay on every parameter."""
+    config = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    options = {"lr": jnp.float32(1e-3), "step": step, "clip": jnp.float32(1.0), "ok": jnp.bool_(True)}
+    new = jax.tree.map(lambda w, m, v, g: advance(w, m, v, g, config=config, decay=True, **options), *state, grads)
+    return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), new)
+
+
+def in_memory_name(name: str) -> str:
+    """transformers holds all experts of a layer in one tensor, whatever their names on disk."""
+    name = name.replace("block_sparse_moe", "mlp")
+    head, experts, tail = name.partition(".mlp.experts.")
+    kinds = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj", "gate_proj": "gate_up_proj"}
+    kinds |= {"up_proj": "gate_up_proj", "down_proj": "down_proj"}
+    parts = tail.split(".")
+    return f"{head}{experts}{kinds[parts[1]]}" if experts and len(parts) == 3 else name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training(name: str) -> None:
+    """The loss with the balance loss, the gradient of every tensor, and five steps of AdamW."""
+    ref, model = reference(name), loaded(name)
+    config, tokens_BS = model.config, jnp.asarray(ref["input_ids"])
+    split: Any = nnx.split(model.decoder, nnx.Param, RouterBias)
+    graph, params, rest = split
+    coef = jnp.float32(config.router.aux_loss_coef / config.num_experts_per_tok)
+    loss, grads = loss_and_gradients(graph, params, rest, tokens_BS, coef)
+    assert float(loss) == pytest.approx(float(ref["train_loss"]), abs=LOSS_TOLERANCE)
+
+    squares: dict[str, float] = {}
+    family = read_config(FOLDER / name)["model_type"]
+    by_path = {path_names(path): g for path, g in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))}
+    for parameter in parameters(abstract_decoder(config)[2], config, family):
+        if parameter.path not in by_path:
+            continue  # the correction bias has no gradient
+        for piece in parameter.pieces():
+            part = np.asarray(by_path[parameter.path][piece.at])[..., slice(*piece.columns)]
+            key = in_memory_name(piece.name)
+            squares[key] = squares.get(key, 0.0) + float(np.square(part.astype(np.float64)).sum())
+    assert squares.keys() == set(ref["grad_names"].tolist())
+    for key, norm in zip(ref["grad_names"].tolist(), ref["grad_norms"], strict=True):
+        assert np.sqrt(squares[key]) == pytest.approx(float(norm), rel=1e-3, abs=1e-5), key
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state, losses = (params, zeros, zeros), []
+    for step in range(5):
+        loss, grads = loss_and_gradients(graph, state[0], rest, tokens_BS, jnp.float32(0.0))
+        state = adamw(state, grads, jnp.int32(step))
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, ref["adamw_losses"], rtol=0, atol=LOSS_TOLERANCE)

@@ -1,0 +1,64 @@
+"""A run exported as a Hugging Face folder, and a run that goes on from such a folder, as users start them."""
+
+import json
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jmoe
+
+SMALL = ["tiny", "--sequence-length", "64", "--batch-size", "8", "--evaluation.sample-tokens", "0"]
+SMALL += ["--compute-dtype", "float32", "--num-steps", "2", "--optimizer.learning-rate", "0.01"]
+MODEL = ["--model.hidden-size", "32", "--model.num-hidden-layers", "2", "--model.num-attention-heads", "2"]
+MODEL += ["--model.num-key-value-heads", "1", "--model.moe-intermediate-size", "32", "--model.vocab-size", "512"]
+
+
+def evaluations(output: Path) -> list[float]:
+    """Held-out loss before and after a run."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line.get("event") == "evaluation"]
+
+
+def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    text, env = tmp_path / "text", {"NPROC": None, "XLA_FLAGS": None, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "c")}
+    text.mkdir()
+    for name in ("argparse", "ast", "calendar", "csv", "dataclasses", "difflib"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", text)
+
+    def run(*arguments: Any) -> str:
+        done = run_python(arguments, env=env)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return str(done.stdout)
+
+    first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "exported"
+    run("train.py", *SMALL, *MODEL, "--data.path", text, "--output-dir", first)
+    assert "step 2 of" in run("-m", "jmoe.training.export", first, folder)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == names
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
+
+    said = run("train.py", *SMALL, "--init-from", folder, "--data.path", text, "--output-dir", second)
+    assert f"starting from {folder}" in said
+    before, after = evaluations(second)
+    assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)  # it starts where the first run ended
+    assert after < before
+
+    run("-m", "jmoe.training.export", second, tmp_path / "tuned")
+    tokens = np.arange(20, dtype=np.int32)[None]
+    logits = [np.asarray(jmoe.load_pretrained(path)(tokens)) for path in (folder, tmp_path / "tuned")]
+    assert logits[0].shape == (1, 20, 512) and np.abs(logits[0] - logits[1]).max() > 1e-3
+
+
+def test_mistakes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    for arguments, message in (
+        (["-m", "jmoe.training.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
+        (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),
+    ):
+        done = run_python(arguments)
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,488 @@
+"""Packs on a real disk: what is written comes back, and nothing half-made is taken for a whole one."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jmoe.memory import record_store
+from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
+
+ARRAYS = {"gate": ((3, 5), np.float32), "up": ((1000, 7), ml_dtypes.bfloat16), "scale": ((), np.int8)}
+LAYOUT = RecordLayout.of(ARRAYS)
+NUM_RECORDS = 6
+
+
+def content(index: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng((seed, index))
+    return {
+        f.name: rng.integers(-100, 100, f.shape).astype(f.dtype)
+        if f.shape
+        else np.asarray(rng.integers(-100, 100), f.dtype)
+        for f in LAYOUT.fields
+    }
+
+
+def fill(index: int, views: dict[str, NDArray[Any]], seed: int = 0) -> None:
+    for name, array in content(index, seed).items():
+        views[name][...] = array
+
+
+def fill_other(index: int, views: dict[str, NDArray[Any]]) -> None:
+    fill(index, views, seed=1)
+
+
+def refuse(index: int, views: dict[str, NDArray[Any]]) -> None:
+    raise AssertionError("packed again")
+
+
+def pack(folder: Path, fill: record_store.Fill = fill, fingerprint: str = "a", **options: Any) -> RecordStore:
+    return RecordStore.pack(folder, LAYOUT, NUM_RECORDS, fill, fingerprint=fingerprint, **options)
+
+
+def check_content(store: RecordStore, seed: int = 0) -> None:
+    buffer = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    for index in reversed(range(store.num_records)):
+        store.read_into(index, buffer)
+        for name, array in content(index, seed).items():
+            got = store.layout.views(buffer)[name]
+            assert got.dtype == array.dtype
+            np.testing.assert_array_equal(got, array)
+        padding = buffer[store.layout.data_bytes :]
+        assert not padding.any()
+
+
+def test_layout() -> None:
+    gate, up, scale = LAYOUT.fields
+    assert (gate.offset_bytes, gate.num_bytes) == (0, 60)
+    assert (up.offset_bytes, up.num_bytes) == (64, 14000)
+    assert (scale.offset_bytes, scale.num_bytes) == (14080, 1)  # 14064 rounded up to 64
+    assert (LAYOUT.data_bytes, LAYOUT.record_bytes) == (14081, 16384)
+    buffers = RecordBuffers(3, LAYOUT.record_bytes)
+    assert buffers.total_bytes == 3 * 16384
+    for slot in range(3):
+        assert buffers.slot(slot).ctypes.data % PAGE_BYTES == 0
+        views = LAYOUT.views(buffers.slot(slot))
+        assert {name: (view.shape, view.dtype) for name, view in views.items()} == {
+            name: (shape, np.dtype(dtype)) for name, (shape, dtype) in ARRAYS.items()
+        }
+        views["scale"][...] = slot + 1
+        assert buffers.slot(slot)[14080] == slot + 1
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, "at least one array"),
+        ({"w": ((3, 0), np.float32)}, r"w\.shape = \(3, 0\)"),
+        ({"w": ((3,), object)}, r"w\.dtype"),
+        ({"w": ((3,), ">f4")}, r"w\.dtype"),
+    ],
+)
+def test_layouts_that_make_no_sense(arrays: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RecordLayout.of(arrays)
+
+
+def test_buffers_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="slot_bytes = 5000"):
+        RecordBuffers(1, 5000)
+    with pytest.raises(ValueError, match="num_slots = 0"):
+        RecordBuffers(0, 4096)
+    with pytest.raises(OSError, match="bytes of host memory"):
+        RecordBuffers(2**40, 2**20)
+
+
+def test_what_is_packed_comes_back(tmp_path: Path) -> None:
+    with pack(tmp_path / "a" / "b") as store:
+        check_content(store)
+        assert store.path.stat().st_size == NUM_RECORDS * LAYOUT.record_bytes
+        raw = store.path.read_bytes()  # the same bytes through the page cache
+        buffer = RecordBuffers(1, LAYOUT.record_bytes).slot(0)
+        store.read_into(3, buffer)
+        assert buffer.tobytes() == raw[3 * LAYOUT.record_bytes : 4 * LAYOUT.record_bytes]
+    with pack(tmp_path / "a" / "b", refuse) as store:  # it is there already
+        check_content(store)
+
+
+def drop_from_page_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def in_page_cache(path: Path) -> bool:
+    """Whether the file's first page is in memory; asking brings it there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.preadv(fd, [bytearray(PAGE_BYTES)], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def test_reads_bypass_the_page_cache(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(PAGE_BYTES))
+    drop_from_page_cache(other)
+    with pack(tmp_path) as store:
+        if store.io != "O_DIRECT" or in_page_cache(other):
+            pytest.skip("a file system without O_DIRECT, or in memory")
+        drop_from_page_cache(store.path)
+        check_content(store)
+        assert not in_page_cache(store.path)
+        other.read_bytes()
+        assert in_page_cache(other)
+
+
+@pytest.mark.parametrize("refused_at", ["open", "read"])
+def test_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_at: str) -> None:
+    real_open, real_preadv = os.open, os.preadv
+    direct: set[int] = set()
+
+    def refusing_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT and refused_at == "open":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real_open(path, flags, *args, **kwargs)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def refusing_preadv(fd: int, *args: Any) -> int:
+        if fd in direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_preadv(fd, *args)
+
+    monkeypatch.setattr(os, "open", refusing_open)
+    monkeypatch.setattr(os, "preadv", refusing_preadv)
+    with pack(tmp_path) as store:
+        assert store.io.startswith("buffered: ")
+        check_content(store)
+
+
+def test_on_tmpfs() -> None:
+    folder = Path("/dev/shm") / f"jmoe-test-{os.getpid()}"
+    if not folder.parent.is_dir():
+        pytest.skip("no tmpfs here")
+    try:
+        with pack(folder) as store:
+            check_content(store)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_preadv = os.preadv
+    with pack(tmp_path) as store:
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real_preadv(fd, [buffers[0][:4096]], offset))
+        check_content(store)
+
+
+def test_bad_reads(tmp_path: Path) -> None:
+    buffers = RecordBuffers(2, LAYOUT.record_bytes)
+    with pack(tmp_path) as store:
+        for index in (-1, NUM_RECORDS):
+            with pytest.raises(ValueError, match=rf"index = {index}: must be in \[0, {NUM_RECORDS}\)"):
+                store.read_into(index, buffers.slot(0))
+        with pytest.raises(ValueError, match="writable bytes, has 4096"):
+            store.read_into(0, buffers.slot(0)[:4096])
+        flat = np.zeros(2 * LAYOUT.record_bytes, np.uint8)
+        misaligned = flat[-flat.ctypes.data % PAGE_BYTES + 64 :][: LAYOUT.record_bytes]
+        with pytest.raises(ValueError, match="must begin at a multiple of 4096"):
+            store.read_into(0, misaligned)
+        read_only = buffers.slot(0)
+        read_only.flags.writeable = False
+        with pytest.raises(ValueError, match="writable"):
+            store.read_into(0, read_only)
+        os.truncate(store.path, 2 * LAYOUT.record_bytes + 4096)
+        store.read_into(1, buffers.slot(1))
+        with pytest.raises(OSError, match=r"reading record 2 .* the file ends after 4096 bytes of it") as caught:
+            store.read_into(2, buffers.slot(1))
+        assert caught.value.filename == str(store.path)
+
+
+def damage_truncate(folder: Path) -> None:
+    (data,) = folder.glob("records-*.bin")
+    os.truncate(data, data.stat().st_size - 4096)
+
+
+def damage_remove_data(folder: Path) -> None:
+    (data,) = folder.glob("records-*.bin")
+    data.unlink()
+
+
+def damage_remove_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def damage_half_manifest(folder: Path) -> None:
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text[: len(text) // 2])
+
+
+def damage_list_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, r"94208 bytes, expected 6 records of 16384 bytes"),
+        (damage_remove_data, r"records-.*\.bin, which the manifest names, is missing"),
+        (damage_remove_manifest, r"no manifest\.json"),
+        (damage_half_manifest, "not readable as JSON"),
+        (damage_list_manifest, "must be a JSON object"),
+    ],
+)
+def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    pack(tmp_path).close()
+    damage(tmp_path)
+    with pytest.raises(PackError, match=message):
+        RecordStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint="a")
+    with pack(tmp_path) as store:
+        check_content(store)
+    assert len(list(tmp_path.glob("records-*.bin"))) == 1
+
+
+def test_a_foreign_pack_is_replaced(tmp_path: Path) -> None:
+    old = pack(tmp_path)
+    for layout, num_records, fingerprint, named in (
+        (LAYOUT, NUM_RECORDS, "b", "fingerprint"),
+        (LAYOUT, NUM_RECORDS - 1, "a", "num_records"),
+        (RecordLayout.of(ARRAYS | {"gate": ((5, 3), np.float32)}), NUM_RECORDS, "a", "layout"),
+    ):
+        with pytest.raises(PackError, match=f"packed with .*'{named}'"):
+            RecordStore.open(tmp_path, layout, num_records, fingerprint=fingerprint)
+    with pack(tmp_path, fill_other, "b") as store:
+        check_content(store, seed=1)
+        check_content(old)  # who has the old one open may go on reading
+        assert list(tmp_path.glob("records-*.bin")) == [store.path]
+    old.close()
+    with pytest.raises(PackError):
+        RecordStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint="a")
+
+
+def test_a_read_only_folder_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack(tmp_path).close()
+
+    def denied(*args: Any) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(record_store, "_locked", denied)
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pack(tmp_path, refuse) as store:
+        check_content(store)
+
+
+def test_a_failing_fill_leaves_nothing(tmp_path: Path) -> None:
+    def failing(index: int, views: dict[str, NDArray[Any]]) -> None:
+        if index == 3:
+            raise KeyError("model.layers.3")
+        fill(index, views)
+
+    with pytest.raises(KeyError, match=r"model\.layers\.3"):
+        pack(tmp_path, failing)
+    assert [path.name for path in tmp_path.iterdir()] == [record_store.LOCK]
+    pack(tmp_path).close()
+    with pytest.raises(KeyError):
+        pack(tmp_path, failing, "b")
+    with pack(tmp_path, refuse) as store:  # the pack that was there is still there
+        check_content(store)
+
+
+def test_a_field_not_filled_is_zero(tmp_path: Path) -> None:
+    def partly(index: int, views: dict[str, NDArray[Any]]) -> None:
+        if index % 2 == 0:
+            fill(index, views)
+
+    buffer = RecordBuffers(1, LAYOUT.record_bytes).slot(0)
+    with pack(tmp_path, partly) as store:
+        store.read_into(3, buffer)
+    assert not buffer.any()
+
+
+def test_a_full_disk_is_seen_beforehand(tmp_path: Path) -> None:
+    free_bytes = shutil.disk_usage(tmp_path).free
+    num_records = free_bytes // LAYOUT.record_bytes * 2
+    with pytest.raises(OSError, match=f"{num_records} records need {num_records * 16384} bytes, .* are free") as caught:
+        RecordStore.pack(tmp_path, LAYOUT, num_records, refuse, fingerprint="a")
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.iterdir()] == [record_store.LOCK]
+
+
+LIMITED = """
+import pathlib, resource, signal, sys
+sys.path.insert(0, "tests")
+from test_memory_record_store import LAYOUT, NUM_RECORDS, fill, pack
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3 * LAYOUT.record_bytes, 3 * LAYOUT.record_bytes))
+try:
+    pack(pathlib.Path(sys.argv[1]))
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_fills_up_while_packing(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = run_python(["-c", LIMITED, tmp_path])
+    assert f"{NUM_RECORDS} records need {NUM_RECORDS * 16384} bytes" in done.stdout, done.stderr
+    assert "are free" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [record_store.LOCK]
+
+
+SLOW_PACKER = """
+import pathlib, sys, time
+sys.path.insert(0, "tests")
+from test_memory_record_store import fill, pack
+def slowly(index, views):
+    fill(index, views)
+    if index == int(sys.argv[2]):
+        print("reached", flush=True)
+        time.sleep(600)
+pack(pathlib.Path(sys.argv[1]), slowly)
+print("packed", flush=True)
+"""
+
+
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("at", [0, NUM_RECORDS - 1])
+def test_a_killed_packer_leaves_nothing_that_looks_complete(
+    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path, at: int
+) -> None:
+    folder, log = tmp_path / "pack", tmp_path / "log"
+    process = start_python(["-c", SLOW_PACKER, folder, str(at)], log)
+    wait_for(lambda: "reached" in log.read_text() or process.poll() is not None, "the packer did not start")
+    assert process.poll() is None, log.read_text()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(list(folder.glob("records-*.bin"))) == 1
+    with pytest.raises(PackError, match=r"no manifest\.json"):
+        RecordStore.open(folder, LAYOUT, NUM_RECORDS, fingerprint="a")
+    with pack(folder) as store:  # and its lock died with it
+        check_content(store)
+        assert list(folder.glob("records-*.bin")) == [store.path]
+
+
+@pytest.mark.parametrize("killed_at", ["fsync", "replace"])
+def test_killed_between_any_two_steps(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, killed_at: str
+) -> None:
+    """SIGKILL at every fsync and at the rename of a packer that replaces an older pack: one of the two is whole."""
+    script = (
+        "import os, pathlib, signal, sys; sys.path.insert(0, 'tests'); import test_memory_record_store as t\n"
+        "seen = 0\n"
+        "def counted(real):\n"
+        "    def call(*args):\n"
+        "        global seen\n"
+        "        seen += 1\n"
+        "        if seen == int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return real(*args)\n"
+        "    return call\n"
+        f"owner = os if {killed_at!r} == 'fsync' else pathlib.Path\n"
+        f"setattr(owner, {killed_at!r}, counted(getattr(owner, {killed_at!r})))\n"
+        "t.pack(pathlib.Path(sys.argv[1]), t.fill_other, 'b'); print('done', seen)"
+    )
+    for count in range(1, 10):
+        folder = tmp_path / str(count)
+        pack(folder).close()
+        done = run_python(["-c", script, folder, str(count)])
+        whole = []
+        for fingerprint, seed in (("a", 0), ("b", 1)):
+            try:
+                with RecordStore.open(folder, LAYOUT, NUM_RECORDS, fingerprint=fingerprint) as store:
+                    check_content(store, seed)
+                whole.append(fingerprint)
+            except PackError:
+                pass
+        assert len(whole) == 1, (count, done)
+        if done.returncode == 0:
+            assert whole == ["b"]
+            assert count > (4 if killed_at == "fsync" else 1)  # data, folder, manifest, folder; rename
+            break
+        assert done.returncode == -signal.SIGKILL
+    else:
+        pytest.fail("never finished")
+
+
+def test_packers_take_turns(tmp_path: Path) -> None:
+    """Many threads pack one folder: one packs, the others find the work done."""
+    packers: list[int] = []
+    errors: list[BaseException] = []
+    start = threading.Barrier(6)
+
+    def work(me: int) -> None:
+        def slow_fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+            if not index:
+                packers.append(me)
+            time.sleep(0.01)
+            fill(index, views)
+
+        try:
+            start.wait()
+            with pack(tmp_path, slow_fill) as store:
+                check_content(store)
+        except BaseException as error:  # shown by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert len(packers) == 1
+    assert len(list(tmp_path.glob("records-*.bin"))) == 1
+
+
+def test_packers_of_different_sources_do_not_mix(tmp_path: Path) -> None:
+    """Two threads replace each other's pack for a while; whatever opens is what its fingerprint says."""
+    errors: list[BaseException] = []
+
+    def work(fingerprint: str, seed: int) -> None:
+        try:
+            for _ in range(10):
+                with pack(tmp_path, fill_other if seed else fill, fingerprint) as store:
+                    check_content(store, seed)
+        except BaseException as error:  # shown by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=args) for args in (("a", 0), ("b", 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+    fingerprint = json.loads((tmp_path / MANIFEST).read_text())["fingerprint"]
+    with RecordStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint=fingerprint) as store:
+        check_content(store, seed="ab".index(fingerprint))
+
+
+def test_a_lock_held_too_long_is_an_error(tmp_path: Path) -> None:
+    with (
+        record_store._locked(tmp_path, 10),
+        pytest.raises(TimeoutError, match=r"pack\.lock: another process has held it for more than 0\.1 s"),
+    ):
+        pack(tmp_path, lock_limit_s=0.1)

@@ -1,0 +1,486 @@
+"""Links, and records through a cache in host memory: real files, real threads, no timing asserted."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.link import SLACK_S, Link
+from jmoe.memory.record_store import RecordLayout, RecordStore
+from jmoe.memory.ring import Ring
+from jmoe.memory.tiered_store import HostRecords, Record, TieredStore
+
+NUM_RECORDS = 24
+LAYOUT = RecordLayout.of({"w": ((3, 1000), np.float32), "b": ((7,), np.int64)})
+RECORD_BYTES = LAYOUT.record_bytes
+
+
+def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+    views["w"][...] = np.arange(3000).reshape(3, 1000) + index * 10_000
+    views["b"][...] = index
+
+
+def check_record(record: Record, index: int) -> None:
+    assert record.index == index
+    assert (record["b"] == index).all()
+    np.testing.assert_array_equal(record["w"].reshape(-1), np.arange(3000, dtype=np.float32) + index * 10_000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RecordStore]:
+    with RecordStore.pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="f") as store:
+        yield store
+
+
+class Gate:
+    """Stands in the way of the reads of a store: they are noted, may be held up, and may fail."""
+
+    def __init__(self, store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.real = store.read_into
+        self.begun: list[int] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.fail: dict[int, Exception] = {}
+        monkeypatch.setattr(store, "read_into", self.read_into)
+
+    def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
+        self.begun.append(index)
+        assert self.open.wait(60)
+        if index in self.fail:
+            raise self.fail.pop(index)
+        self.real(index, record_R)
+
+
+@pytest.fixture
+def gate(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(store, monkeypatch)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+class Clock:
+    """Time that only passes when somebody sleeps or says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        assert duration_s > 0
+        self.now_s += duration_s
+
+
+def test_link_counts() -> None:
+    clock = Clock()
+    link = Link(clock=clock, sleep=clock.sleep)
+
+    def move() -> int:
+        clock.now_s += 0.5
+        return 1000
+
+    assert link.transfer(move) == 1000
+    clock.now_s += 10  # nothing under way
+    first = link.start()
+    clock.now_s += 1
+    second = link.start()
+    clock.now_s += 1
+    link.finish(first, 10)
+    assert link.stats().seconds == pytest.approx(2.5)  # the second is still under way
+    clock.now_s += 1
+    link.finish(second, 20)
+    stats = link.stats()
+    assert (stats.transfers, stats.num_bytes) == (3, 1030)
+    assert stats.seconds == pytest.approx(3.5)
+    assert stats.bytes_per_s == pytest.approx(1030 / 3.5)
+
+    def fail() -> int:
+        clock.now_s += 1
+        raise OSError("unplugged")
+
+    with pytest.raises(OSError, match="unplugged"):
+        link.transfer(fail)
+    assert (link.stats().transfers, link.stats().num_bytes) == (3, 1030)
+
+
+def test_limit_is_kept() -> None:
+    """Whatever the sizes, pauses and copy times: in no window do more bytes pass than the limit allows."""
+    rng = np.random.default_rng(0)
+    clock = Clock()
+    limit_bytes_per_s = 1e6
+    link = Link(limit_bytes_per_s, clock=clock, sleep=clock.sleep)
+    ends: list[tuple[float, int]] = []
+    busy_s = 0.0
+    for _ in range(300):
+        clock.now_s += rng.exponential(0.01) * rng.integers(2)
+        num_bytes = int(rng.exponential(20_000)) + 1
+        copy_s = float(rng.exponential(0.01))
+        begin_s = clock.now_s
+
+        def move(copy_s: float = copy_s, num_bytes: int = num_bytes) -> int:
+            clock.now_s += copy_s
+            return num_bytes
+
+        link.transfer(move)
+        took_s = clock.now_s - begin_s
+        busy_s += took_s
+        assert took_s <= max(copy_s, num_bytes / limit_bytes_per_s) + 1e-9  # the copy's own time counts
+        ends.append((clock.now_s, num_bytes))
+    for first in range(len(ends)):
+        passed = np.cumsum([num_bytes for _, num_bytes in ends[first + 1 :]])
+        window_s = np.array([end_s - ends[first][0] for end_s, _ in ends[first + 1 :]])
+        assert (passed <= limit_bytes_per_s * (window_s + SLACK_S) + 1e-3).all()
+    assert link.stats().seconds == pytest.approx(busy_s)
+
+
+def test_limit_is_shared_by_threads_and_made_up_for() -> None:
+    clock = Clock()
+    link = Link(1000.0, clock=clock, sleep=clock.sleep)
+    starts = [link.start() for _ in range(3)]
+    for start_s in starts:
+        link.finish(start_s, 500)
+    assert clock.now_s == pytest.approx(100 + 1.5 - SLACK_S)
+
+    def late(duration_s: float) -> None:
+        clock.now_s += duration_s + 0.001
+
+    link = Link(1000.0, clock=clock, sleep=late)
+    begin_s = clock.now_s
+    for _ in range(100):
+        link.transfer(lambda: 10)
+    assert clock.now_s - begin_s == pytest.approx(1.0, abs=2 * SLACK_S)  # not 1.1
+
+
+def test_limits_that_make_no_sense(store: RecordStore) -> None:
+    with pytest.raises(ValueError, match="bandwidth_limit_bytes_per_s = 0"):
+        Link(0)
+    with pytest.raises(ValueError, match="tiers are nvme and host"):
+        TieredStore(store, cache_bytes=10**6, bandwidth_limit_bytes_per_s={"disk": 1.0})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("slots", [2, 6, NUM_RECORDS - 1, NUM_RECORDS, 100])
+def test_records_come_back_right(store: RecordStore, threads: int, slots: int) -> None:
+    rng = np.random.default_rng(0)
+    with TieredStore(store, cache_bytes=slots * RECORD_BYTES + 100, threads=threads) as tiers:
+        assert tiers.host_bytes == min(slots, NUM_RECORDS) * RECORD_BYTES
+        gets = 0
+        for _ in range(40):
+            wanted = rng.choice(NUM_RECORDS, rng.integers(1, 7), replace=False)
+            tiers.prefetch(wanted)
+            for index in rng.permutation(wanted).tolist():  # not in the order that was announced
+                with tiers.get(index) as record:
+                    check_record(record, index)
+                gets += 1
+            tiers.touch(wanted)
+        stats = tiers.stats()
+        assert stats.io == store.io
+        assert stats.cache.hits + stats.cache.misses == stats.host.transfers == gets
+        assert stats.host.num_bytes == gets * RECORD_BYTES
+        assert stats.nvme.num_bytes == stats.nvme.transfers * RECORD_BYTES
+        assert stats.nvme.transfers >= stats.cache.misses
+        assert stats.nvme.seconds > 0
+        if slots >= NUM_RECORDS:
+            assert (stats.nvme.transfers, stats.cache.passed_through) == (NUM_RECORDS, 0)
+
+
+def test_all_in_host_memory() -> None:
+    records = HostRecords.fill(LAYOUT, NUM_RECORDS, fill)
+    with TieredStore(host_records=records) as tiers:
+        assert tiers.num_records == NUM_RECORDS
+        assert tiers.host_bytes == NUM_RECORDS * RECORD_BYTES
+        tiers.prefetch(range(NUM_RECORDS))
+        tiers.discard([0])
+        tiers.touch([0])
+        for index in (5, 0, 5):
+            with tiers.get(index) as record:
+                check_record(record, index)
+        stats = tiers.stats()
+        assert (stats.nvme.num_bytes, stats.host.num_bytes, stats.waits) == (0, 3 * RECORD_BYTES, 0)
+
+
+def test_what_a_record_is(store: RecordStore) -> None:
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
+        record = tiers.get(3)
+        assert record.data_R.nbytes == RECORD_BYTES
+        assert record.data_R.ctypes.data % 4096 == 0
+        for array in (record["w"], record["b"], record.data_R):
+            assert not array.flags.writeable
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+        record.close()
+        record.close()
+        assert tiers.stats().host.transfers == 1
+
+
+def test_an_open_record_is_never_overwritten(store: RecordStore) -> None:
+    """3 + 1 slots, 3 records held open, the others come and go through what is left."""
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=2) as tiers:
+        held = [tiers.get(index) for index in (1, 2, 3)]
+        for _ in range(2):
+            for index in range(4, NUM_RECORDS):
+                tiers.touch([index])
+                with tiers.get(index) as record:
+                    check_record(record, index)
+        for record, index in zip(held, (1, 2, 3)):
+            check_record(record, index)
+            record.close()
+
+
+def test_one_read_for_many_that_wait(store: RecordStore, gate: Gate) -> None:
+    gate.open.clear()
+    seen: list[int] = []
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=4) as tiers:
+
+        def work() -> None:
+            with tiers.get(7) as record:
+                check_record(record, 7)
+                seen.append(7)
+
+        tiers.prefetch([7])
+        threads = [threading.Thread(target=work) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: gate.begun == [7])
+        gate.open.set()
+        for thread in threads:
+            thread.join(60)
+        assert seen == [7] * 5
+        assert gate.begun == [7]
+        stats = tiers.stats()
+        assert (stats.cache.hits, stats.cache.misses) == (4, 1)
+        assert 0 < stats.waits <= 5
+        assert stats.waited_s > 0
+
+
+def test_who_waits_goes_before_what_is_read_ahead(store: RecordStore, gate: Gate) -> None:
+    gate.open.clear()
+    with TieredStore(store, cache_bytes=16 * RECORD_BYTES, threads=1) as tiers:
+        tiers.prefetch([0, 1, 2, 3])
+        wait_for(lambda: gate.begun == [0])
+        thread = threading.Thread(target=lambda: tiers.get(3).close())
+        thread.start()
+        wait_for(lambda: tiers._reads[3].waiters == 1)
+        gate.open.set()
+        thread.join(60)
+        wait_for(lambda: len(gate.begun) == 4)
+        assert gate.begun == [0, 3, 1, 2]
+
+
+def test_reading_ahead_does_not_push_out_what_was_read_ahead(store: RecordStore, gate: Gate) -> None:
+    """6 cache and 2 staging slots: once all are taken, a read ahead waits until a record was used."""
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=4) as tiers:
+        tiers.prefetch(range(12))
+        wait_for(lambda: tiers.stats().nvme.transfers == 8)
+        for index in range(12):
+            with tiers.get(index) as record:
+                check_record(record, index)
+        stats = tiers.stats()
+        assert gate.begun == list(range(12))
+        assert (stats.cache.misses, stats.cache.unused, stats.nvme.transfers) == (12, 0, 12)
+
+
+def test_a_demand_may_push_out_what_was_read_ahead(store: RecordStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1) as tiers:
+        tiers.prefetch(range(8))
+        wait_for(lambda: tiers.stats().nvme.transfers == 8)
+        with tiers.get(20) as record:
+            check_record(record, 20)
+        assert tiers.stats().cache.unused == 1
+
+
+def test_discard(store: RecordStore, gate: Gate) -> None:
+    gate.open.clear()
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1) as tiers:
+        tiers.prefetch(range(8))
+        wait_for(lambda: gate.begun == [0])
+        tiers.discard([0, 3, 4, 20])
+        gate.open.set()
+        wait_for(lambda: tiers.stats().nvme.transfers == 6)
+        assert gate.begun == [0, 1, 2, 5, 6, 7]
+        tiers.prefetch([10, 11])
+        wait_for(lambda: len(gate.begun) == 8)
+        assert tiers.stats().cache.unused == 1  # record 0
+        with tiers.get(3) as record:
+            check_record(record, 3)
+
+
+def test_an_error_is_raised_where_it_is_waited_for(store: RecordStore, gate: Gate) -> None:
+    gate.fail[5] = OSError("bad sector")
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
+        with pytest.raises(OSError, match="bad sector"):
+            tiers.get(5)
+        with tiers.get(5) as record:  # and it may be asked for again
+            check_record(record, 5)
+        assert tiers.stats().nvme.transfers == 1
+
+
+@pytest.mark.parametrize("error", [OSError("bad sector"), MemoryError("none left")])
+def test_an_error_that_nobody_waits_for_is_raised_by_the_next_call(
+    store: RecordStore, gate: Gate, error: Exception
+) -> None:
+    for call in ("get", "prefetch"):
+        gate.fail[5] = error
+        with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
+            tiers.prefetch([5])
+            wait_for(lambda: tiers._error is not None)
+            with pytest.raises(type(error), match=str(error)):
+                tiers.get(6) if call == "get" else tiers.prefetch([6])
+            for index in (5, 6):
+                with tiers.get(index) as record:
+                    check_record(record, index)
+
+
+def test_every_wait_has_a_limit(store: RecordStore, gate: Gate) -> None:
+    gate.open.clear()
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1, wait_limit_s=0.2) as tiers:
+        with pytest.raises(TimeoutError, match=r"record 5 of .*records-.*\.bin: not there after 0.2 s; the read has"):
+            tiers.get(5)
+        with pytest.raises(TimeoutError, match="'read-0-records"):
+            tiers.close()
+        gate.open.set()
+
+
+def test_too_many_open_records(store: RecordStore) -> None:
+    with TieredStore(store, cache_bytes=2 * RECORD_BYTES, wait_limit_s=0.2) as tiers:
+        held = [tiers.get(0), tiers.get(1)]
+        with pytest.raises(TimeoutError, match=r"record 2 .* every staging slot is held open"):
+            tiers.get(2)
+        held[1].close()
+        with tiers.get(2) as record:
+            check_record(record, 2)
+
+
+def test_close_wakes_who_waits(store: RecordStore, gate: Gate) -> None:
+    gate.open.clear()
+    raised: list[BaseException] = []
+    tiers = TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1)
+
+    def work() -> None:
+        try:
+            tiers.get(5)
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait_for(lambda: gate.begun == [5])
+    closer = threading.Thread(target=tiers.close)
+    closer.start()
+    thread.join(60)
+    assert "closed while record 5 of" in str(raised[0])
+    gate.open.set()
+    closer.join(60)
+    with pytest.raises(ValueError, match="the store is closed"):
+        tiers.get(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_bytes": RECORD_BYTES}, "cache_bytes = 12288: must hold at least two records"),
+        ({}, "cache_bytes: a store needs a cache"),
+        ({"cache_bytes": 10**6, "threads": 0}, "threads = 0"),
+        ({"cache_bytes": 10**6, "wait_limit_s": 0}, "wait_limit_s = 0"),
+        ({"cache_bytes": 10**6, "host_records": HostRecords.fill(LAYOUT, 1, fill)}, "and no host_records"),
+    ],
+)
+def test_settings_that_make_no_sense(store: RecordStore, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TieredStore(store, **options)
+
+
+def test_more_settings_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="host_records: without a store"):
+        TieredStore()
+    with pytest.raises(ValueError, match=r"buffers\.slot_bytes = 4096"):
+        HostRecords(LAYOUT, RecordBuffers(2, 4096))
+    with TieredStore(host_records=HostRecords.fill(LAYOUT, 2, fill)) as tiers:
+        for bad in (-1, 2):
+            for call in (tiers.get, tiers.prefetch, tiers.touch, tiers.discard):
+                with pytest.raises(ValueError, match=f"index = {bad}"):
+                    call(bad)
+
+
+def test_many_threads_many_records(store: RecordStore, gate: Gate) -> None:
+    """8 threads get, prefetch and discard at random through 5 slots; every byte they see is right."""
+    errors: list[BaseException] = []
+    with TieredStore(store, cache_bytes=12 * RECORD_BYTES, threads=3) as tiers:
+
+        def work(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                for _ in range(150):
+                    index = int(rng.integers(NUM_RECORDS))
+                    tiers.prefetch(rng.integers(NUM_RECORDS, size=2))
+                    with tiers.get(index) as record:
+                        check_record(record, index)
+                    tiers.discard(rng.integers(NUM_RECORDS, size=1))
+                    tiers.touch([index])
+            except BaseException as error:  # shown by the main thread
+                errors.append(error)
+
+        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in workers:
+            thread.start()
+        for thread in workers:
+            thread.join(120)
+        assert not errors
+        wait_for(lambda: tiers.stats().nvme.transfers == len(gate.begun))  # what was read ahead may still be coming
+        stats = tiers.stats()
+        assert stats.cache.hits + stats.cache.misses == stats.host.transfers == 8 * 150
+
+
+def test_limited_reads_are_all_counted(store: RecordStore) -> None:
+    with TieredStore(
+        store, cache_bytes=4 * RECORD_BYTES, bandwidth_limit_bytes_per_s={"nvme": 1e8, "host": 1e9}
+    ) as tiers:
+        for index in range(NUM_RECORDS):
+            tiers.get(index).close()
+        stats = tiers.stats()
+        assert stats.nvme.num_bytes == stats.host.num_bytes == NUM_RECORDS * RECORD_BYTES
+        assert stats.nvme.bytes_per_s <= 1e8 * (1 + SLACK_S / stats.nvme.seconds)
+
+
+def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
+    """8 layers of 3 records: disk -> 7 slots of host memory -> 4 slots of a ring; the bytes of every tier add up."""
+    layers, per_layer = 8, 3
+    slots = [[np.zeros((3, 1000), np.float32) for _ in range(per_layer)] for _ in range(4)]
+    with TieredStore(store, cache_bytes=7 * RECORD_BYTES, threads=2) as tiers:
+
+        def load(layer: int, slot: int) -> int:
+            records = range(layer * per_layer, (layer + 1) * per_layer)
+            tiers.prefetch(records)
+            for record_index, target in zip(records, slots[slot]):
+                with tiers.get(record_index) as record:
+                    np.copyto(target, record["w"])
+            return per_layer * RECORD_BYTES
+
+        with Ring(range(layers), 4, load) as ring:
+            for _ in range(5):
+                for expected in range(layers):
+                    layer, slot = ring.acquire()
+                    assert layer == expected
+                    for place, target in enumerate(slots[slot]):
+                        assert target[0, 0] == (layer * per_layer + place) * 10_000
+                    ring.release()
+                tiers.touch(range(NUM_RECORDS))
+        loaded = ring.stats().loads
+        stats = tiers.stats()
+    assert loaded.num_bytes == stats.host.num_bytes == stats.host.transfers * RECORD_BYTES
+    assert 5 * layers <= loaded.transfers <= 5 * layers + 4
+    assert stats.cache.hits + stats.cache.misses == stats.host.transfers
+    assert stats.cache.hits >= 4 * 5  # 6 of the 7 slots are the cache and keep their records, round after round
+    assert stats.nvme.num_bytes >= stats.cache.misses * RECORD_BYTES

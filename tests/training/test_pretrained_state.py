@@ -1,0 +1,82 @@
+"""A training state from a Hugging Face folder, on one device and on many."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from configs import PRESETS
+from jmoe.config import TrainConfig
+from jmoe.mesh import make_mesh
+from jmoe.models.weights import flat
+from jmoe.training.pretrained import pretrained_state, with_pretrained_model
+from jmoe.training.step import make_program
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def config_of(name: str, **options: object) -> TrainConfig:
+    _, tiny = PRESETS["tiny"]
+    options = {"batch_size": 2, "sequence_length": 11, "compute_dtype": "float32"} | options
+    return with_pretrained_model(dataclasses.replace(tiny, init_from=str(FOLDER / name), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss_mxfp4"])
+def test_first_steps(name: str) -> None:
+    """The first loss is that of transformers; the state is the step's own, to write over as it likes."""
+    config = config_of(name)
+    program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    state = pretrained_state(program, config)
+    with np.load(FOLDER / name / "reference.npz") as reference:
+        tokens = jnp.asarray(reference["input_ids"].astype(np.int32))[None]
+        expected = reference["adamw_losses"]
+    losses = []
+    for _ in range(3):
+        state, metrics = program.step(state, tokens)
+        assert metrics["ok"] and not metrics["overflow"]
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(float(expected[0]), abs=1e-4)
+    assert losses[2] < losses[0]
+    assert int(state.step) == 3
+    again = pretrained_state(program, config)
+    stored = flat(again.params) | flat(again.router_bias)
+    whole = jmoe.load_pretrained(FOLDER / name, dtype="float32").decoder
+    np.testing.assert_array_equal(stored["embedding",], whole.embedding[...])
+    np.testing.assert_array_equal(stored["moe_layers", "moe", "experts", "w_up"], whole.moe_layers.moe.experts.w_up)
+
+
+def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
+    config = config_of("mixtral", batch_size=8)
+    one, many = (make_program(config, mesh) for mesh in (make_mesh((1, 1, 1), jax.devices()[:1]), make_mesh((2, 2, 2))))
+    a, b = pretrained_state(one, config), pretrained_state(many, config)
+    for x, y, place in zip(*map(jax.tree.leaves, (a, b, many.state_shape)), strict=True):
+        assert y.sharding.is_equivalent_to(place.sharding, y.ndim) and y.dtype == place.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
+    _, tiny = PRESETS["tiny"]
+    assert with_pretrained_model(tiny) is tiny
+    config = config_of("olmoe", model=dataclasses.replace(tiny.model, capacity_factor=1.5))
+    assert config.model.qk_norm == "full" and config.model.hidden_size == 32
+    assert config.model.capacity_factor == 1.5 and config.data.tokenizer is None
+    (tmp_path / "config.json").write_bytes((FOLDER / "olmoe" / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path)))
+    assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"config.json: is missing"):
+        with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path / "nowhere")))
