@@ -52,9 +52,10 @@ class _Windows:
         shard = bisect.bisect_right(self._ends, index)
         start = (index - (self._ends[shard - 1] if shard else 0)) * self._length
         window = self._source.shards[shard][start : start + self._length + 1].astype(np.int32)
-        if window.max() >= self._vocab_size:
+        largest = int(np.max(window))
+        if largest >= self._vocab_size:
             raise ValueError(
-                f"data.path = {self._source.name!r}: a token of {int(window.max())} near position {start} of shard "
+                f"data.path = {self._source.name!r}: a token of {largest} near position {start} of shard "
                 f"{shard} is not below vocab_size = {self._vocab_size}: the token shard is damaged"
             )
         return window

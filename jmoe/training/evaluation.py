@@ -44,9 +44,9 @@ def sample_text(
         logits_V = np.asarray(program.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64)
         logits_V = logits_V[: tokenizer.get_vocab_size()]
         if config.evaluation.sample_temperature == 0:
-            choice = int(logits_V.argmax())
+            choice = int(np.argmax(logits_V))
         else:
-            p_V = np.exp((logits_V - logits_V.max()) / config.evaluation.sample_temperature)
+            p_V = np.exp((logits_V - np.max(logits_V)) / config.evaluation.sample_temperature)
             choice = int(rng.choice(p_V.size, p=p_V / p_V.sum()))
         if choice == eot:
             length = position + 1

@@ -122,9 +122,9 @@ def objective(weights_TK: jax.Array, probs_sum_E: jax.Array, z_sum: jax.Array) -
     return jnp.sum(a_TK * weights_TK) + 0.3 * jnp.sum(b_E * probs_sum_E) + 0.01 * z_sum
 
 
-def dense(x_TD: jax.Array, kernel_DE: jax.Array, idx: np.ndarray, config: RouterConfig) -> jax.Array:
+def dense(x_TD: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array, idx: np.ndarray, config: RouterConfig) -> jax.Array:
     """`objective` of the chosen experts, written with plain exponentials, divisions and a one-hot mask."""
-    exp_TE = jnp.exp(x_TD @ kernel_DE)
+    exp_TE = jnp.exp(x_TD @ kernel_DE + bias_E)
     scores_TE = exp_TE / (1 + exp_TE) if config.kind in BIASED else exp_TE / exp_TE.sum(1, keepdims=True)
     mask_TKE = jnp.asarray(np.eye(E, dtype=np.float32)[idx])
     weights_TK = jnp.einsum("tke,te->tk", mask_TKE, scores_TE)
@@ -147,11 +147,13 @@ def test_gradients_agree_with_a_dense_formulation(name: str) -> None:
 
     value, (d_state, d_x) = jax.jit(jax.value_and_grad(loss, (0, 1)))(state, jnp.asarray(x_TD))
     idx = reference(router, x_TD)["idx"]
-    plain = jax.jit(jax.value_and_grad(lambda x, kernel: dense(x, kernel, idx, router.config), (0, 1)))
-    expected, (e_x, e_kernel) = plain(jnp.asarray(x_TD), router.kernel[...])
+    plain = jax.jit(jax.value_and_grad(lambda x, kernel, bias: dense(x, kernel, bias, idx, router.config), (0, 1, 2)))
+    bias_E = jnp.zeros(E) if router.bias is None else router.bias[...]
+    expected, (e_x, e_kernel, e_bias) = plain(jnp.asarray(x_TD), router.kernel[...], bias_E)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    d_kernel = d_state["kernel"][...]
-    for ours, theirs in ((d_kernel, e_kernel), (d_x, e_x)):
+    pairs = [(d_state["kernel"][...], e_kernel), (d_x, e_x)]
+    pairs += [] if router.bias is None else [(d_state["bias"][...], e_bias)]
+    for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(jnp.abs(theirs).max()))
         assert float(jnp.abs(ours).max()) > 1e-3
 
