@@ -1,7 +1,7 @@
 """jmoe: train Mixture-of-Experts models on many hosts, in JAX.
 
 For a model of your own: `from jmoe import MoELayer, RouterConfig`. For a Hugging Face checkpoint:
-`jmoe.load_pretrained(folder)` and `jmoe.save_pretrained(model, folder)`.
+`jmoe.load_pretrained(folder)`, `jmoe.save_pretrained(model, folder)` and `jmoe.Engine.from_pretrained(folder)`.
 """
 
 from importlib import import_module
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig, RouterConfig, TrainConfig
+    from jmoe.inference.engine import Engine
+    from jmoe.inference.sampling import SamplingParams
     from jmoe.layers.experts import Experts
     from jmoe.layers.moe import MoELayer, MoEMetrics, MoEStats, moe_metrics
     from jmoe.layers.router import Router, Routing
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Decoder",
+    "Engine",
     "Experts",
     "LanguageModel",
     "MoELayer",
@@ -28,6 +31,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "Routing",
+    "SamplingParams",
     "TrainConfig",
     "__version__",
     "load_pretrained",
@@ -38,6 +42,7 @@ __all__ = [
 # Imported on first use: `jmoe.runtime` and `jmoe.config` have to be importable without JAX.
 _HOME = {
     "Decoder": "jmoe.models.decoder",
+    "Engine": "jmoe.inference.engine",
     "Experts": "jmoe.layers.experts",
     "LanguageModel": "jmoe.models.pretrained",
     "MoELayer": "jmoe.layers.moe",
@@ -47,6 +52,7 @@ _HOME = {
     "Router": "jmoe.layers.router",
     "RouterConfig": "jmoe.config",
     "Routing": "jmoe.layers.router",
+    "SamplingParams": "jmoe.inference.sampling",
     "TrainConfig": "jmoe.config",
     "load_pretrained": "jmoe.models.pretrained",
     "moe_metrics": "jmoe.layers.moe",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -20,20 +20,16 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 from jmoe.inference import sampler
 from jmoe.inference.detokenizer import Detokenizer, TextStream
-from jmoe.inference.expert_slots import DeviceSlots, ExpertSlots, HostSlots
+from jmoe.inference.expert_tiers import ExpertTier, Policy, open_experts
 from jmoe.inference.kv_cache import empty_cache
-from jmoe.inference.residency import AllResident, ChosenExperts, LayerRing, Residency, ResidencyStats
+from jmoe.inference.residency import Residency, ResidencyStats
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import FinishReason, Request, Scheduler, bucket
 from jmoe.memory.link import LinkStats
-from jmoe.memory.record_store import RecordLayout, RecordStore
-from jmoe.memory.tiered_store import HostRecords, TieredStore
+from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.split_checkpoint import SplitCheckpoint
 
-Policy = Literal["auto", "resident", "ring", "experts"]
-ExpertTier = Literal["auto", "host", "nvme"]
-PACK_FOLDER = "jmoe_experts"
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
 _greedy = jax.jit(sampler.greedy)
 _start_request = jax.jit(sampler.start_request, donate_argnames="state")
@@ -188,14 +184,16 @@ class Engine:
         """
         checkpoint = SplitCheckpoint(path, dtype)
         with checkpoint:
-            plan = _plan(checkpoint, policy, ring_slots, device_bytes)
-            store = None
-            fields = checkpoint.expert_fields
-            if plan.policy != "resident":
-                tier = ("nvme" if host_cache_bytes is not None else "host") if expert_tier == "auto" else expert_tier
-                store = _open_store(checkpoint, tier, host_cache_bytes, cache_dir, bandwidth_limit_bytes_per_s)
-            slots = _make_slots(plan.num_slots, fields)
-            residency = _make_residency(checkpoint, plan, slots, store)
+            residency, store = open_experts(
+                checkpoint,
+                policy=policy,
+                ring_slots=ring_slots,
+                device_bytes=device_bytes,
+                expert_tier=expert_tier,
+                host_cache_bytes=host_cache_bytes,
+                cache_dir=cache_dir,
+                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
+            )
             return cls(
                 checkpoint,
                 residency,
@@ -430,84 +428,6 @@ class Engine:
         for width in self._scheduler.prefill_buckets:
             (x,) = self._decoder.forward([self._decoder.tokens([], 1, width)])
             self._decoder.logits(x, np.zeros(1, np.int32)).block_until_ready()
-
-
-@dataclass(frozen=True)
-class _Plan:
-    policy: Literal["resident", "ring", "experts"]
-    num_slots: int  # expert slots
-    ring_slots: int = 0
-
-
-def _plan(checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, device_bytes: int | None) -> _Plan:
-    """Which way to keep the experts, and in how many slots."""
-    config = checkpoint.config
-    e, layers = config.num_experts, config.num_moe_layers
-    check(
-        policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
-    )
-    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
-    check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
-    expert_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in checkpoint.expert_fields.values())
-    fit = layers * e if device_bytes is None else device_bytes // expert_bytes
-    if policy == "auto":
-        policy = "ring" if ring_slots is not None or fit < layers * e else "resident"
-    if policy == "resident":
-        needed = f"must hold all {layers * e} experts of {expert_bytes} bytes for policy = 'resident'"
-        check(fit >= layers * e, "device_bytes", device_bytes, needed)
-        return _Plan("resident", layers * e)
-    check(fit >= e, "device_bytes", device_bytes, f"must hold the {e} experts of a layer, of {expert_bytes} bytes each")
-    if policy == "ring":
-        if ring_slots is None:
-            ring_slots = max(1, layers // 2) if device_bytes is None else min(layers, fit // e)
-        check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
-        return _Plan("ring", ring_slots * e, ring_slots)
-    return _Plan("experts", min(layers * e, fit if device_bytes is not None else max(e, layers * e // 2)))
-
-
-def _open_store(
-    checkpoint: SplitCheckpoint,
-    tier: ExpertTier,
-    host_cache_bytes: int | None,
-    cache_dir: str | os.PathLike[str] | None,
-    limits: dict[Any, float] | None,
-) -> TieredStore:
-    layout = RecordLayout.of(checkpoint.expert_fields)
-    check(tier in ("host", "nvme"), "expert_tier", tier, "must be auto, host or nvme")
-    if tier == "host":
-        check(host_cache_bytes is None, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
-        records = HostRecords.fill(layout, checkpoint.num_experts, checkpoint.fill_expert)
-        return TieredStore(host_records=records, bandwidth_limit_bytes_per_s=limits)
-    folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
-    packed = RecordStore.pack(
-        folder, layout, checkpoint.num_experts, checkpoint.fill_expert, fingerprint=checkpoint.fingerprint
-    )
-    cache_bytes = host_cache_bytes
-    if cache_bytes is None:  # a quarter of the records, and of this machine's memory at most
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cache_bytes = min(checkpoint.num_experts * layout.record_bytes, memory_bytes) // 4
-    return TieredStore(packed, cache_bytes=cache_bytes, bandwidth_limit_bytes_per_s=limits)
-
-
-def _make_slots(num_slots: int, fields: Any) -> ExpertSlots:
-    device = jax.devices()[0]
-    return HostSlots(num_slots, fields) if device.platform == "cpu" else DeviceSlots(num_slots, fields, device)
-
-
-def _make_residency(
-    checkpoint: SplitCheckpoint, plan: _Plan, slots: ExpertSlots, store: TieredStore | None
-) -> Residency:
-    config = checkpoint.config
-    if plan.policy == "resident":
-        record = {name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()}
-        for index in range(checkpoint.num_experts):
-            checkpoint.fill_expert(index, record)
-            slots.write(index, record)
-        return AllResident(slots, config.num_experts)
-    assert store is not None
-    if plan.policy == "ring":
-        return LayerRing(slots, store, config.num_moe_layers, config.num_experts, plan.ring_slots)
-    return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts, plan.num_slots)
 
 
 def _token_logprobs(

@@ -29,7 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jmoe.config import CheckpointConfig, differences
+from jmoe.config import CheckpointConfig, TrainConfig, differences
 
 MANIFEST = "manifest.json"
 CRC_BLOCK_BYTES = 1 << 22
@@ -60,6 +60,15 @@ NOTED_WITH_FINGERPRINT = {
 }
 
 
+def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the fields that jmoe has got since; their defaults are what it did before."""
+    filled = defaults | saved
+    for name, value in defaults.items():
+        if isinstance(value, dict) and isinstance(filled[name], dict):
+            filled[name] = _with_defaults(filled[name], value)
+    return filled
+
+
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Lines to print about allowed differences between a checkpoint's configuration and the present one.
 
@@ -67,6 +76,7 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     data and their order (seed, batch_size, sequence_length), the optimizer's moments and schedule, and any field this
     list does not know. A `data_fingerprint` in both stands for the data, and its place may then change.
     """
+    saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
     noted = dict(NOTED)
     if "data_fingerprint" in saved and "data_fingerprint" in now:
         noted |= NOTED_WITH_FINGERPRINT

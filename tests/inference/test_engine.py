@@ -29,7 +29,7 @@ def _quick_compilation() -> Iterator[None]:
 
 
 def engine(name: str, **options: Any) -> Engine:
-    sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 8}
+    sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4}
     return Engine.from_pretrained(FOLDER / name, **({"dtype": "float32"} | sizes | options))
 
 

@@ -279,6 +279,14 @@ def test_what_must_not_change(changes: dict[str, Any], line: str) -> None:
     assert "num_steps" not in str(caught.value)
 
 
+def test_a_field_that_the_checkpoint_does_not_know_has_its_default() -> None:
+    saved = configured()
+    del saved["model"]["router"]["n_group"], saved["seed"]
+    assert check_compatible(saved, configured()) == []
+    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+        check_compatible(saved, configured(seed=1))
+
+
 def test_a_fingerprint_stands_for_the_data() -> None:
     saved, now = configured(), configured()
     now["data"] = {**now["data"], "path": ["/moved/text"]}
