@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -372,8 +373,9 @@ class Engine:
         if all(request.sampling.plain_greedy for request in requests):
             tokens = np.asarray(_greedy(logits_BV)).tolist()
             return [(token, None) for token in tokens[: len(requests)]]
-        size = logits_BV.shape[0]
-        key = (*(request.id for request in requests), str(size))
+        size = self._scheduler.max_batch  # one shape, and so one program, for every number of requests
+        logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
+        key = tuple(request.id for request in requests)
         if self._params is None or self._params[0] != key:
             params = sampler.batch_params(
                 [r.sampling for r in requests],
@@ -427,7 +429,11 @@ class Engine:
             _greedy(logits).block_until_ready()
         for width in self._scheduler.prefill_buckets:
             (x,) = self._decoder.forward([self._decoder.tokens([], 1, width)])
-            self._decoder.logits(x, np.zeros(1, np.int32)).block_until_ready()
+            logits = self._decoder.logits(x, np.zeros(1, np.int32))
+        for logprobs in (None, 0):
+            request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
+            self._draw(logits, [request], [self._scheduler.max_batch], [0])
+        self._params = None
 
 
 def _token_logprobs(

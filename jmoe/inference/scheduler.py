@@ -26,10 +26,13 @@ from jmoe.inference.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
-def buckets(maximum: int) -> tuple[int, ...]:
-    """The sizes that programs are compiled for: 1, 2, 4, 8, ... and `maximum`."""
+def buckets(maximum: int, *, ratio: int = 2) -> tuple[int, ...]:
+    """The sizes that programs are compiled for: 1, ratio, ratio^2, ... and `maximum`."""
     check(maximum >= 1, "maximum", maximum, "must be at least 1")
-    return (*(1 << n for n in range((maximum - 1).bit_length())), maximum)
+    sizes = [1]
+    while sizes[-1] * ratio < maximum:
+        sizes.append(sizes[-1] * ratio)
+    return tuple(sorted({*sizes, maximum}))
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -162,7 +165,7 @@ class Scheduler:
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_buckets = buckets(max_batch)
-        self.prefill_buckets = buckets(min(prefill_chunk_tokens, max_seq_len))
+        self.prefill_buckets = buckets(min(prefill_chunk_tokens, max_seq_len), ratio=4)
         self._slots = [_Slot(index) for index in range(max_batch)]
         self._requests: dict[str, Request] = {}  # not finished, in the order they came
         self._waiting: deque[Request] = deque()

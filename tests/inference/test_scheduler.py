@@ -392,6 +392,7 @@ def test_buckets() -> None:
     assert buckets(2) == (1, 2)
     assert buckets(8) == (1, 2, 4, 8)
     assert buckets(9) == (1, 2, 4, 8, 9)
+    assert buckets(512, ratio=4) == (1, 4, 16, 64, 256, 512)
     for maximum in range(1, 40):
         sizes = buckets(maximum)
         for n in range(1, maximum + 1):
