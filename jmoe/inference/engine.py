@@ -144,7 +144,8 @@ class Engine:
         self._scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, self.eos_token_ids)
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
-        self._sampler_state = sampler.new_state(max_batch, config.vocab_size)
+        # put where the logits are, or its first use would compile another program than the later ones
+        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
