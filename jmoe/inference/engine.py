@@ -120,17 +120,11 @@ class Engine:
         checkpoint: SplitCheckpoint,
         residency: Residency,
         store: TieredStore | None,
-        *,
-        max_batch: int,
-        max_seq_len: int,
-        prefill_chunk_tokens: int,
+        scheduler: Scheduler,
     ) -> None:
         """See `from_pretrained`."""
+        max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
-        check(max_seq_len >= 2, "max_seq_len", max_seq_len, "must be at least 2")
-        if config.position == "learned":
-            limit = config.max_position_embeddings
-            check(max_seq_len <= limit, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
         value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
@@ -140,8 +134,8 @@ class Engine:
             for _ in range(config.num_hidden_layers)
         ]
         self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype)
-        self.eos_token_ids = _eos_token_ids(checkpoint)
-        self._scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, self.eos_token_ids)
+        self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
+        self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
         # put where the logits are, or its first use would compile another program than the later ones
@@ -179,13 +173,18 @@ class Engine:
         in `device_bytes`; `auto`: resident if it fits `device_bytes`, or the device, else ring.
         expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
         `auto`: nvme if `host_cache_bytes` is given. They are packed once into `cache_dir`, or beside the checkpoint.
-        dtype: float32 or bfloat16; None: as stored. prefill_chunk_tokens: of a prompt in one step at most.
+        dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
+        prefill_chunk_tokens: of a prompt in one step at most.
         bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host".
 
         Raises `ValueError` naming the field, value and constraint, before weights are read.
         """
         checkpoint = SplitCheckpoint(path, dtype)
         with checkpoint:
+            limit = checkpoint.config.max_position_embeddings
+            longest = limit if checkpoint.config.position == "learned" else max_seq_len
+            check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
+            scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, _eos_token_ids(checkpoint))
             residency, store = open_experts(
                 checkpoint,
                 policy=policy,
@@ -196,14 +195,7 @@ class Engine:
                 cache_dir=cache_dir,
                 bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
             )
-            return cls(
-                checkpoint,
-                residency,
-                store,
-                max_batch=max_batch,
-                max_seq_len=max_seq_len,
-                prefill_chunk_tokens=prefill_chunk_tokens,
-            )
+            return cls(checkpoint, residency, store, scheduler)
 
     # Requests
 
