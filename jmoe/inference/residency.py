@@ -161,6 +161,7 @@ class ChosenExperts:
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot
         self._pinned: dict[int, set[int]] = {}  # layer -> records
         self._guesses: dict[int, set[int]] = {}
+        self._failed: Exception | None = None
         self._used: dict[int, list[int]] = {}  # layer -> records, of the step that runs
         self._waits, self._waited_s, self._guessed, self._guessed_right = 0, 0.0, 0, 0
 
@@ -174,6 +175,8 @@ class ChosenExperts:
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         assert chosen is not None
+        if self._failed is not None:
+            raise self._failed
         records = self._records(moe_layer, chosen)
         self._guessed_right += len(self._guesses.pop(moe_layer, set()) & set(records))
         if moe_layer in self._used:  # a new step: counts rise once a step, or layers yet to come look unused
@@ -184,7 +187,7 @@ class ChosenExperts:
         copies = [self._copies.pop(r) for r in records if r in self._copies]
         self._waits += any(not copy.done() for copy in copies)
         for copy in copies:
-            copy.result(WAIT_LIMIT_S)
+            self._finish(copy)
         self._waited_s += time.perf_counter() - begun
         slot_E = self.pool.slot_of[self._records(moe_layer, np.arange(self._num_experts))]
         return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
@@ -192,7 +195,7 @@ class ChosenExperts:
     def release(self, moe_layer: int) -> None:
         for record in (pinned := self._pinned.pop(moe_layer)):
             if record in self._copies:  # a wrong guess, still on its way
-                self._copies.pop(record).result(WAIT_LIMIT_S)
+                self._finish(self._copies.pop(record))
         self.pool.unpin(sorted(pinned))
 
     def stats(self) -> ResidencyStats:
@@ -202,6 +205,14 @@ class ChosenExperts:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+    def _finish(self, copy: Future[None]) -> None:
+        """Wait for a copy. One that fails ends the service: its slot holds nothing, but is in the pool as filled."""
+        try:
+            copy.result(WAIT_LIMIT_S)
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _touch(self) -> None:
         used = list(itertools.chain.from_iterable(self._used.values()))

@@ -1,5 +1,6 @@
 """The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,20 @@ def test_device_slots_hold_what_is_written() -> None:
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         engine("mixtral", **options)
+
+
+@pytest.mark.parametrize("policy", ["ring", "experts"])
+def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None:
+    """An expert that cannot be read is an error that names the file, and stays one: no wrong token comes out."""
+    tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path}
+    ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
+    with engine("mixtral", policy=policy, **ring, **tier) as served:
+        assert served.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids
+        (records,) = tmp_path.glob("records-*.bin")
+        os.truncate(records, 4096)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"records-.*\.bin"):
+                served.generate([list(range(3, 30))], max_new_tokens=30, ignore_eos=True)
 
 
 def test_bad_requests() -> None:
