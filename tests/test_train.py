@@ -84,7 +84,7 @@ def test_completed_run(runs: TrainRuns) -> None:
 
 def test_text_folder(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     """The text itself instead of its shards: the tokenizer is trained and cached beside the run."""
-    command = runs.command(tmp_path, "--num-steps", 12, "--data.held-out-bytes", 20000, data=runs.text)
+    command = runs.command(tmp_path, "--num-steps", 24, "--data.held-out-bytes", 20000, data=runs.text)
     done = run_python(command, runs.environment(), timeout=100)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "data").rglob("tokenizer*.json"))
