@@ -4,7 +4,6 @@ Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E e
 """
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import FinishReason, Request, Scheduler, bucket
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
 
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
@@ -415,7 +415,7 @@ class Engine:
         return Output(request.id, [token], text, [] if logprob is None else [logprob], request.finish_reason)
 
     def _warm_up(self) -> None:
-        """Compile every program of every shape before the first request."""
+        """Compile, before the first request, every program of every shape; not those of prompt log-probabilities."""
         for size in self._scheduler.decode_buckets:
             (x,) = self._decoder.forward([self._decoder.tokens([], size, 1)])
             logits = self._decoder.logits(x, np.zeros(size, np.int32))
@@ -444,7 +444,7 @@ def _token_logprobs(
 def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:
     """From generation_config.json, else config.json."""
     file = checkpoint.folder / "generation_config.json"
-    fields = json.loads(file.read_text()) if file.is_file() else {}
+    fields = read_table(file) if file.is_file() else {}
     found = fields.get("eos_token_id", checkpoint.fields.get("eos_token_id"))
     if found is None:
         return ()

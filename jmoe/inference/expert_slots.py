@@ -7,16 +7,22 @@ A slot holds one expert of one layer. Which one is not part of any compiled prog
 argument, so that the same program runs whether all experts lie in slots or a few pass through them.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from kernels_pallas.grouped_mlp.xla import Weights, expert_mlp
 from kernels_pallas.token_permute import combine
+
+T = TypeVar("T")
 
 
 class Arrays(Protocol):
@@ -28,44 +34,40 @@ class Arrays(Protocol):
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name -> (shape, dtype as stored) of one expert
 
 
-class ExpertSlots(Protocol):
-    """M slots; `arrays` are the arguments of a compiled layer."""
+class ExpertSlots(ABC):
+    """M slots for one expert each."""
 
-    @property
-    def arrays(self) -> dict[str, jax.Array]: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def write(self, slot: int, record: Arrays) -> None:
-        """Copy one expert's weights into a slot. No program that reads this slot may be running."""
-        ...
-
-
-class HostSlots:
-    """Slots of the CPU backend: memory that XLA reads as an array and that a copy fills from any thread."""
-
-    def __init__(self, num_slots: int, fields: Fields) -> None:
-        self._memory = {name: _aligned((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
-        cpu = jax.local_devices(backend="cpu")[0]
-        self._arrays = {name: jax.device_put(m, cpu, may_alias=True) for name, m in self._memory.items()}
-        for name, memory in self._memory.items():
-            assert self._arrays[name].unsafe_buffer_pointer() == memory.ctypes.data, f"{name} was copied"
-
-    @property
-    def arrays(self) -> dict[str, jax.Array]:
-        return self._arrays
+    _arrays: dict[str, jax.Array]
 
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self._arrays.values())
+
+    def run(self, program: Callable[[dict[str, jax.Array]], T]) -> T:
+        """Call `program`, which starts a compiled one, with the slots' arrays by name."""
+        return program(self._arrays)
+
+    @abstractmethod
+    def write(self, slot: int, record: Arrays) -> None:
+        """Copy one expert's weights into a slot, from any thread. No program that reads this slot may be running."""
+
+
+class HostSlots(ExpertSlots):
+    """Slots of the CPU backend: memory that XLA reads as an array and that a copy fills."""
+
+    def __init__(self, num_slots: int, fields: Fields) -> None:
+        self._memory = {name: _memory((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
+        cpu = jax.local_devices(backend="cpu")[0]
+        self._arrays = {name: jax.device_put(m, cpu, may_alias=True) for name, m in self._memory.items()}
+        for name, memory in self._memory.items():
+            assert self._arrays[name].unsafe_buffer_pointer() == memory.ctypes.data, f"{name} was copied"
 
     def write(self, slot: int, record: Arrays) -> None:
         for name, memory in self._memory.items():
             np.copyto(memory[slot], record[name])
 
 
-class DeviceSlots:
+class DeviceSlots(ExpertSlots):
     """Slots in an accelerator's memory; a write is a transfer and an update in place, in order with the programs."""
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
@@ -73,30 +75,28 @@ class DeviceSlots:
         make = lambda shape, dtype: jnp.zeros((num_slots, *shape), dtype, device=device)  # noqa: E731
         self._arrays = {name: make(shape, dtype) for name, (shape, dtype) in fields.items()}
         self._put = jax.jit(_put, donate_argnums=0)
+        self._lock = threading.Lock()  # an update gives up the arrays that a program may just be started with
 
-    @property
-    def arrays(self) -> dict[str, jax.Array]:
-        return self._arrays
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays.values())
+    def run(self, program: Callable[[dict[str, jax.Array]], T]) -> T:
+        with self._lock:
+            return program(self._arrays)
 
     def write(self, slot: int, record: Arrays) -> None:
         sent = {name: jax.device_put(record[name], self._device) for name in self._arrays}
-        self._arrays = self._put(self._arrays, sent, np.int32(slot))
+        jax.block_until_ready(sent)  # the record's memory is used again when this returns
+        with self._lock:
+            self._arrays = self._put(self._arrays, sent, np.int32(slot))
 
 
 def _put(arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.Array) -> dict[str, jax.Array]:
     return {name: lax.dynamic_update_index_in_dim(arrays[name], record[name], slot, 0) for name in arrays}
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Zeros whose first byte lies on a page: XLA aliases only what is aligned to 64 bytes."""
-    size, page = int(np.prod(shape)) * dtype.itemsize, 4096
-    raw = np.zeros(size + page, np.uint8)
-    start = -raw.ctypes.data % page
-    return raw[start : start + size].view(dtype).reshape(shape)
+def _memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Zeros that begin on a page: XLA takes only what is aligned to 64 bytes without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = RecordBuffers(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+    return pages.slot(0)[:num_bytes].view(dtype).reshape(shape)
 
 
 def slot_mlp(

@@ -5,9 +5,9 @@ Legend: E experts of a layer. Record number = layer * E + expert, over layers wi
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -38,33 +38,37 @@ class ResidencyStats:
     guessed_right: int = 0
 
 
-class Residency(Protocol):
-    """Which experts are in which slots."""
+class Residency(ABC):
+    """Which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
 
-    slots: ExpertSlots
-    streams: bool  # slots change while the engine runs, so `release` matters
-    needs_choices: bool  # `acquire` must be told which experts the step's tokens chose, and may be told guesses
+    streams = False  # slots change while the engine runs, so `release` matters
+    needs_choices = False  # `acquire` must be told which experts the step's tokens chose, and may be told guesses
 
+    def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
+        self.slots, self._num_experts = slots, num_experts
+
+    @abstractmethod
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         """The table int32 [E] of a layer whose (chosen) experts are in place; waits until they are.
 
         chosen: expert numbers, in any order and more than once; E for none.
         """
-        ...
+
+    @abstractmethod
+    def stats(self) -> ResidencyStats:
+        """Counters since the start."""
 
     def release(self, moe_layer: int) -> None:
         """No program reads this layer's slots any more."""
-        ...
+        return
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
         """Experts that a later layer will probably ask for."""
-        ...
-
-    def stats(self) -> ResidencyStats: ...
+        return
 
     def close(self) -> None:
         """Stop the threads."""
-        ...
+        return
 
 
 def copy_record(store: TieredStore, index: int, slots: ExpertSlots, slot: int) -> None:
@@ -73,40 +77,26 @@ def copy_record(store: TieredStore, index: int, slots: ExpertSlots, slot: int) -
         slots.write(slot, record)
 
 
-class AllResident:
+class AllResident(Residency):
     """Every expert has a slot of its own for good."""
-
-    streams, needs_choices = False, False
-
-    def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
-        self.slots, self._num_experts = slots, num_experts
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         return np.arange(self._num_experts, dtype=np.int32) + np.int32(moe_layer * self._num_experts)
 
-    def release(self, moe_layer: int) -> None:
-        pass
-
-    def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        pass
-
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
 
-    def close(self) -> None:
-        pass
 
-
-class LayerRing:
+class LayerRing(Residency):
     """K ring slots, each of E expert slots: whole layers pass through them in order (MoESys section 3.3.2)."""
 
-    streams, needs_choices = True, False
+    streams = True
 
     def __init__(
         self, slots: ExpertSlots, store: TieredStore, num_layers: int, num_experts: int, ring_slots: int
     ) -> None:
-        self.slots, self._store = slots, store
-        self._num_layers, self._num_experts = num_layers, num_experts
+        super().__init__(slots, num_experts)
+        self._store, self._num_layers = store, num_layers
         self.ring = Ring(range(num_layers), ring_slots, self._load)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
@@ -116,9 +106,6 @@ class LayerRing:
 
     def release(self, moe_layer: int) -> None:
         self.ring.release()
-
-    def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        pass
 
     def stats(self) -> ResidencyStats:
         ring = self.ring.stats()
@@ -136,7 +123,7 @@ class LayerRing:
         return e * self._store.layout.data_bytes
 
 
-class ChosenExperts:
+class ChosenExperts(Residency):
     """M slots for single experts: a hot set by decayed hit counts, and what the step's tokens chose beside it.
 
     `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy.
@@ -155,7 +142,8 @@ class ChosenExperts:
         threads: int = 2,
     ) -> None:
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
-        self.slots, self._store, self._num_experts = slots, store, num_experts
+        super().__init__(slots, num_experts)
+        self._store = store
         self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="expert copy")
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot

@@ -75,7 +75,7 @@ def _attend(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _experts(
-    activation: str, tile_rows: int, x_PCD: jax.Array, routed: _Routed, slots: dict[str, jax.Array], table_E: jax.Array
+    activation: str, tile_rows: int, x_PCD: jax.Array, routed: _Routed, table_E: jax.Array, slots: dict[str, jax.Array]
 ) -> jax.Array:
     """x + the weighted sum of each token's experts."""
     with jax.named_scope("experts"):
@@ -171,7 +171,8 @@ class RingDecoder:
         out = []
         for x_PCD, choice in zip(xs, routed, strict=True):
             tile = min(PREFILL_TILE_ROWS, choice.h_TD.shape[0])
-            out.append(_experts(self.config.hidden_act, tile, x_PCD, choice, residency.slots.arrays, table_E))
+            program = partial(_experts, self.config.hidden_act, tile, x_PCD, choice, table_E)
+            out.append(residency.slots.run(program))
         if guesses:
             residency.expect(following, np.concatenate([np.asarray(guess).reshape(-1) for guess in guesses]))
         return out

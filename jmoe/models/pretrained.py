@@ -94,11 +94,22 @@ class LanguageModel(nnx.Module):
         return _forward(graph, self.dtype, keep_routing, state, tokens_BS, mask)
 
 
+def check_dtype(dtype: Any) -> None:
+    """`ValueError` unless it is float32, bfloat16 or None."""
+    name = None if dtype is None else jnp.dtype(dtype).name
+    check(name in (None, "float32", "bfloat16"), "dtype", name, "must be float32 or bfloat16, or None for as stored")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a Hugging Face folder; `ValueError` naming the file if there is none or it is damaged."""
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{file}: is missing; a Hugging Face checkpoint has one")
+    return read_table(file)
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """A JSON object; `ValueError` naming the file if it is none."""
     try:
         fields = json.loads(file.read_text())
     except ValueError as error:
@@ -133,8 +144,7 @@ def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | 
     damaged or not supported.
     """
     folder = Path(path).expanduser()
-    name = "float32" if dtype is None else jnp.dtype(dtype).name
-    check(name in ("float32", "bfloat16"), "dtype", name, "must be float32 or bfloat16, or None for as stored")
+    check_dtype(dtype)
     if mesh is not None:
         check(mesh.axis_names == ALL, "mesh.axis_names", mesh.axis_names, f"must be {ALL}")
     fields = read_config(folder)
@@ -147,7 +157,7 @@ def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | 
         places = shardings(param_specs(shapes, mesh, shard_dense=True), mesh)
         shapes = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
     arrays = load_arrays(folder, config, fields["model_type"], shapes, dtype)
-    return LanguageModel(decoder_of(config, arrays), json.dumps(fields), dtype=name)
+    return LanguageModel(decoder_of(config, arrays), json.dumps(fields), dtype=jnp.dtype(dtype or jnp.float32).name)
 
 
 def save_pretrained(

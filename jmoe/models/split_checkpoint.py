@@ -18,7 +18,7 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.models.decoder import Decoder, DecoderLayer
 from jmoe.models.huggingface import model_config
-from jmoe.models.pretrained import abstract_decoder, decoder_of, read_config
+from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Names, check_tensors, parameters
 from kernels_pallas.matmul import dot
@@ -67,9 +67,7 @@ class SplitCheckpoint:
 
     def __init__(self, path: str | os.PathLike, dtype: Any = None) -> None:
         folder = Path(path).expanduser()
-        if dtype is not None:
-            name = jnp.dtype(dtype).name
-            check(name in ("float32", "bfloat16"), "dtype", name, "must be float32 or bfloat16, or None for as stored")
+        check_dtype(dtype)
         fields = read_config(folder)
         self.folder, self.fields = folder, fields
         self.config: ModelConfig = model_config(fields)

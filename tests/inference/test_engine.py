@@ -146,9 +146,9 @@ def test_device_slots_hold_what_is_written() -> None:
         for record, place in zip(records, places, strict=True):
             slots.write(place, record)
         table_E = np.array(places, np.int32)
-        got = jax.jit(slot_mlp, static_argnames=("activation", "tile_rows"))(
-            x_TD, idx_TK, weights_TK, slots.arrays, table_E, activation="swiglu", tile_rows=2
-        )
+        mlp = jax.jit(slot_mlp, static_argnames=("activation", "tile_rows"))
+        choices = (x_TD, idx_TK, weights_TK)
+        got = slots.run(lambda arrays: mlp(*choices, arrays, table_E, activation="swiglu", tile_rows=2))  # noqa: B023
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
