@@ -126,7 +126,7 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (MeshConfig, {"data": -1}, wrong("data", -1, "must not be negative")),
     (MeshConfig, {"expert_inter": 0}, wrong("expert_inter", 0, "must be greater than 0")),
     (MeshConfig, {"expert_intra": 0}, wrong("expert_intra", 0, "must be greater than 0")),
-    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of flat, two_level")),
+    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, two_level, dedup")),
     (CheckpointConfig, {"every_steps": 0}, wrong("every_steps", 0, "must be greater than 0")),
     (CheckpointConfig, {"keep": 0}, wrong("keep", 0, "must be greater than 0")),
     (EvaluationConfig, {"every_steps": -1}, wrong("every_steps", -1, "must not be negative")),

@@ -85,13 +85,13 @@ class MeshConfig:
     data: int = 0
     expert_inter: int = 1  # across nodes
     expert_intra: int = 1  # inside a node
-    exchange: Literal["flat", "two_level"] = "two_level"
+    exchange: Literal["auto", "flat", "two_level", "dedup"] = "auto"  # dedup: a token crosses once to a node
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
 
     def __post_init__(self) -> None:
         not_negative(self, "data")
         positive(self, "expert_inter", "expert_intra")
-        one_of(self, exchange=("flat", "two_level"))
+        one_of(self, exchange=("auto", "flat", "two_level", "dedup"))
 
     def shape(self, num_devices: int) -> tuple[int, int, int]:
         """(data, expert_inter, expert_intra) for this many devices, or `ValueError`."""
