@@ -265,6 +265,8 @@ def main(arguments: Sequence[str]) -> None:
         )
         stack.callback(batches.close)
         program = make_program(config, mesh)
+        if program.exchange:
+            say(program.exchange)
         checkpoints = stack.enter_context(
             Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
         )

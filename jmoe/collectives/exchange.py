@@ -242,12 +242,11 @@ def make_exchange(plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: fl
     capacity_factor: rows per destination / its fair share when routing is uniform, at each level; None: dropless, whose
     first try has room for twice the fair share.
     """
-    num_devices = plan.num_nodes * plan.devices_per_node
-    if num_devices == 1:
+    if plan.num_devices == 1:
         return OneDevice()
     if plan.kind != "flat" and len(axes) != 2:
         raise ValueError(f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not {axes}")
     if plan.kind != "dedup":
-        return PerDevice(make_all_to_all(axes, plan.kind == "two_level"), num_devices, capacity_factor)
+        return PerDevice(make_all_to_all(axes, plan.kind == "two_level"), plan.num_devices, capacity_factor)
     inside = PerDevice(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
     return PerNode(make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor)

@@ -25,6 +25,10 @@ class ExchangePlan:
     devices_per_node: int
     nodes_per_token: float
 
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
 
 def _check(ok: bool, name: str, value: object, constraint: str) -> None:
     if not ok:

@@ -171,9 +171,9 @@ def test_one_device(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "split"),
-    # the two differ only where both levels have more than one device
-    [("two_level", split) for split in SPLITS]
-    + [("flat", split) for split in ((1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2))],
+    # they differ only where both levels have more than one device
+    [("flat", split) for split in SPLITS]
+    + [(exchange, split) for exchange in ("two_level", "dedup") for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))],
     ids=str,
 )
 def test_every_split_of_8_devices(exchange: str, split: tuple[int, int, int]) -> None:
