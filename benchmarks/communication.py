@@ -1,7 +1,7 @@
 """Communication over a slow link between two nodes of two ranks each; the last line of output is one JSON object.
 
     sudo python benchmarks/communication.py exchange             50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
-    sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:512 --kinds flat dedup
+    sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:560 --kinds flat dedup
 
 exchange: tokens to their experts and back (`dispatch` and `combine`, the experts change nothing), forward alone and
 with its backward pass, the exchanges in turn. A shape is K:E:T, K of E experts for each of a rank's T tokens of 1024
@@ -17,6 +17,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.two_nodes import ADDRESSES, TwoNodes, limit_link, sent_bytes
+from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes
 from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -41,8 +42,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     exchange = commands.add_parser("exchange", help="the exchange alone")
-    exchange.add_argument("--rates", type=float, nargs="+", default=[50, 100, 200], help="Mbit/s")
-    exchange.add_argument("--shapes", nargs="+", default=["2:8:512", "8:64:128"], help="K:E:T")
+    exchange.add_argument(
+        "--rates", type=float, nargs="+", default=[50, 100, 200], help="Mbit/s, both directions together"
+    )
+    exchange.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128"], help="K:E:T")
     exchange.add_argument("--kinds", nargs="+", default=["flat", "two_level", "dedup"])
     exchange.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     exchange.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
@@ -136,8 +139,8 @@ def formula_bytes(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.N
     )
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, int, int], rates: list[float]) -> Any:
-    """One row for every rate, direction and kind of exchange."""
+def measure(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """One row for every direction and kind of exchange."""
     import jax
 
     k, num_experts, num_tokens = shape
@@ -159,42 +162,37 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, in
             counts = jax.jit(lambda d: d.sum())(program(*args)[1])
             dropped[kind] = int(counts) / (RANKS * num_tokens * k)
             programs[direction, kind] = program
-    rows = []
-    for rate in rates:
-        if a.rank % RANKS_PER_NODE == 0:
-            limit_link(rate)
-        found: dict[Any, list[tuple[float, int]]] = {key: [] for key in programs}
-        for _ in range(a.rounds):
-            for key, program in programs.items():
-                found[key].append(clock(program, args))
-        for (direction, kind), seen in found.items():
-            seconds, sent = zip(*seen, strict=True)
-            formula = formula_bytes(plans[kind], shape, a, direction)
-            first, _ = zip(*found[direction, a.kinds[0]], strict=True)
-            rows.append(
-                {
-                    "mbit_per_s": rate,
-                    "top_k": k,
-                    "experts": num_experts,
-                    "tokens_per_rank": num_tokens,
-                    "direction": direction,
-                    "exchange": kind,
-                    "seconds": round(statistics.median(seconds), 4),
-                    f"ratio_to_{a.kinds[0]}": round(statistics.median(s / f for s, f in zip(seconds, first)), 3),
-                    "sent_bytes": round(statistics.median(sent)),
-                    "formula_bytes": formula,
-                    "sent_to_formula": round(statistics.median(sent) / formula, 3),
-                    "formula_ratio": round(formula / formula_bytes(plans[a.kinds[0]], shape, a, direction), 3),
-                    "dropped_fraction": round(dropped[kind], 4),
-                    "all_seconds": [round(s, 4) for s in seconds],
-                }
-            )
-            if a.rank == 0:
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    found: dict[Any, list[tuple[float, int]]] = {key: [] for key in programs}
+    for _ in range(a.rounds):
+        for key, program in programs.items():
+            found[key].append(clock(program, args))
+    rows, reference = [], a.kinds[0]
+    for (direction, kind), seen in found.items():
+        seconds, sent = zip(*seen, strict=True)
+        first, _ = zip(*found[direction, reference], strict=True)
+        formula = formula_bytes(plans[kind], shape, a, direction)
+        rows.append(
+            {
+                "mbit_per_s": a.rates[0],
+                "top_k": k,
+                "experts": num_experts,
+                "tokens_per_rank": num_tokens,
+                "direction": direction,
+                "exchange": kind,
+                "seconds": round(statistics.median(seconds), 4),
+                f"ratio_to_{reference}": round(statistics.median(s / f for s, f in zip(seconds, first)), 3),
+                "sent_bytes": round(statistics.median(sent)),
+                "formula_bytes": formula,
+                "sent_to_formula": round(statistics.median(sent) / formula, 3),
+                "formula_ratio": round(formula / formula_bytes(plans[reference], shape, a, direction), 3),
+                "dropped_fraction": round(dropped[kind], 4),
+                "all_seconds": [round(s, 4) for s in seconds],
+            }
+        )
     return rows
 
 
-def worker(a: argparse.Namespace) -> dict[str, Any]:
+def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     """What one rank does; rank 0's rows are the result."""
     import jax
 
@@ -208,47 +206,56 @@ def worker(a: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for shape in a.shapes:
         k, num_experts, num_tokens = map(int, shape.split(":"))
-        rows += measure(a, mesh, clock, (k, num_experts, num_tokens), a.rates)
-    return {
+        rows += measure(a, mesh, clock, (k, num_experts, num_tokens))
+    return rows
+
+
+def launch(rate: float) -> list[dict[str, Any]]:
+    """Make the two nodes, start every rank in its own; rank 0's rows."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = str(s.getsockname()[1])
+    ranks: list[subprocess.Popen[str]] = []
+    with TwoNodes(rate) as nodes, tempfile.TemporaryFile("w+") as output:
+        try:
+            for rank in range(RANKS):
+                command = [sys.executable, *sys.argv, "--rates", str(rate), "--rank", str(rank), "--port", port]
+                out = output if rank == 0 else subprocess.DEVNULL
+                ranks.append(subprocess.Popen(nodes.inside(rank // RANKS_PER_NODE, command), stdout=out, text=True))
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes):  # one that failed leaves the others waiting
+                time.sleep(0.1)
+                codes = [process.poll() for process in ranks]
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGKILL)
+                process.wait()
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        output.seek(0)
+        rows: list[dict[str, Any]] = json.loads(output.read().splitlines()[-1])
+    for row in rows:
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> int:
+    a = parse()
+    if a.rank is not None:
+        print(json.dumps(worker(a)), flush=True)
+        return 0
+    result = {
         "benchmark": "exchange",
         "nodes": NODES,
         "ranks_per_node": RANKS_PER_NODE,
         "hidden_size": HIDDEN_SIZE,
         "capacity_factor": a.capacity_factor,
         "rounds": a.rounds,
-        "rows": rows,
+        "rows": [row for rate in a.rates for row in launch(rate)],
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"python": sys.version.split()[0]},
     }
-
-
-def launch() -> int:
-    """Make the two nodes, start every rank in its own and pass on what rank 0 prints."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port = str(s.getsockname()[1])
-    ranks: list[subprocess.Popen[bytes]] = []
-    with TwoNodes() as nodes:
-        try:
-            for rank in range(RANKS):
-                command = [sys.executable, *sys.argv, "--rank", str(rank), "--port", port]
-                out = None if rank == 0 else subprocess.DEVNULL
-                ranks.append(subprocess.Popen(nodes.inside(rank // RANKS_PER_NODE, command), stdout=out))
-            codes = [None]
-            while None in codes and not any(codes):  # one that failed leaves the others waiting
-                time.sleep(0.1)
-                codes = [process.poll() for process in ranks]
-            return max(code or 0 for code in codes)
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
-
-
-def main() -> int:
-    a = parse()
-    if a.rank is None:
-        return launch()
-    print(json.dumps(worker(a)), flush=True)
+    print(json.dumps(result), flush=True)
     return 0
 
 
