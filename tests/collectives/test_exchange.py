@@ -20,7 +20,7 @@ from jmoe.collectives.exchange import OneDevice, make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
-from jmoe.planning.exchange import ExchangePlan, buffer_rows, nodes_per_token, plan_exchange
+from jmoe.planning.exchange import ExchangePlan, buffer_rows, nodes_per_token, plan_exchange, traffic
 
 SPLITS = [(2, 4), (4, 2)]  # (nodes, devices of a node)
 AXES = ("node", "gpu")
@@ -202,6 +202,39 @@ def test_a_dropless_first_try_holds_twice_the_fair_share_and_counts_the_rest() -
 
 
 # ---- what crosses
+
+
+BYTES = {"f32": 4, "i32": 4, "ui16": 2, "ui8": 1}
+
+
+@pytest.mark.parametrize(("k", "factor"), [(2, 1.0), (8, None)])
+@pytest.mark.parametrize("kind", ["flat", "two_level", "dedup"])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_the_program_sends_what_the_formula_says(
+    split: tuple[int, int], kind: str, k: int, factor: float | None
+) -> None:
+    """Bytes by level, forward and backward, from the shapes of the program's all-to-alls."""
+    (nodes, devices), args = split, draw("uniform", k)
+    text = program(kind, split, k, factor, False).lower(*args).as_text()
+    across = inside = 0.0
+    for parts, shape, dtype in re.findall(r"all_to_all.*split_count = (\d+).*: \(tensor<([0-9x]+)x(\w+)>\)", text):
+        sent = np.prod([int(n) for n in shape.split("x")]) * BYTES[dtype] / int(parts)  # to each of its devices
+        if int(parts) == DEVICES:
+            across, inside = across + sent * (nodes - 1) * devices, inside + sent * (devices - 1)
+        elif int(parts) == nodes:
+            across += sent * (nodes - 1)
+        else:
+            inside += sent * (devices - 1)
+    expected = traffic(
+        planned(kind, split, k),
+        num_tokens=T,
+        num_experts=E,
+        num_experts_per_tok=k,
+        row_bytes=4 * D,
+        capacity_factor=factor,
+        backward=True,
+    )
+    assert (across, inside) == (expected.across_bytes, expected.inside_bytes)
 
 
 @pytest.mark.parametrize("topk_group", [1, 2])
