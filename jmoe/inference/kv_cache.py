@@ -45,9 +45,23 @@ def empty_cache(
 
 
 def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
-    """The cache with this step's keys and values; positions of S or more are left out."""
-    put = lambda all_, new: all_.at[rows_P[:, None], :, positions_PC].set(bits(new), mode="drop")  # noqa: E731
-    return KVCache(put(cache.k_BGSd, k_PCGd), put(cache.v_BGSe, v_PCGe))
+    """The cache with this step's keys and values; positions of S or more are left out.
+
+    A row's positions follow each other, so that they are written as one piece: a scatter is slow on XLA:CPU.
+    """
+    new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
+    width, real_PC = positions_PC.shape[1], positions_PC < cache.length
+
+    def row(p: jax.Array, cache: KVCache) -> KVCache:
+        def put(all_BGSd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
+            at = (rows_P[p], 0, positions_PC[p, 0], 0)
+            old = lax.dynamic_slice(all_BGSd, at, (1, all_BGSd.shape[1], width, all_BGSd.shape[3]))
+            piece = jnp.where(real_PC[p][:, None], new_PGCd[p], old[0])
+            return lax.dynamic_update_slice(all_BGSd, piece[None], at)
+
+        return jax.tree.map(put, cache, new)
+
+    return lax.fori_loop(0, rows_P.shape[0], row, cache)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -72,12 +86,31 @@ def attend(
     this many positions, its own included. sinks_H: a score of every head that takes part in the softmax and carries
     no value (gpt-oss).
     """
+    c = q_PCHd.shape[1]
+    out = [
+        _attend_rows(
+            q_PCHd[:, i : i + BLOCK], cache, rows_P, positions_PC[:, i : i + BLOCK], scale, window, sinks_H
+        )
+        for i in range(0, c, BLOCK)  # a block of queries ends its loop at its own last position
+    ]
+    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
+
+
+def _attend_rows(
+    q_PCHd: jax.Array,
+    cache: KVCache,
+    rows_P: jax.Array,
+    positions_PC: jax.Array,
+    scale: float,
+    window: jax.Array | None,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
     p, c, h, d = q_PCHd.shape
     g, length, e = cache.k_BGSd.shape[1], cache.length, cache.v_BGSe.shape[3]
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
     real = positions_PC < length
-    blocks = jnp.max(jnp.where(real, positions_PC, 0)) // BLOCK + 1
+    blocks = jnp.max(jnp.where(real, positions_PC, -1)) // BLOCK + 1
     first = jnp.int32(0)
     if window is not None:
         first = jnp.maximum(jnp.min(jnp.where(real, positions_PC, length)) - window + 1, 0) // BLOCK
@@ -95,7 +128,9 @@ def attend(
             seen &= at_L > at_Q - window
         s = jnp.where(seen, s, _NONE)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
-        kept, weights = jnp.exp(top - new_top), jnp.where(seen, jnp.exp(s - new_top), 0.0)
+        kept = jnp.exp(top - new_top)
+        # where a row has seen nothing yet this is 1 for what it does not see either; its first real key makes kept 0
+        weights = jnp.exp(s - new_top)
         out = out * kept + dot(weights.astype(q.dtype), block(cache.v_BGSe, i))
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 

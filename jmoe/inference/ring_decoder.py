@@ -2,9 +2,9 @@
 
 Legend: P rows of a step, C tokens a row, T = P C, D hidden, V vocabulary, E experts of a layer, K choices a token.
 
-A layer is two programs: `attend` (attention, router, shared expert) and `experts`. They are compiled once a shape and
-serve every layer of a kind and every way of keeping the experts (`Residency`), which differ in the table alone: so
-what is streamed is, bit for bit, what is computed when everything is resident.
+A layer is a program for attention, router and shared expert, and those of `slot_mlp` for its experts. They are
+compiled once a shape and serve every layer of a kind and every way of keeping the experts (`Residency`), which differ
+in the slots alone: so what is streamed is, bit for bit, what is computed when everything is resident.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
-from jmoe.inference.expert_slots import slot_mlp
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.residency import Residency
+from jmoe.inference.slot_mlp import Routed
 from jmoe.models.decoder import DecoderLayer
 from jmoe.models.split_checkpoint import Ends
-
-PREFILL_TILE_ROWS = 64
 
 
 class Tokens(NamedTuple):
@@ -34,10 +32,11 @@ class Tokens(NamedTuple):
     positions_PC: jax.Array
 
 
-class _Routed(NamedTuple):
-    h_TD: jax.Array
-    idx_TK: jax.Array
-    weights_TK: jax.Array
+class _Hidden(NamedTuple):
+    """A layer's input: x + y, y being float32 and what the feed-forward of the layer before adds."""
+
+    x_PCD: jax.Array
+    y_TD: jax.Array
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -45,13 +44,14 @@ def _attend(
     graph: Any,
     state: Any,
     cache: KVCache,
-    x_PCD: jax.Array,
+    hidden: _Hidden,
     rows_P: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
-) -> tuple[jax.Array, KVCache, _Routed | None]:
-    """Everything of a layer but its experts: (x + attention (+ MLP or shared expert), cache, routing)."""
+) -> tuple[jax.Array, KVCache, jax.Array | Routed]:
+    """Everything of a layer but its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
     layer = nnx.merge(graph, state)
+    x_PCD = _add(hidden)
     dtype = x_PCD.dtype
     with jax.named_scope("attention"):
         q, k, v = layer.attention.project(layer.attention_norm(x_PCD, dtype), positions_PC)
@@ -60,27 +60,22 @@ def _attend(
         sinks_H = None if sinks is None else sinks[...]
         o = attend(q, cache, rows_P, positions_PC, scale=layer.attention.scale, window=window, sinks_H=sinks_H)
         x_PCD = x_PCD + layer.attention.output(o).astype(dtype)
-    h_PCD = layer.feed_forward_norm(x_PCD, dtype)
+    h_TD = layer.feed_forward_norm(x_PCD, dtype).reshape(-1, x_PCD.shape[-1])
     if layer.moe is None:
-        return x_PCD + layer.mlp(h_PCD).astype(dtype), cache, None
+        return x_PCD, cache, layer.mlp(h_TD)
     with jax.named_scope("router"):
-        h_TD = h_PCD.reshape(-1, h_PCD.shape[-1])
         routing = layer.moe.router(h_TD)
         real_T = positions_PC.reshape(-1) < cache.length
         idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, layer.moe.num_experts)
-    if layer.shared_expert is not None:
-        x_PCD = x_PCD + layer.shared(h_PCD).astype(dtype)
-    return x_PCD, cache, _Routed(h_TD, idx_TK, routing.topk_weights_TK)
+    y_TD = layer.shared(h_TD) if layer.shared_expert is not None else jnp.zeros(h_TD.shape, jnp.float32)
+    return x_PCD, cache, Routed(h_TD, idx_TK, routing.topk_weights_TK, y_TD)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _experts(
-    activation: str, tile_rows: int, x_PCD: jax.Array, routed: _Routed, table_E: jax.Array, slots: dict[str, jax.Array]
-) -> jax.Array:
-    """x + the weighted sum of each token's experts."""
-    with jax.named_scope("experts"):
-        y_TD = slot_mlp(*routed, slots, table_E, activation=activation, tile_rows=tile_rows)
-    return x_PCD + y_TD.reshape(x_PCD.shape).astype(x_PCD.dtype)
+def _add(hidden: _Hidden) -> jax.Array:
+    return hidden.x_PCD + hidden.y_TD.reshape(hidden.x_PCD.shape).astype(hidden.x_PCD.dtype)
+
+
+_add_alone = jax.jit(_add)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -91,8 +86,9 @@ def _guess(graph: Any, state: Any, h_TD: jax.Array, idx_TK: jax.Array, num_exper
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _embed(graph: Any, state: Any, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> jax.Array:
-    return nnx.merge(graph, state).embed(tokens_PC, positions_PC, dtype)
+def _embed(graph: Any, state: Any, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> _Hidden:
+    x_PCD = nnx.merge(graph, state).embed(tokens_PC, positions_PC, dtype)
+    return _Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -144,35 +140,34 @@ class RingDecoder:
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         for i, (graph, state) in enumerate(self._layers):
-            routed: list[_Routed] = []
+            added: list[jax.Array | Routed] = []
             for n, g in enumerate(groups):
-                xs[n], self.caches[i], choice = _attend(
+                x_PCD, self.caches[i], y = _attend(
                     graph, state, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
                 )
-                if choice is not None:
-                    routed.append(choice)
+                xs[n] = xs[n]._replace(x_PCD=x_PCD)
+                added.append(y)
+            routed = [y for y in added if isinstance(y, Routed)]
             if routed:
                 self._release(held)
-                held = (self._moe_index[i], self._run_experts(self._moe_index[i], xs, routed))
-                xs = held[1][:]
+                held = (self._moe_index[i], self._run_experts(self._moe_index[i], routed))
+                added[:] = held[1]
+            xs = [_Hidden(x.x_PCD, y) for x, y in zip(xs, added, strict=True)]
         self._release(held)
-        return xs
+        return [_add_alone(x) for x in xs]
 
-    def _run_experts(self, moe_layer: int, xs: list[jax.Array], routed: list[_Routed]) -> list[jax.Array]:
-        """x + experts of every group, when the layer's experts are in place."""
+    def _run_experts(self, moe_layer: int, routed: list[Routed]) -> list[jax.Array]:
+        """What the experts of a layer add to every group, when they are in place."""
         residency, following = self.residency, moe_layer + 1
         guesses: list[jax.Array] = []
+        if residency.needs_choices and following < len(self._routers):
+            # the next layer's router sees what this layer's sees
+            guesses = [_guess(*self._routers[following], r.h_TD, r.idx_TK, self.config.num_experts) for r in routed]
         chosen = None
         if residency.needs_choices:
-            if following < len(self._routers):  # the next layer's router sees what this layer's sees
-                guesses = [_guess(*self._routers[following], r.h_TD, r.idx_TK, self.config.num_experts) for r in routed]
             chosen = np.concatenate([np.asarray(r.idx_TK).reshape(-1) for r in routed])
         table_E = residency.acquire(moe_layer, chosen)
-        out = []
-        for x_PCD, choice in zip(xs, routed, strict=True):
-            tile = min(PREFILL_TILE_ROWS, choice.h_TD.shape[0])
-            program = partial(_experts, self.config.hidden_act, tile, x_PCD, choice, table_E)
-            out.append(residency.slots.run(program))
+        out = [residency.slots.mlp(r, table_E, self.config.hidden_act) for r in routed]
         if guesses:
             residency.expect(following, np.concatenate([np.asarray(guess).reshape(-1) for guess in guesses]))
         return out
