@@ -102,8 +102,8 @@ def _logits(graph: Any, state: Any, x_PCD: jax.Array, at_P: jax.Array) -> jax.Ar
 
 
 @partial(jax.jit, static_argnums=0)
-def _all_logits(graph: Any, state: Any, x_CD: jax.Array) -> jax.Array:
-    return nnx.merge(graph, state).logits(x_CD)
+def _all_logits(graph: Any, state: Any, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
+    return nnx.merge(graph, state).logits(x_PCD[row])
 
 
 class RingDecoder:
@@ -186,9 +186,9 @@ class RingDecoder:
         """Copy one row of every cache over another."""
         self.caches = [copy_row(cache, np.int32(source), np.int32(target)) for cache in self.caches]
 
-    def all_logits(self, x_1CD: jax.Array) -> jax.Array:
+    def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
         """float32 [C, V]: the logits after every token of one row."""
-        return _all_logits(*self._ends, x_1CD[0])
+        return _all_logits(*self._ends, x_PCD, np.int32(row))
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
         """float32 [P, V]: the logits after token `at_P` of each row."""
