@@ -133,13 +133,14 @@ class Engine:
             empty_cache(max_batch, max_seq_len, heads, config.dim_per_head, value_dim, dtype)
             for _ in range(config.num_hidden_layers)
         ]
-        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype)
+        # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
+        device = jax.devices()[0]
+        self._decoder = RingDecoder(config, ends, layers, residency, jax.device_put(caches, device), dtype)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
         self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
-        # put where the logits are, or its first use would compile another program than the later ones
-        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
+        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), device)
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()

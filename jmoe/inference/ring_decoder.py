@@ -137,7 +137,7 @@ class RingDecoder:
             rows_P[i] = row
             tokens_PC[i, : len(tokens)] = tokens
             positions_PC[i, : len(tokens)] = np.arange(start, start + len(tokens))
-        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC)))
+        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
     def forward(self, groups: Sequence[Tokens]) -> list[jax.Array]:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
