@@ -88,9 +88,7 @@ def attend(
     """
     c = q_PCHd.shape[1]
     out = [
-        _attend_rows(
-            q_PCHd[:, i : i + BLOCK], cache, rows_P, positions_PC[:, i : i + BLOCK], scale, window, sinks_H
-        )
+        _attend_rows(q_PCHd[:, i : i + BLOCK], cache, rows_P, positions_PC[:, i : i + BLOCK], scale, window, sinks_H)
         for i in range(0, c, BLOCK)  # a block of queries ends its loop at its own last position
     ]
     return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,10 @@ from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.residency import Residency
 from jmoe.inference.slot_mlp import Routed
 from jmoe.models.decoder import DecoderLayer
+from jmoe.models.module_arguments import Structure, split
 from jmoe.models.split_checkpoint import Ends
+
+Arrays = tuple[jax.Array, ...]  # of a module
 
 
 class Tokens(NamedTuple):
@@ -41,8 +43,8 @@ class _Hidden(NamedTuple):
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _attend(
-    graph: Any,
-    state: Any,
+    structure: Structure,
+    arrays: Arrays,
     cache: KVCache,
     hidden: _Hidden,
     rows_P: jax.Array,
@@ -50,7 +52,7 @@ def _attend(
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | Routed]:
     """Everything of a layer but its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
-    layer = nnx.merge(graph, state)
+    layer = structure.merge(arrays)
     x_PCD = _add(hidden)
     dtype = x_PCD.dtype
     with jax.named_scope("attention"):
@@ -79,27 +81,27 @@ _add_alone = jax.jit(_add)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _guess(graph: Any, state: Any, h_TD: jax.Array, idx_TK: jax.Array, num_experts: int) -> jax.Array:
+def _guess(structure: Structure, arrays: Arrays, h_TD: jax.Array, idx_TK: jax.Array, num_experts: int) -> jax.Array:
     """int32 [T, K]: what another layer's router makes of this layer's input; E where idx_TK is E."""
-    guess_TK = nnx.merge(graph, state)(h_TD).topk_idx_TK
+    guess_TK = structure.merge(arrays)(h_TD).topk_idx_TK
     return jnp.where(idx_TK < num_experts, guess_TK, num_experts)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _embed(graph: Any, state: Any, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> _Hidden:
-    x_PCD = nnx.merge(graph, state).embed(tokens_PC, positions_PC, dtype)
+def _embed(structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> _Hidden:
+    x_PCD = structure.merge(arrays).embed(tokens_PC, positions_PC, dtype)
     return _Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(graph: Any, state: Any, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
+def _logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
     """float32 [P, V]: the logits after token `at_P` of each row."""
-    return nnx.merge(graph, state).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
+    return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
 
 
 @partial(jax.jit, static_argnums=0)
-def _all_logits(graph: Any, state: Any, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
-    return nnx.merge(graph, state).logits(x_PCD[row])
+def _all_logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
+    return structure.merge(arrays).logits(x_PCD[row])
 
 
 class RingDecoder:
@@ -117,10 +119,10 @@ class RingDecoder:
         """ends, layers: of `without_experts`."""
         self.config, self.residency, self.dtype = config, residency, dtype
         self.caches = list(caches)
-        self._ends = nnx.split(ends)
-        self._layers = [nnx.split(layer) for layer in layers]
+        self._ends = split(ends)
+        self._layers = [split(layer) for layer in layers]
         self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
-        self._routers = [nnx.split(layer.moe.router) for layer in layers if layer.moe is not None]
+        self._routers = [split(layer.moe.router) for layer in layers if layer.moe is not None]
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
 
@@ -139,11 +141,11 @@ class RingDecoder:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
-        for i, (graph, state) in enumerate(self._layers):
+        for i, layer in enumerate(self._layers):
             added: list[jax.Array | Routed] = []
             for n, g in enumerate(groups):
                 x_PCD, self.caches[i], y = _attend(
-                    graph, state, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
+                    *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
