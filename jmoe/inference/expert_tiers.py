@@ -59,7 +59,7 @@ def open_experts(
     store = _open_store(checkpoint, tier, host_cache_bytes, cache_dir, bandwidth_limit_bytes_per_s)
     if plan.policy == "ring":
         return LayerRing(slots, store, config.num_moe_layers, config.num_experts, plan.ring_slots), store
-    return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts, plan.num_slots), store
+    return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts), store
 
 
 def _plan(checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, device_bytes: int | None) -> _Plan:
