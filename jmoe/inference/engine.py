@@ -4,6 +4,7 @@ Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E e
 """
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -21,16 +22,21 @@ from jmoe.config import check
 from jmoe.inference import sampler
 from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.estimators import EstimatorName, make_estimator
-from jmoe.inference.expert_tiers import ExpertTier, Policy, open_experts
-from jmoe.inference.kv_cache import empty_cache
+from jmoe.inference.expert_tiers import memory_plan, open_experts
+from jmoe.inference.kv_cache import empty_caches
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import FinishReason, Request, Scheduler, bucket
+from jmoe.inference.speeds import measure_speeds
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
+from jmoe.planning.streaming import StreamingPlan
+
+log = logging.getLogger("jmoe")
 
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
 _greedy = jax.jit(sampler.greedy)
@@ -94,19 +100,18 @@ class Engine:
         residency: Residency,
         store: TieredStore | None,
         scheduler: Scheduler,
+        memory: MemoryPlan,
+        *,
         estimator: EstimatorName | None,
+        measure: bool,
     ) -> None:
-        """See `from_pretrained`."""
+        """See `from_pretrained`. measure: how fast layers and copies are, for a policy or a prediction."""
         max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
-        value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-        heads, dtype = config.num_key_value_heads, checkpoint.dtype
-        caches = [
-            empty_cache(max_batch, max_seq_len, heads, config.dim_per_head, value_dim, dtype)
-            for _ in range(config.num_hidden_layers)
-        ]
+        dtype = checkpoint.dtype
+        caches = empty_caches(config, max_batch, max_seq_len, dtype)
         guesses = make_estimator(estimator, residency, layers, config.num_experts)
         self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
@@ -119,7 +124,10 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._warm_up()
-        self._meter = Meter(self._decoder, residency, store)
+        self.plan = self._plan(memory) if measure else StreamingPlan(memory)
+        residency.whole_layers_from_tokens = self.plan.whole_layers_from_tokens
+        self._log_plan()
+        self._meter = Meter(self._decoder, residency, store, self.plan)
         jax.block_until_ready(self._decoder.caches)
 
     @classmethod
@@ -145,9 +153,14 @@ class Engine:
         max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output.
         policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
         what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
-        in `device_bytes`; `auto`: resident if it fits `device_bytes`, or the device, else ring.
+        in `device_bytes` (default: half of them); `auto`: resident if that fits; else as many slots as fit, and each
+        step, by its number of tokens, gets whole layers or what its tokens chose, whatever is faster by the formulas
+        of `planning.roofline` and what is measured at the start (`plan`).
+        device_bytes: for experts on the device. None: with `auto`, what is free beside other weights, the cache of
+        keys and values, and a reserve.
         expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
-        `auto`: nvme if `host_cache_bytes` is given. They are packed once into `cache_dir`, or beside the checkpoint.
+        `auto`: nvme if `host_cache_bytes` is given or host memory is too small. They are packed once into
+        `cache_dir`, or beside the checkpoint.
         estimator: how single experts are guessed a layer ahead, to be copied early: `router`, the next layer's router
         applied to this layer's input; `counts`, what recent steps used most; None: not at all.
         dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
@@ -163,17 +176,21 @@ class Engine:
             longest = limit if checkpoint.config.position == "learned" else max_seq_len
             check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
             scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, _eos_token_ids(checkpoint))
-            residency, store = open_experts(
+            memory = memory_plan(
                 checkpoint,
+                max_batch=max_batch,
+                max_seq_len=max_seq_len,
                 policy=policy,
                 ring_slots=ring_slots,
                 device_bytes=device_bytes,
                 expert_tier=expert_tier,
                 host_cache_bytes=host_cache_bytes,
-                cache_dir=cache_dir,
-                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
             )
-            return cls(checkpoint, residency, store, scheduler, estimator)
+            residency, store = open_experts(
+                checkpoint, memory, cache_dir=cache_dir, bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s
+            )
+            measure = policy == "auto" and memory.policy != "ring"
+            return cls(checkpoint, residency, store, scheduler, memory, estimator=estimator, measure=measure)
 
     # Requests
 
@@ -279,7 +296,12 @@ class Engine:
         return self._decoder.expert_use()
 
     def close(self) -> None:
-        """Stop the threads that copy experts."""
+        """Stop the threads that copy experts; log what was predicted beside what was measured."""
+        if self.plan.speeds is not None:
+            for name, phase in (("prefill", (stats := self.stats()).prefill), ("decode", stats.decode)):
+                if phase.steps and phase.predicted_step_s is not None:
+                    predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
+                    log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
         self.residency.close()
         if self._store is not None:
             self._store.close()
@@ -381,6 +403,27 @@ class Engine:
             request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
             self._draw(logits, [request], [self._scheduler.max_batch], [0])
         self._params = None
+
+    def _plan(self, memory: MemoryPlan) -> StreamingPlan:
+        """Measure, and choose by it. All programs must be compiled."""
+        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_buckets[-1]
+        size = scheduler.max_batch
+        speeds = measure_speeds(
+            self._decoder,
+            self._store,
+            lambda x: np.asarray(_greedy(self._decoder.logits(x, np.zeros(size, np.int32)))),
+            max_batch=size,
+            prefill_tokens=prefill_tokens,
+            position=scheduler.max_seq_len // 2,
+        )
+        return StreamingPlan.of(memory, speeds, size + prefill_tokens)
+
+    def _log_plan(self) -> None:
+        log.info("%s", self.plan.memory)
+        if self.plan.speeds is not None:
+            log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.speeds)
+            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_buckets[-1]):
+                log.info("%s", self.plan.describe(num_tokens))
 
 
 def _token_logprobs(

@@ -45,6 +45,7 @@ class Residency(ABC):
     streams = False  # slots change while the engine runs, so `release` matters
     takes_guesses = False  # `expect` is of use
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
+    whole_layers_from_tokens: int | None = None  # see `ChosenExperts`
 
     def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
         self.slots, self._num_experts = slots, num_experts
@@ -174,7 +175,6 @@ class ChosenExperts(Residency):
         num_slots = slots.num_slots
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
         super().__init__(slots, num_experts)
-        self.whole_layers_from_tokens: int | None = None
         self._store, self._num_layers = store, num_layers
         self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="expert copy")

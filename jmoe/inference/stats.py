@@ -6,6 +6,7 @@ from typing import Literal, Self
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.planning.streaming import StreamingPlan
 
 Phase = Literal["prefill", "decode"]
 
@@ -14,12 +15,15 @@ Phase = Literal["prefill", "decode"]
 class PhaseStats:
     """Steps with a chunk of a prompt in them (prefill), or without (decode).
 
-    step_s: mean. tokens: run in these steps, of all requests.
+    tokens: run in these steps, of all requests. step_s: mean; predicted_step_s: of a step of the mean number of
+    tokens, by the engine's plan, which also says what `policy` such a step takes; None where nothing was measured.
     """
 
+    policy: str
     steps: int
     tokens: int
     step_s: float
+    predicted_step_s: float | None
     streamed_bytes: int
 
 
@@ -93,8 +97,10 @@ class _Steps:
 class Meter:
     """Counts the steps of an engine, and reads the counters of its parts."""
 
-    def __init__(self, decoder: RingDecoder, residency: Residency, store: TieredStore | None) -> None:
-        self._decoder, self._residency, self._store = decoder, residency, store
+    def __init__(
+        self, decoder: RingDecoder, residency: Residency, store: TieredStore | None, plan: StreamingPlan
+    ) -> None:
+        self._decoder, self._residency, self._store, self._plan = decoder, residency, store, plan
         self.reset()
 
     def reset(self) -> None:
@@ -119,7 +125,7 @@ class Meter:
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
         chosen = total.hits + total.misses
         return EngineStats(
-            policy=self._residency.stats().policy,
+            policy=self._plan.memory.policy,
             device_expert_bytes=self._residency.slots.num_bytes,
             host_expert_bytes=0 if store is None else store.host_bytes,
             steps=sum(p.steps for p in phases),
@@ -143,7 +149,15 @@ class Meter:
 
     def _phase(self, phase: Phase) -> PhaseStats:
         p = self._phases[phase]
-        return PhaseStats(p.steps, p.tokens, p.seconds / p.steps if p.steps else 0.0, p.streamed_bytes)
+        mean_tokens = max(1, round(p.tokens / max(1, p.steps)))
+        return PhaseStats(
+            policy=self._plan.policy(mean_tokens),
+            steps=p.steps,
+            tokens=p.tokens,
+            step_s=p.seconds / max(1, p.steps),
+            predicted_step_s=self._plan.predicted_step_s(mean_tokens),
+            streamed_bytes=p.streamed_bytes,
+        )
 
     def _totals(self) -> _Totals:
         residency, tiers = self._residency.stats(), None if self._store is None else self._store.stats()
