@@ -127,6 +127,7 @@ class Engine:
         self.plan = self._plan(memory) if measure else StreamingPlan(memory)
         residency.whole_layers_from_tokens = self.plan.whole_layers_from_tokens
         self._log_plan()
+        self._decoder.recent_choices.clear()
         self._meter = Meter(self._decoder, residency, store, self.plan)
         jax.block_until_ready(self._decoder.caches)
 

@@ -19,6 +19,9 @@ from jmoe.memory.tiered_store import TieredStore
 
 WAIT_LIMIT_S = 60.0
 COPY_THREADS = 2
+MIN_TRUST = 0.5  # share of right guesses from which on they are acted on
+GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
+FIRST_TRUST = 8.0  # right guesses that are assumed at first
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class ChosenExperts(Residency):
     """M slots for single experts: a hot set by decayed hit counts, and what the step's tokens chose beside it.
 
     `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy, or less if the
-    choices are known before it has begun.
+    choices are known before it has begun. Guesses are only listened to while at least half of the recent ones, about
+    experts that were not there, were right: where the link is the limit a wrong one costs what a right one saves.
 
     whole_layers_from_tokens: a step of so many tokens gets all experts of its layers, the next layer's while one
     computes, and nobody asks what its tokens chose. This is a ring some of whose layers stay: the hot set keeps its
@@ -185,6 +189,8 @@ class ChosenExperts(Residency):
         self._used: list[int] = []  # records that the step's tokens chose
         self._waits, self._waited_s, self._layers = 0, 0.0, 0
         self._hits, self._misses, self._guessed, self._guessed_right = 0, 0, 0, 0
+        self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
+        self._recent_guesses = self._recent_right = FIRST_TRUST
 
     def begin_step(self, num_tokens: int) -> None:
         if self._used:  # counts rise once a step, or layers yet to come look unused
@@ -197,17 +203,23 @@ class ChosenExperts(Residency):
             self._bring(0, self._layer(0))
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, self._records(moe_layer, guessed))
-        self._guessed += len(guesses)
+        records = self._records(moe_layer, guessed)
+        if self._recent_right >= MIN_TRUST * self._recent_guesses:
+            self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, records)
+            self._guessed += len(guesses)
+        else:
+            slot_of = self.pool.slot_of
+            self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         if self._failed is not None:
             raise self._failed
         records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
-        guesses = self._guesses.pop(moe_layer, set())
+        guesses, ignored = self._guesses.pop(moe_layer, set()), self._ignored.pop(moe_layer, set())
         self._cancel(moe_layer, guesses.difference(records))
         if chosen is not None:
             self._count(records, guesses)
+            self._judge(guesses or ignored, records)
         self._bring(moe_layer, records)
         if chosen is None and moe_layer + 1 < self._num_layers:
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
@@ -258,12 +270,19 @@ class ChosenExperts(Residency):
 
     def _count(self, records: list[int], guesses: set[int]) -> None:
         """Note which of the chosen records were there. What came on a guess was not."""
-        hits = sum(self.pool.slot_of[r] >= 0 and r not in guesses for r in records)
+        slot_of = self.pool.slot_of
+        hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
         self._layers += 1
         self._hits += hits
         self._misses += len(records) - hits
         self._guessed_right += len(guesses.intersection(records))
         self._used += records
+
+    def _judge(self, guesses: set[int], records: list[int]) -> None:
+        """Note how good guesses are of late."""
+        if guesses:
+            self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(guesses)
+            self._recent_right = GUESS_DECAY * self._recent_right + len(guesses.intersection(records))
 
     def _layer(self, moe_layer: int) -> list[int]:
         """All records of a layer."""
@@ -276,8 +295,9 @@ class ChosenExperts(Residency):
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""
+        slot_of = self.pool.slot_of
         try:
-            self._store.prefetch([r for r in records if self.pool.slot_of[r] < 0])
+            self._store.prefetch([r for r in records if slot_of[r] < 0])
         except Exception as error:  # an earlier read that failed
             self._failed = error
             raise
@@ -294,8 +314,9 @@ class ChosenExperts(Residency):
 
         Those that have slots are pinned too: they must not make room for the others.
         """
-        there = [r for r in records if self.pool.slot_of[r] >= 0]
-        missing = [r for r in records if self.pool.slot_of[r] < 0]
+        slot_of = self.pool.slot_of
+        there = [r for r in records if slot_of[r] >= 0]
+        missing = [r for r in records if slot_of[r] < 0]
         room = self.pool.num_slots - sum(map(len, self._pinned.values()))
         self._bring(moe_layer, (there + missing)[:room])
         return set(missing[: max(0, room - len(there))])
@@ -303,6 +324,8 @@ class ChosenExperts(Residency):
     def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
         """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that has not begun."""
         stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
+        if not stopped:
+            return
         for record in stopped:
             del self._copies[record]
         self._pinned.setdefault(moe_layer, set()).difference_update(stopped)

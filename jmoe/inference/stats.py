@@ -36,10 +36,10 @@ class EngineStats:
     which the device had nothing to do because experts were on their way. hit_rate: of the distinct experts that a
     step's tokens chose in a layer, those on the device before anything was copied for them, where choices are read
     back (policy `experts`). guessed, guessed_right: experts copied on a guess, and chosen afterwards.
-    readback_s: from the moment a router's choices are computed to the moment the programs that use them are started,
-    less the wait for experts: the copy to the host and what the host makes of it, time in which the device waits for
-    the host. estimate_s: the host's time for guesses about the next layer, their copy to the host included, while the
-    device computes. roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
+    readback_s: copying routers' choices to the host once they are computed, and finding the experts' slots, without
+    the wait for experts: time in which the device waits for the host. estimate_s: the host's time for guesses about
+    the next layer, their copy to the host included, while the device computes.
+    roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
     """
 
     policy: str

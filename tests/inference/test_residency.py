@@ -81,6 +81,26 @@ def test_hits_are_what_was_there_before_any_copy(chosen: ChosenExperts) -> None:
     assert chosen.stats().guessed == 2
 
 
+def test_guesses_that_turn_out_wrong_are_not_listened_to(chosen: ChosenExperts) -> None:
+    def step(guess: int, choice: int) -> int:
+        """How many experts were copied for a guess about layer 2, of which `choice` was then chosen."""
+        before = chosen.stats().guessed
+        chosen.begin_step(1)
+        for layer in range(2):  # so much else that nothing of layer 2 keeps its slot
+            chosen.acquire(layer, np.arange(E))
+            chosen.release(layer)
+        chosen.pool.drop([r for r in chosen.pool.records() if r >= 2 * E])
+        chosen.expect(2, np.array([guess]))
+        chosen.acquire(2, np.array([choice]))
+        chosen.release(2)
+        return chosen.stats().guessed - before
+
+    wrong = [step(1, 0) for _ in range(20)]
+    assert wrong[0] == 1 and wrong[-1] == 0
+    right = [step(1, 1) for _ in range(20)]
+    assert right[0] == 0 and right[-1] == 1
+
+
 def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
     """Steps of many tokens: every expert of every layer, nobody asked; what stays in slots is not copied again."""
     chosen.whole_layers_from_tokens = 16
