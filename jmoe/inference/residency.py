@@ -48,13 +48,15 @@ class Residency(ABC):
     streams = False  # slots change while the engine runs, so `release` matters
     takes_guesses = False  # `expect` is of use
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
-    whole_layers_from_tokens: int | None = None  # see `ChosenExperts`
 
     def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
         self.slots, self._num_experts = slots, num_experts
 
-    def begin_step(self, num_tokens: int) -> None:
-        """A step of so many tokens comes; its layers are acquired in order, each released before the next."""
+    def begin_step(self, *, whole_layers: bool) -> None:
+        """A step comes; its layers are acquired in order, each released before the next.
+
+        whole_layers: bring all experts of every layer, where there is a choice.
+        """
         return
 
     @abstractmethod
@@ -160,9 +162,9 @@ class ChosenExperts(Residency):
     choices are known before it has begun. Guesses are only listened to while at least half of the recent ones, about
     experts that were not there, were right: where the link is the limit a wrong one costs what a right one saves.
 
-    whole_layers_from_tokens: a step of so many tokens gets all experts of its layers, the next layer's while one
-    computes, and nobody asks what its tokens chose. This is a ring some of whose layers stay: the hot set keeps its
-    slots, what is left of a layer passes through the others. None: never.
+    A step of whole layers gets all experts of each, the next layer's while one computes, and nobody asks what its
+    tokens chose. This is a ring some of whose layers stay: the hot set keeps its slots, what is left of a layer passes
+    through the others.
     """
 
     streams, takes_guesses, needs_choices = True, True, True
@@ -173,15 +175,13 @@ class ChosenExperts(Residency):
         store: TieredStore,
         num_layers: int,
         num_experts: int,
-        *,
-        threads: int = COPY_THREADS,
     ) -> None:
         num_slots = slots.num_slots
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
         super().__init__(slots, num_experts)
         self._store, self._num_layers = store, num_layers
         self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="expert copy")
+        self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="expert copy")
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot
         self._pinned: dict[int, set[int]] = {}  # layer -> records
         self._guesses: dict[int, set[int]] = {}
@@ -192,14 +192,13 @@ class ChosenExperts(Residency):
         self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
         self._recent_guesses = self._recent_right = FIRST_TRUST
 
-    def begin_step(self, num_tokens: int) -> None:
+    def begin_step(self, *, whole_layers: bool) -> None:
         if self._used:  # counts rise once a step, or layers yet to come look unused
             self.pool.touch(self._used)
             self._store.touch(self._used)
             self._used = []
-        whole_from = self.whole_layers_from_tokens
-        self.needs_choices = whole_from is None or num_tokens < whole_from
-        if not self.needs_choices:
+        self.needs_choices = not whole_layers
+        if whole_layers:
             self._bring(0, self._layer(0))
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
@@ -306,8 +305,15 @@ class ChosenExperts(Residency):
         fresh = [r for r in records if r not in mine]
         self.pool.pin(fresh)
         mine.update(fresh)
+        # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in a few long copies
+        size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
+        for batch in (loads[i : i + size] for i in range(0, len(loads), size)):
+            copy = self._threads.submit(self._copy, batch)
+            self._copies.update((record, copy) for record, _ in batch)
+
+    def _copy(self, loads: list[tuple[int, int]]) -> None:
         for record, slot in loads:
-            self._copies[record] = self._threads.submit(copy_record, self._store, record, self.slots, slot)
+            copy_record(self._store, record, self.slots, slot)
 
     def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
         """`_bring` of what there is room for while another layer is in use; returns the records to be copied.

@@ -12,6 +12,7 @@ import pytest
 from jmoe.inference.engine import Completion, Engine
 from jmoe.inference.expert_tiers import memory_plan
 from jmoe.planning.roofline import choose_policy
+from jmoe.planning.streaming import StreamingPlan
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], [20, 21, 22, 23, 24]]
@@ -40,17 +41,20 @@ def layer_bytes(name: str) -> int:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_auto_computes_what_resident_computes(name: str, tier: str, tmp_path: Path) -> None:
+def test_auto_computes_what_resident_computes(
+    name: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine(name) as resident:
         assert resident.plan.memory.policy == "resident"  # tiny, it fits
         expected, use = run(resident), resident.expert_use()
         assert resident.stats().prefill.predicted_step_s is not None
     options = {"device_bytes": layer_bytes(name) * 7 // 4, "expert_tier": tier, "cache_dir": tmp_path}
     options |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
-    for estimator, whole in (("router", "chosen"), ("router", 3), ("counts", 3), ("counts", 1), (None, None)):
-        with engine(name, estimator=estimator, **options) as streamed:
-            if whole != "chosen":  # whole layers for no step, for those with a chunk of a prompt, for all
-                streamed.residency.whole_layers_from_tokens = whole
+    # whole layers as auto says, for steps with a chunk of a prompt, for all, for none
+    for estimator, whole in (("router", None), ("router", 3), ("counts", 3), ("counts", 1), (None, 100)):
+        with engine(name, estimator=estimator, **options) as streamed, monkeypatch.context() as patch:
+            if whole is not None:
+                patch.setattr(StreamingPlan, "policy", lambda _, n, whole=whole: "ring" if n >= whole else "experts")
             known = streamed.residency.stats().layers
             found = run(streamed)
             same = [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
@@ -66,7 +70,7 @@ def test_auto_computes_what_resident_computes(name: str, tier: str, tmp_path: Pa
             if whole == 1:  # no choice was read back, and every layer was there whole
                 assert (known, stats.readback_s) == (0, 0)
                 assert stats.streamed_bytes >= stats.steps * layers * layer_bytes(name) // 4
-            elif whole is None:
+            elif whole == 100:
                 assert known == stats.steps * layers
 
 
@@ -101,7 +105,9 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
                 at = plan.measured(num_tokens)
                 chosen = choose_policy(plan.memory.model.weights, at, plan.memory.device_expert_bytes)
                 assert plan.policy(num_tokens) == chosen.policy
-            slow.generate([[5]], max_new_tokens=3, ignore_eos=True)
+            slow.generate([[5]], max_new_tokens=36, ignore_eos=True)
+            assert slow.plan.seen is not None  # 35 decode steps of 1 token: 2 of 4 experts, some on the device
+            assert slow.plan.seen.active_experts == 2 and 0 < slow.plan.seen.hit_rate <= 1
             stats = slow.stats()
             assert stats.decode.policy == "experts" and stats.readback_s > 0
             assert stats.decode.predicted_step_s is not None and stats.decode.step_s > 0
