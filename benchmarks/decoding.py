@@ -34,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--expert-tier", choices=("auto", "host", "nvme"), default="auto")
     parser.add_argument("--host-cache-bytes", type=int)
     parser.add_argument("--cache-dir", type=Path)
+    parser.add_argument("--estimator", choices=("router", "counts", "none"), default="router")
     parser.add_argument("--prefill-chunk-tokens", type=int, default=512)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument("--host-bytes-per-s", type=float, help="limit of copies from host memory to the device")
@@ -82,6 +83,13 @@ def measure(a: argparse.Namespace, engine: Any, batch: int, number: int) -> dict
         "nvme_bytes_per_token": decode.nvme_bytes / max(1, decode.tokens),
         "hit_rate": decode.hit_rate,
         "waited_fraction": decode.waited_s / decode.step_s,
+        "readback_fraction": decode.readback_s / decode.step_s,
+        "estimate_fraction": decode.estimate_s / decode.step_s,
+        "guessed_right_fraction": decode.guessed_right / max(1, decode.guessed),
+        "decode_step_s": decode.decode.step_s,
+        "predicted_decode_step_s": decode.decode.predicted_step_s,
+        "prefill_step_s": prefill.prefill.step_s,
+        "predicted_prefill_step_s": prefill.prefill.predicted_step_s,
         "roofline_fraction": decode.roofline_fraction,
         "prefill_roofline_fraction": prefill.roofline_fraction,
         "prefill_streamed_bytes": prefill.streamed_bytes,
@@ -111,6 +119,7 @@ def main() -> None:
         expert_tier=a.expert_tier,
         host_cache_bytes=a.host_cache_bytes,
         cache_dir=a.cache_dir,
+        estimator=None if a.estimator == "none" else a.estimator,
         dtype=a.dtype,
         prefill_chunk_tokens=a.prefill_chunk_tokens,
         max_prefill_tokens=a.max_prefill_tokens,

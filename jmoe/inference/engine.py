@@ -4,6 +4,7 @@ Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E e
 """
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -20,16 +21,22 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 from jmoe.inference import sampler
 from jmoe.inference.detokenizer import Detokenizer, TextStream
-from jmoe.inference.expert_tiers import ExpertTier, Policy, open_experts
-from jmoe.inference.kv_cache import empty_cache
-from jmoe.inference.residency import Residency, ResidencyStats
+from jmoe.inference.estimators import EstimatorName, make_estimator
+from jmoe.inference.expert_tiers import memory_plan, open_experts
+from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import FinishReason, PrefillChunk, PrefillGroup, Request, Scheduler, bucket
-from jmoe.memory.link import LinkStats
+from jmoe.inference.speeds import measure_speeds
+from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
+from jmoe.planning.streaming import Seen, StreamingPlan
+
+log = logging.getLogger("jmoe")
 
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
 _greedy = jax.jit(sampler.greedy)
@@ -69,34 +76,6 @@ class Completion:
     prompt_logprobs: list[TokenLogprob]
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine did and what it moved.
-
-    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
-    device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in
-    which the device had nothing to do because experts were on their way. hit_rate: of the experts that tokens chose
-    (policy `experts`). roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
-    """
-
-    policy: str
-    device_expert_bytes: int
-    host_expert_bytes: int
-    steps: int
-    step_s: float
-    tokens: int
-    streamed_bytes: int
-    streamed_s: float
-    nvme_bytes: int
-    nvme_s: float
-    bytes_per_token: float
-    waited_s: float
-    hit_rate: float
-    guessed: int
-    guessed_right: int
-    roofline_fraction: float
-
-
 @dataclass
 class _Stream:
     """What the engine keeps of a running request."""
@@ -121,21 +100,21 @@ class Engine:
         residency: Residency,
         store: TieredStore | None,
         scheduler: Scheduler,
+        memory: MemoryPlan,
+        *,
+        estimator: EstimatorName | None,
+        measure: bool,
     ) -> None:
-        """See `from_pretrained`."""
+        """See `from_pretrained`. measure: how fast layers and copies are, for a policy or a prediction."""
         max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
-        value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-        heads, dtype = config.num_key_value_heads, checkpoint.dtype
-        caches = [
-            empty_cache(max_batch, max_seq_len, heads, config.dim_per_head, value_dim, dtype)
-            for _ in range(config.num_hidden_layers)
-        ]
+        dtype = checkpoint.dtype
         # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
-        device = jax.devices()[0]
-        self._decoder = RingDecoder(config, ends, layers, residency, jax.device_put(caches, device), dtype)
+        caches = jax.device_put(empty_caches(config, max_batch, max_seq_len, dtype), jax.devices()[0])
+        guesses = make_estimator(estimator, residency, layers, config.num_experts)
+        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
         self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
@@ -144,9 +123,13 @@ class Engine:
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
-        self._steps, self._step_s, self._tokens = 0, 0.0, 0
         self._warm_up()
-        self.reset_stats()
+        self._meter = Meter(self._decoder, residency, store, StreamingPlan(memory))
+        if measure:
+            self._measure(memory)
+        self._log_plan()
+        self._decoder.recent_choices.clear()
+        self._meter.reset()
         jax.block_until_ready(self._decoder.caches)
 
     @classmethod
@@ -162,6 +145,7 @@ class Engine:
         expert_tier: ExpertTier = "auto",
         host_cache_bytes: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        estimator: EstimatorName | None = "router",
         dtype: Any = None,
         prefill_chunk_tokens: int = 512,
         max_prefill_tokens: int | None = None,
@@ -172,9 +156,16 @@ class Engine:
         max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output.
         policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
         what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
-        in `device_bytes`; `auto`: resident if it fits `device_bytes`, or the device, else ring.
+        in `device_bytes` (default: half of them); `auto`: resident if that fits; else as many slots as fit, and each
+        step, by its number of tokens, gets whole layers or what its tokens chose, whatever is faster by the formulas
+        of `planning.roofline` and what is measured at the start (`plan`).
+        device_bytes: for experts on the device. None: with `auto`, what is free beside other weights, the cache of
+        keys and values, and a reserve.
         expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
-        `auto`: nvme if `host_cache_bytes` is given. They are packed once into `cache_dir`, or beside the checkpoint.
+        `auto`: nvme if `host_cache_bytes` is given or host memory is too small. They are packed once into
+        `cache_dir`, or beside the checkpoint.
+        estimator: how single experts are guessed a layer ahead, to be copied early: `router`, the next layer's router
+        applied to this layer's input; `counts`, what recent steps used most; None: not at all.
         dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
         prefill_chunk_tokens: of one prompt in a step at most. max_prefill_tokens: of all prompts in a step at most,
         with padding; None: of 8 whole chunks. In a step every layer is streamed once for all of them.
@@ -182,6 +173,7 @@ class Engine:
 
         Raises `ValueError` naming the field, value and constraint, before weights are read.
         """
+        check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
         checkpoint = SplitCheckpoint(path, dtype)
         with checkpoint:
             limit = checkpoint.config.max_position_embeddings
@@ -191,17 +183,21 @@ class Engine:
             scheduler = Scheduler(
                 max_batch, max_seq_len, prefill_chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens
             )
-            residency, store = open_experts(
+            memory = memory_plan(
                 checkpoint,
+                max_batch=max_batch,
+                max_seq_len=max_seq_len,
                 policy=policy,
                 ring_slots=ring_slots,
                 device_bytes=device_bytes,
                 expert_tier=expert_tier,
                 host_cache_bytes=host_cache_bytes,
-                cache_dir=cache_dir,
-                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
             )
-            return cls(checkpoint, residency, store, scheduler)
+            residency, store = open_experts(
+                checkpoint, memory, cache_dir=cache_dir, bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s
+            )
+            measure = policy == "auto" and memory.policy != "ring"
+            return cls(checkpoint, residency, store, scheduler, memory, estimator=estimator, measure=measure)
 
     # Requests
 
@@ -272,6 +268,8 @@ class Engine:
         for group in prefill:
             rows = [(chunk.slot, chunk.start, chunk.tokens) for chunk in group.chunks]
             inputs.append(self._decoder.tokens(rows, len(rows), group.width))
+        num_tokens = len(plan.decode) + sum(len(chunk.tokens) for chunk in plan.prefill)
+        self.residency.begin_step(whole_layers=self.plan.policy(num_tokens) == "ring")
         hidden = self._decoder.forward(inputs)
         drawn: dict[str, tuple[int, TokenLogprob | None]] = {}
         if plan.decode:
@@ -286,49 +284,35 @@ class Engine:
         sampled = plan.sampled_requests
         self._scheduler.update(plan, [drawn[request.id][0] for request in sampled])
         outputs = [self._output(request, *drawn[request.id]) for request in sampled]
-        self._steps += 1
-        self._tokens += len(plan.decode) + sum(len(chunk.tokens) for chunk in plan.prefill)
-        self._step_s += time.perf_counter() - begun
+        self._meter.note_step("prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun)
+        if self.plan.memory.policy == "auto" and (seen := self._meter.seen(self._scheduler.max_batch)) is not None:
+            self._plan_anew(seen)
         return [output for output in outputs if output is not None]
 
     def stats(self) -> EngineStats:
         """Counters since the start, or since `reset_stats`."""
-        now, then = self._counters(), self._since
-        steps, step_s, tokens, host, nvme, residency = now
-        streamed_bytes = host.num_bytes - then[3].num_bytes
-        streamed_s = host.seconds - then[3].seconds
-        run_s, num_tokens = step_s - then[1], tokens - then[2]
-        hits, misses = residency.hits - then[5].hits, residency.misses - then[5].misses
-        return EngineStats(
-            policy=residency.policy,
-            device_expert_bytes=self.residency.slots.num_bytes,
-            host_expert_bytes=0 if self._store is None else self._store.host_bytes,
-            steps=steps - then[0],
-            step_s=run_s,
-            tokens=num_tokens,
-            streamed_bytes=streamed_bytes,
-            streamed_s=streamed_s,
-            nvme_bytes=nvme.num_bytes - then[4].num_bytes,
-            nvme_s=nvme.seconds - then[4].seconds,
-            bytes_per_token=streamed_bytes / num_tokens if num_tokens else 0.0,
-            waited_s=residency.waited_s - then[5].waited_s,
-            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
-            guessed=residency.guessed - then[5].guessed,
-            guessed_right=residency.guessed_right - then[5].guessed_right,
-            roofline_fraction=streamed_s / run_s if run_s else 0.0,
-        )
+        return self._meter.stats()
+
+    @property
+    def plan(self) -> StreamingPlan:
+        """Where the experts are, how steps get them, and why."""
+        return self._meter.plan
 
     def reset_stats(self) -> None:
         """Let `stats` count from here on."""
-        self._since = self._counters()
+        self._meter.reset()
 
-    def _counters(self) -> tuple[int, float, int, LinkStats, LinkStats, ResidencyStats]:
-        tiers = None if self._store is None else self._store.stats()
-        host, nvme = (LinkStats(), LinkStats()) if tiers is None else (tiers.host, tiers.nvme)
-        return self._steps, self._step_s, self._tokens, host, nvme, self.residency.stats()
+    def expert_use(self) -> np.ndarray:
+        """int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
+        return self._decoder.expert_use()
 
     def close(self) -> None:
-        """Stop the threads that copy experts."""
+        """Stop the threads that copy experts; log what was predicted beside what was measured."""
+        if self.plan.speeds is not None:
+            for name, phase in (("prefill", (stats := self.stats()).prefill), ("decode", stats.decode)):
+                if phase.steps and phase.predicted_step_s is not None:
+                    predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
+                    log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
         self.residency.close()
         if self._store is not None:
             self._store.close()
@@ -450,6 +434,34 @@ class Engine:
         self._decoder.copy_row(0, 0)
         no_prompt_V = np.zeros(self.config.vocab_size, np.bool_)
         self._sampler_state = _start_request(self._sampler_state, np.int32(0), no_prompt_V)
+
+    def _measure(self, memory: MemoryPlan) -> None:
+        """Measure, and choose by it. All programs must be compiled."""
+        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_buckets[-1]
+        size = scheduler.max_batch
+        speeds = measure_speeds(
+            self._decoder,
+            self._store,
+            lambda x: np.asarray(_greedy(self._decoder.logits(x, np.zeros(size, np.int32)))),
+            max_batch=size,
+            prefill_tokens=prefill_tokens,
+            position=scheduler.max_seq_len // 2,
+        )
+        self._meter.plan = StreamingPlan(memory, speeds)
+
+    def _plan_anew(self, seen: Seen) -> None:
+        """With what steps told of routing."""
+        before, num_tokens = self.plan, round(seen.num_tokens)
+        self._meter.plan = replace(before, seen=seen)
+        if self.plan.policy(num_tokens) != before.policy(num_tokens):
+            log.info("%s, by %s", self.plan.describe(num_tokens), seen)
+
+    def _log_plan(self) -> None:
+        log.info("%s", self.plan.memory)
+        if self.plan.speeds is not None:
+            log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.speeds)
+            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_buckets[-1]):
+                log.info("%s", self.plan.describe(num_tokens))
 
 
 def _token_logprobs(

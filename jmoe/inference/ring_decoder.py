@@ -7,6 +7,8 @@ compiled once a shape and serve every layer of a kind and every way of keeping t
 in the slots alone: so what is streamed is, bit for bit, what is computed when everything is resident.
 """
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
+from jmoe.inference.estimators import Estimator
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.residency import Residency
 from jmoe.inference.slot_mlp import Routed
@@ -23,6 +26,7 @@ from jmoe.models.decoder import DecoderLayer
 from jmoe.models.module_arguments import Structure, split
 from jmoe.models.split_checkpoint import Ends
 
+RECENT_STEPS = 16
 Arrays = tuple[jax.Array, ...]  # of a module
 
 
@@ -81,13 +85,6 @@ _add_alone = jax.jit(_add)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _guess(structure: Structure, arrays: Arrays, h_TD: jax.Array, idx_TK: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [T, K]: what another layer's router makes of this layer's input; E where idx_TK is E."""
-    guess_TK = structure.merge(arrays)(h_TD).topk_idx_TK
-    return jnp.where(idx_TK < num_experts, guess_TK, num_experts)
-
-
-@partial(jax.jit, static_argnums=(0, 4))
 def _embed(structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> _Hidden:
     x_PCD = structure.merge(arrays).embed(tokens_PC, positions_PC, dtype)
     return _Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
@@ -115,14 +112,16 @@ class RingDecoder:
         residency: Residency,
         caches: Sequence[KVCache],
         dtype: Any,
+        estimator: Estimator | None = None,
     ) -> None:
         """ends, layers: of `without_experts`."""
-        self.config, self.residency, self.dtype = config, residency, dtype
+        self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
+        self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
+        self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
         self.caches = list(caches)
         self._ends = split(ends)
         self._layers = [split(layer) for layer in layers]
         self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
-        self._routers = [split(layer.moe.router) for layer in layers if layer.moe is not None]
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
 
@@ -141,6 +140,8 @@ class RingDecoder:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
+        path: list[np.ndarray] = []
+        choices: list[list[jax.Array]] = []
         for i, layer in enumerate(self._layers):
             added: list[jax.Array | Routed] = []
             for n, g in enumerate(groups):
@@ -152,27 +153,50 @@ class RingDecoder:
             routed = [y for y in added if isinstance(y, Routed)]
             if routed:
                 self._release(held)
-                held = (self._moe_index[i], self._run_experts(self._moe_index[i], routed))
+                held = (self._moe_index[i], self._run_experts(self._moe_index[i], routed, path))
                 added[:] = held[1]
+                choices.append([r.idx_TK for r in routed])
             xs = [_Hidden(x.x_PCD, y) for x, y in zip(xs, added, strict=True)]
         self._release(held)
+        self.recent_choices.append(choices)
         return [_add_alone(x) for x in xs]
 
-    def _run_experts(self, moe_layer: int, routed: list[Routed]) -> list[jax.Array]:
-        """What the experts of a layer add to every group, when they are in place."""
-        residency, following = self.residency, moe_layer + 1
-        guesses: list[jax.Array] = []
-        if residency.needs_choices and following < len(self._routers):
-            # the next layer's router sees what this layer's sees
-            guesses = [_guess(*self._routers[following], r.h_TD, r.idx_TK, self.config.num_experts) for r in routed]
-        chosen = None
+    def _run_experts(self, moe_layer: int, routed: list[Routed], path: list[np.ndarray]) -> list[jax.Array]:
+        """What a layer's experts add to every group, when they are in place. path: choices of the layers before."""
+        residency, chosen = self.residency, None
         if residency.needs_choices:
-            chosen = np.concatenate([np.asarray(r.idx_TK).reshape(-1) for r in routed])
+            if self.estimator is not None:
+                self.estimator.start(moe_layer, [r.h_TD for r in routed])
+            indices = [r.idx_TK for r in routed]
+            for idx_TK in indices:
+                idx_TK.copy_to_host_async()
+            jax.block_until_ready(indices)  # computing them is not part of reading them
+            begun, waited_s = time.perf_counter(), residency.waited_s
+            chosen = np.concatenate([np.asarray(idx_TK) for idx_TK in indices])
+            path.append(chosen)
         table_E = residency.acquire(moe_layer, chosen)
+        if chosen is not None:
+            self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
         out = [residency.slots.mlp(r, table_E, self.config.hidden_act) for r in routed]
-        if guesses:
-            residency.expect(following, np.concatenate([np.asarray(guess).reshape(-1) for guess in guesses]))
+        following = (moe_layer + 1) % self.config.num_moe_layers
+        if chosen is not None and self.estimator is not None and following != moe_layer:
+            begun = time.perf_counter()
+            residency.expect(following, self.estimator.estimate(path))
+            self.estimate_s += time.perf_counter() - begun
         return out
+
+    def expert_use(self) -> np.ndarray:
+        """int64 [N, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps.
+
+        Read from the device now and not in the steps, which only keep what their routers computed.
+        """
+        experts = self.config.num_experts
+        use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
+        for layers in jax.device_get(list(self.recent_choices)):
+            for layer, indices in enumerate(layers):
+                for idx_TK in indices:
+                    use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
+        return use_NE[:, :-1]
 
     def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:

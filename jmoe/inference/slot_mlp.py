@@ -140,6 +140,10 @@ def _bundles(idx_TK: jax.Array, experts: Sequence[Weights]) -> Iterator[tuple[np
     if idx_TK.shape[0] <= FEW_TOKENS:
         chosen = np.unique(np.asarray(idx_TK))
         numbers = chosen[chosen < len(experts)]
+    if not numbers.size:  # padding alone, to warm up: every size, of nobody's choice, so that none is compiled later
+        for size in (8, 4, 2, 1):
+            if size <= len(experts):
+                yield np.full(size, -1, np.int32), tuple(experts[:size])
     at = 0
     while at < numbers.size:
         size = min(BUNDLE, 2 ** ((numbers.size - at).bit_length() - 1))

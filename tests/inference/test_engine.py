@@ -14,9 +14,10 @@ import pytest
 
 import jmoe
 from jmoe.inference.engine import Completion, Engine
-from jmoe.inference.expert_slots import DeviceSlots, HostSlots, slot_mlp
+from jmoe.inference.expert_slots import DeviceSlots, HostSlots
 from jmoe.inference.residency import LayerRing
 from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.slot_mlp import Routed
 from kernels_pallas.grouped_mlp.reference import activate
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
@@ -201,31 +202,30 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
 
 
-def test_device_slots_hold_what_is_written() -> None:
+@pytest.mark.parametrize("num_tokens", [5, 70])  # all tokens through every expert in use, tiles of sorted rows
+@pytest.mark.parametrize("num_experts", [3, 13])
+def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) -> None:
     """Slots of an accelerator and those of the CPU give the same result, whatever order experts lie in."""
     rng = np.random.default_rng(0)
-    e, d, f, t, k = 3, 8, 6, 5, 2
+    e, d, f, t, k = num_experts, 8, 6, num_tokens, 2
     fields = {"w_up": ((d, 2 * f), np.dtype(np.float32)), "w_down": ((f, d), np.dtype(np.float32))}
     records = [{n: rng.standard_normal(shape).astype(dtype) for n, (shape, dtype) in fields.items()} for _ in range(e)]
-    places = [3, 0, 2]  # of 4 slots
+    places = rng.permutation(e + 1)[:e].astype(np.int32)
     x_TD = rng.standard_normal((t, d)).astype(np.float32)
-    idx_TK = np.array([[0, 1], [1, 2], [2, 0], [e, 1], [e, e]], np.int32)  # e: no choice
+    idx_TK = np.stack([rng.permutation(e + 1)[:k] for _ in range(t)]).astype(np.int32)  # e: no choice
+    idx_TK[-1] = e
     weights_TK = rng.random((t, k)).astype(np.float32)
-    expected = np.zeros((t, d), np.float32)
-    for token in range(t):
-        for choice in range(k):
-            if idx_TK[token, choice] < e:
-                r = records[idx_TK[token, choice]]
-                h = np.asarray(activate(jnp.asarray(x_TD[token] @ r["w_up"]), "swiglu"))
-                expected[token] += weights_TK[token, choice] * (h @ r["w_down"])
-    for slots in (HostSlots(4, fields), DeviceSlots(4, fields, jax.devices()[0])):
-        for record, place in zip(records, places, strict=True):
+    y_TD = rng.standard_normal((t, d)).astype(np.float32)
+    expected = y_TD.copy()
+    for token, choice in np.argwhere(idx_TK < e):
+        r = records[idx_TK[token, choice]]
+        h = np.asarray(activate(jnp.asarray(x_TD[token] @ r["w_up"]), "swiglu"))
+        expected[token] += weights_TK[token, choice] * (h @ r["w_down"])
+    for slots in (HostSlots(e + 1, fields), DeviceSlots(e + 1, fields, jax.devices()[0])):
+        for record, place in zip(records, places.tolist(), strict=True):
             slots.write(place, record)
-        table_E = np.array(places, np.int32)
-        mlp = jax.jit(slot_mlp, static_argnames=("activation", "tile_rows"))
-        choices = (x_TD, idx_TK, weights_TK)
-        got = slots.run(lambda arrays: mlp(*choices, arrays, table_E, activation="swiglu", tile_rows=2))  # noqa: B023
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+        got = slots.mlp(Routed(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu")
+        np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
