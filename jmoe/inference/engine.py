@@ -119,7 +119,7 @@ class Engine:
         self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
-        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), device)
+        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
@@ -176,13 +176,7 @@ class Engine:
         check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
         checkpoint = SplitCheckpoint(path, dtype)
         with checkpoint:
-            limit = checkpoint.config.max_position_embeddings
-            longest = limit if checkpoint.config.position == "learned" else max_seq_len
-            check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
-            eos = _eos_token_ids(checkpoint)
-            scheduler = Scheduler(
-                max_batch, max_seq_len, prefill_chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens
-            )
+            scheduler = _scheduler(checkpoint, max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens)
             memory = memory_plan(
                 checkpoint,
                 max_batch=max_batch,
@@ -437,7 +431,7 @@ class Engine:
 
     def _measure(self, memory: MemoryPlan) -> None:
         """Measure, and choose by it. All programs must be compiled."""
-        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_buckets[-1]
+        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_widths[-1]
         size = scheduler.max_batch
         speeds = measure_speeds(
             self._decoder,
@@ -460,7 +454,7 @@ class Engine:
         log.info("%s", self.plan.memory)
         if self.plan.speeds is not None:
             log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.speeds)
-            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_buckets[-1]):
+            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
 
 
@@ -474,6 +468,16 @@ def _token_logprobs(
         None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
         for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
     ]
+
+
+def _scheduler(
+    checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
+) -> Scheduler:
+    limit = checkpoint.config.max_position_embeddings
+    longest = limit if checkpoint.config.position == "learned" else max_seq_len
+    check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
+    eos = _eos_token_ids(checkpoint)
+    return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
 
 
 def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:

@@ -64,6 +64,10 @@ class HostSlots(ExpertSlots):
     def mlp(self, routed: Routed, table_E: np.ndarray, activation: str) -> jax.Array:
         return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
 
+    def weights(self, slot: int) -> Weights:
+        """A slot's arrays: the slot's memory, not a copy."""
+        return self._weights[slot]
+
 
 class DeviceSlots(ExpertSlots):
     """Slots in an accelerator's memory; a write is a transfer and an update in place, in order with the programs."""

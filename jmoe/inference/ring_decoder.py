@@ -151,12 +151,13 @@ class RingDecoder:
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
             routed = [y for y in added if isinstance(y, Routed)]
+            ys = [y for y in added if not isinstance(y, Routed)]
             if routed:
                 self._release(held)
-                held = (self._moe_index[i], self._run_experts(self._moe_index[i], routed, path))
-                added[:] = held[1]
+                ys = self._run_experts(self._moe_index[i], routed, path)
+                held = (self._moe_index[i], ys)
                 choices.append([r.idx_TK for r in routed])
-            xs = [_Hidden(x.x_PCD, y) for x, y in zip(xs, added, strict=True)]
+            xs = [_Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
         self.recent_choices.append(choices)
         return [_add_alone(x) for x in xs]

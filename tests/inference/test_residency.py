@@ -12,12 +12,13 @@ from jmoe.memory.record_store import RecordLayout, RecordStore
 from jmoe.memory.tiered_store import HostRecords, TieredStore
 
 LAYERS, E = 3, 8
-FIELDS = {"w_up": ((16, 64), np.dtype(np.float32))}  # 4096 bytes, a page
+FIELDS = {"w_up": ((16, 32), np.dtype(np.float32)), "w_down": ((16, 32), np.dtype(np.float32))}  # 4096 bytes, a page
 LAYOUT = RecordLayout.of(FIELDS)
 
 
 def fill(index: int, views: dict[str, np.ndarray]) -> None:
-    views["w_up"][...] = index
+    for view in views.values():
+        view[...] = index
 
 
 def store() -> TieredStore:
@@ -26,7 +27,7 @@ def store() -> TieredStore:
 
 def held(slots: HostSlots, slot: int) -> int:
     """The record whose bytes are in a slot."""
-    return int(slots.run(lambda arrays: np.asarray(arrays["w_up"])[slot, 0, 0]))
+    return int(slots.weights(slot).w_up[0, 0])
 
 
 @pytest.fixture
