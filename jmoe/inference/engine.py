@@ -25,7 +25,7 @@ from jmoe.inference.kv_cache import empty_cache
 from jmoe.inference.residency import Residency, ResidencyStats
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
-from jmoe.inference.scheduler import FinishReason, Request, Scheduler, bucket
+from jmoe.inference.scheduler import FinishReason, Request, Scheduler, SchedulerStats, bucket
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.pretrained import read_table
@@ -48,13 +48,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step added to a request; `finish_reason` is None until its end."""
+    """What one step added to a request; `finish_reason` is None until its end.
+
+    prompt_logprobs: of all the prompt, with the first token; empty after it.
+    """
 
     request_id: str
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Engine:
         scheduler: Scheduler,
     ) -> None:
         """See `from_pretrained`."""
-        max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
@@ -204,9 +208,8 @@ class Engine:
     ) -> str:
         """Queue a request; returns its id. prompt: text, or token ids."""
         sampling = SamplingParams() if sampling is None else sampling
-        sampling.check_vocabulary(self.config.vocab_size)
         token_ids = self._encode(prompt)
-        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
+        self.check_request(token_ids, sampling)
         request = Request(request_id or f"request-{next(self._ids)}", token_ids, sampling)
         self._scheduler.add(request)
         text = None
@@ -214,6 +217,15 @@ class Engine:
             text = self._detokenizer.stream(token_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
         self._streams[request.id] = _Stream(request, text)
         return request.id
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """`ValueError` if `add_request` would refuse it. May be called from any thread."""
+        sampling.check_vocabulary(self.config.vocab_size)
+        for token in prompt_token_ids:
+            inside = 0 <= token < self.config.vocab_size
+            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
+        self._scheduler.check_prompt(prompt_token_ids)
+        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing happens if it has ended."""
@@ -315,6 +327,10 @@ class Engine:
             roofline_fraction=streamed_s / run_s if run_s else 0.0,
         )
 
+    def scheduler_stats(self) -> SchedulerStats:
+        """Requests that run and wait, and the tokens they hold and did not have to compute."""
+        return self._scheduler.stats()
+
     def reset_stats(self) -> None:
         """Let `stats` count from here on."""
         self._since = self._counters()
@@ -346,11 +362,7 @@ class Engine:
                 raise ValueError("prompt: is text, but the checkpoint has no tokenizer.json; give token ids")
             ids: list[int] = self.tokenizer.encode(prompt).ids
             return ids
-        found = [int(token) for token in prompt]
-        for token in found:
-            inside = 0 <= token < self.config.vocab_size
-            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
-        return found
+        return [int(token) for token in prompt]
 
     def _start(self, request: Request, slot: int) -> None:
         """Tell the sampler of a prompt, if it will need to know."""
@@ -412,7 +424,9 @@ class Engine:
                 text += stream.text.flush()
         if request.finish_reason is not None:
             del self._streams[request.id]
-        return Output(request.id, [token], text, [] if logprob is None else [logprob], request.finish_reason)
+        logprobs = [] if logprob is None else [logprob]
+        of_prompt = stream.prompt_logprobs if len(request.output_token_ids) == 1 else []
+        return Output(request.id, [token], text, logprobs, request.finish_reason, of_prompt)
 
     def _warm_up(self) -> None:
         """Compile, before the first request, every program of every shape; not those of prompt log-probabilities."""

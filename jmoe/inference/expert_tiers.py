@@ -22,7 +22,9 @@ PACK_FOLDER = "jmoe_experts"
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ExpertPlan:
+    """A policy that is not `auto` any more, and its slots."""
+
     policy: Literal["resident", "ring", "experts"]
     num_slots: int  # expert slots
     ring_slots: int = 0
@@ -43,7 +45,7 @@ def open_experts(
 
     The arguments are those of `Engine.from_pretrained`; all are checked before weights are read.
     """
-    plan = _plan(checkpoint, policy, ring_slots, device_bytes)
+    plan = plan_experts(checkpoint, policy, ring_slots, device_bytes)
     tier = ("nvme" if host_cache_bytes is not None else "host") if expert_tier == "auto" else expert_tier
     check(tier in ("host", "nvme"), "expert_tier", tier, "must be auto, host or nvme")
     usable = host_cache_bytes is None or tier == "nvme"
@@ -62,7 +64,9 @@ def open_experts(
     return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts, plan.num_slots), store
 
 
-def _plan(checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, device_bytes: int | None) -> _Plan:
+def plan_experts(
+    checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, device_bytes: int | None
+) -> ExpertPlan:
     """Which way to keep the experts, and in how many slots."""
     config = checkpoint.config
     e, layers = config.num_experts, config.num_moe_layers
@@ -71,21 +75,21 @@ def _plan(checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, d
     )
     check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
     check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
-    expert_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in checkpoint.expert_fields.values())
+    expert_bytes = checkpoint.expert_bytes
     fit = layers * e if device_bytes is None else device_bytes // expert_bytes
     if policy == "auto":
         policy = "ring" if ring_slots is not None or fit < layers * e else "resident"
     if policy == "resident":
         needed = f"must hold all {layers * e} experts of {expert_bytes} bytes for policy = 'resident'"
         check(fit >= layers * e, "device_bytes", device_bytes, needed)
-        return _Plan("resident", layers * e)
+        return ExpertPlan("resident", layers * e)
     check(fit >= e, "device_bytes", device_bytes, f"must hold the {e} experts of a layer, of {expert_bytes} bytes each")
     if policy == "ring":
         if ring_slots is None:
             ring_slots = max(1, layers // 2) if device_bytes is None else min(layers, fit // e)
         check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
-        return _Plan("ring", ring_slots * e, ring_slots)
-    return _Plan("experts", min(layers * e, fit if device_bytes is not None else max(e, layers * e // 2)))
+        return ExpertPlan("ring", ring_slots * e, ring_slots)
+    return ExpertPlan("experts", min(layers * e, fit if device_bytes is not None else max(e, layers * e // 2)))
 
 
 def _open_store(

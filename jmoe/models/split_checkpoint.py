@@ -5,6 +5,7 @@ Legend: T tokens, D hidden, V vocabulary. Record number of an expert = layer wit
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -90,6 +91,17 @@ class SplitCheckpoint:
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """{name: (shape, dtype)} of one expert; bfloat16 as its bits, uint16."""
         return {name: (p.matrix, _stored(self._dtypes[p.path])) for name, p in self._experts.items()}
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values())
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of everything but the experts."""
+        rest = [p for p in self._parameters if not p.experts]
+        return sum(math.prod(p.shape) * self._dtypes[p.path].itemsize for p in rest)
 
     @property
     def fingerprint(self) -> str:

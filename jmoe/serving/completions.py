@@ -1,0 +1,147 @@
+"""`POST /v1/completions`."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from jmoe.inference.engine import Output, TokenLogprob
+from jmoe.inference.sampling import SamplingParams
+from jmoe.serving.engine_loop import Generation
+from jmoe.serving.schemas import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Envelope
+from jmoe.serving.service import Service, usage
+from jmoe.serving.tokens import TokenTexts
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@dataclass
+class _Prompt:
+    text: str
+    token_ids: list[int]
+
+
+class _Choice:
+    """Turns what the engine draws for one sequence into pieces of a completion."""
+
+    def __init__(self, body: CompletionRequest, texts: TokenTexts, prompt: _Prompt, index: int) -> None:
+        self._body, self._texts, self._prompt, self._index = body, texts, prompt, index
+        self._begun = False
+        self._offset = 0
+
+    def piece(self, output: Output) -> CompletionChoice:
+        """The next piece; the first has the prompt, if it is to be echoed."""
+        text, logprobs = output.text, output.logprobs
+        if self._body.max_tokens == 0:  # one was drawn, since the engine draws at least one
+            text, logprobs = "", []
+        first: list[int] = []
+        if self._body.echo and not self._begun:
+            text, first = self._prompt.text + text, self._prompt.token_ids[:1]
+            logprobs = [*output.prompt_logprobs, *logprobs]
+        self._begun = True
+        reason = "length" if self._body.max_tokens == 0 else output.finish_reason
+        assert reason != "abort", "what is aborted has no reader"
+        found = self._logprobs(first, logprobs)
+        self._offset += len(text)
+        return CompletionChoice(index=self._index, text=text, logprobs=found, finish_reason=reason)
+
+    def _logprobs(self, first: list[int], logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        return self._texts.completion_logprobs(first, logprobs, self._offset)
+
+
+def join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+    """One choice of its pieces."""
+    logprobs = None
+    if pieces[0].logprobs is not None:
+        parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        logprobs = CompletionLogprobs(
+            tokens=[x for part in parts for x in part.tokens],
+            token_logprobs=[x for part in parts for x in part.token_logprobs],
+            top_logprobs=[x for part in parts for x in part.top_logprobs],
+            text_offset=[x for part in parts for x in part.text_offset],
+        )
+    text = "".join(piece.text for piece in pieces)
+    return pieces[-1].model_copy(update={"text": text, "logprobs": logprobs})
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
+    """The prompts with their token ids; text is echoed as it came."""
+    given = body.prompt
+    many = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
+    prompts = []
+    for prompt in many:
+        if isinstance(prompt, str):
+            ids = await service.encode(prompt, add_special_tokens=body.add_special_tokens)
+            prompts.append(_Prompt(prompt, ids))
+        else:
+            assert isinstance(prompt, list)
+            ids = [int(token) for token in prompt]
+            text = service.tokenizer.decode(ids, skip_special_tokens=False) if body.echo else ""
+            prompts.append(_Prompt(text, ids))
+    return prompts
+
+
+def completions_router(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    async def pieces(choices: Sequence[_Choice], generation: Generation) -> AsyncIterator[CompletionChoice]:
+        async for index, output in generation:
+            yield choices[index].piece(output)
+
+    async def whole(
+        body: CompletionRequest,
+        choices: Sequence[_Choice],
+        generation: Generation,
+        prompts: Sequence[_Prompt],
+        envelope: Envelope,
+    ) -> CompletionResponse:
+        found: list[list[CompletionChoice]] = [[] for _ in choices]
+        async for piece in pieces(choices, generation):
+            found[piece.index].append(piece)
+        counts = usage([p.token_ids for p in prompts], generation, drawn=body.max_tokens != 0)
+        return CompletionResponse(**dict(envelope), choices=[join(p) for p in found], usage=counts)
+
+    async def chunks(
+        body: CompletionRequest,
+        choices: Sequence[_Choice],
+        generation: Generation,
+        prompts: Sequence[_Prompt],
+        envelope: Envelope,
+    ) -> AsyncIterator[CompletionResponse]:
+        shared = dict(envelope)
+        async for piece in pieces(choices, generation):
+            yield CompletionResponse(**shared, choices=[piece])
+        if body.includes_usage:
+            counts = usage([p.token_ids for p in prompts], generation, drawn=body.max_tokens != 0)
+            yield CompletionResponse(**shared, choices=[], usage=counts)
+
+    @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
+    async def completions(body: CompletionRequest, request: Request) -> CompletionResponse | Response:
+        """Continue a text."""
+        service.check_model(body.model)
+        service.loop.check_ready()
+        prompts = await _prompts(service, body)
+        prompt_logprobs = body.logprobs if body.echo else None
+
+        def sampling(token_ids: list[int], choice: int) -> SamplingParams:
+            most = service.max_new_tokens(token_ids, body.max_tokens, DEFAULT_MAX_TOKENS)
+            return body.sampling(most, choice, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+
+        jobs = service.jobs([p.token_ids for p in prompts], sampling, body.n)
+        choices = [_Choice(body, service.texts, prompts[i // body.n], i) for i in range(len(jobs))]
+        request.state.note(f"{sum(len(p.token_ids) for p in prompts)} prompt tokens, {len(jobs)} choices")
+        if service.config.log_prompts:
+            request.state.note(repr([p.text or p.token_ids for p in prompts]))
+        generation = service.loop.submit(jobs)
+        envelope = service.envelope(request, "cmpl")
+        if body.stream:
+            return service.stream(body, generation, chunks(body, choices, generation, prompts, envelope))
+        return await service.answer(request, generation, whole(body, choices, generation, prompts, envelope))
+
+    return router
