@@ -130,7 +130,7 @@ def state_router(service: Service) -> APIRouter:
         """The model that is served."""
         return ModelList(data=[card])
 
-    @router.get("/v1/models/{model}")
+    @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """One model."""
         service.check_model(model)

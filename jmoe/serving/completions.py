@@ -71,18 +71,14 @@ def join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     """The prompts with their token ids; text is echoed as it came."""
-    given = body.prompt
-    many = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
     prompts = []
-    for prompt in many:
+    for prompt in body.prompts:
         if isinstance(prompt, str):
             ids = await service.encode(prompt, add_special_tokens=body.add_special_tokens)
             prompts.append(_Prompt(prompt, ids))
         else:
-            assert isinstance(prompt, list)
-            ids = [int(token) for token in prompt]
-            text = service.tokenizer.decode(ids, skip_special_tokens=False) if body.echo else ""
-            prompts.append(_Prompt(text, ids))
+            text = service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
+            prompts.append(_Prompt(text, prompt))
     return prompts
 
 

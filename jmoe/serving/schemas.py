@@ -144,6 +144,14 @@ class CompletionRequest(GenerationBody):
             raise ValueError("max_tokens = 0 needs echo = true")
         return self
 
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or several; an empty list is one prompt without a token."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        numbers = [token for token in self.prompt if isinstance(token, int)]
+        return [numbers] if len(numbers) == len(self.prompt) else self.prompt  # type: ignore[return-value]
+
 
 class TextPart(RequestBody):
     """A piece of a message's content."""
