@@ -8,6 +8,7 @@ from jmoe.runtime import start_anew
 if __name__ == "__main__":
     start_anew()  # before JAX is imported
 
+import dataclasses
 import logging
 import shutil
 import sys
@@ -19,7 +20,9 @@ import tyro
 from jmoe.config import CheckpointConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.plan import EnginePlan, plan_engine
+from jmoe.inference.expert_tiers import memory_plan
+from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import MemoryPlan
 from jmoe.serving.app import make_app, make_service
 from jmoe.serving.front import read_api_keys
 from jmoe.serving.http_server import HttpServer, bind
@@ -27,6 +30,7 @@ from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.export import export_run
 
 EXPORTED = "exported"
+DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def parse(arguments: Sequence[str]) -> ServeConfig:
@@ -61,27 +65,30 @@ def hugging_face_folder(given: str) -> Path:
     return exported
 
 
-def plan_of(folder: Path, config: ServeConfig) -> EnginePlan:
-    """What will lie where."""
-    return plan_engine(
-        folder,
-        max_batch=config.max_batch,
-        max_seq_len=config.max_seq_len,
-        policy=config.policy,
-        ring_slots=config.ring_slots,
-        device_bytes=config.device_bytes,
-        expert_tier=config.expert_tier,
-        host_cache_bytes=config.host_cache_bytes,
-        dtype=config.dtype,
-    )
+def plan(folder: Path, config: ServeConfig) -> tuple[MemoryPlan, ServeConfig]:
+    """What will lie where, by the headers alone, and the settings with the length that the model allows."""
+    with SplitCheckpoint(folder, config.dtype) as checkpoint:
+        most = min(DEFAULT_MAX_SEQ_LEN, checkpoint.config.max_position_embeddings)
+        config = dataclasses.replace(config, max_seq_len=config.max_seq_len or most)
+        memory = memory_plan(
+            checkpoint,
+            max_batch=config.max_batch,
+            max_seq_len=config.max_seq_len or most,
+            policy=config.policy,
+            ring_slots=config.ring_slots,
+            device_bytes=config.device_bytes,
+            expert_tier=config.expert_tier,
+            host_cache_bytes=config.host_cache_bytes,
+        )
+    return memory, config
 
 
-def load(folder: Path, config: ServeConfig, plan: EnginePlan) -> Engine:
+def load(folder: Path, config: ServeConfig) -> Engine:
     """The engine, ready for requests."""
     return Engine.from_pretrained(
         folder,
         max_batch=config.max_batch,
-        max_seq_len=plan.max_seq_len,
+        max_seq_len=config.max_seq_len or DEFAULT_MAX_SEQ_LEN,
         policy=config.policy,
         ring_slots=config.ring_slots,
         device_bytes=config.device_bytes,
@@ -102,20 +109,21 @@ def main(arguments: Sequence[str]) -> None:
     api_keys = read_api_keys(config.api_key_file)
     folder = hugging_face_folder(config.model)
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
-    plan = plan_of(folder, config)
-    print("\n".join([f"{name} from {folder}", *plan.lines()]), flush=True)
+    memory, config = plan(folder, config)
+    print(f"{name} from {folder}: {config.max_batch} sequences at once, {config.max_seq_len:,} tokens each", flush=True)
     if config.dry_run:
+        print(memory)
         return
     listening = bind(config.host, config.port)
     host, port = listening.getsockname()[:2]
-    with load(folder, config, plan) as engine:
+    with load(folder, config) as engine:
         service = make_service(engine, config, folder, name)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         server = HttpServer(
             make_app(service, api_keys),
             service.loop,
             config.drain_timeout_s,
-            lambda: print(f"serving    {url} (the API under {url}/v1)", flush=True),
+            lambda: print(f"serving {url} (the API under {url}/v1)", flush=True),
         )
         server.run(sockets=[listening])
     print("stopped", flush=True)

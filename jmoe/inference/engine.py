@@ -4,6 +4,7 @@ Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E e
 """
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -20,16 +21,22 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 from jmoe.inference import sampler
 from jmoe.inference.detokenizer import Detokenizer, TextStream
-from jmoe.inference.expert_tiers import ExpertTier, Policy, open_experts
-from jmoe.inference.kv_cache import empty_cache
-from jmoe.inference.residency import Residency, ResidencyStats
+from jmoe.inference.estimators import EstimatorName, make_estimator
+from jmoe.inference.expert_tiers import memory_plan, open_experts
+from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import FinishReason, Request, Scheduler, SchedulerStats, bucket
-from jmoe.memory.link import LinkStats
+from jmoe.inference.speeds import measure_speeds
+from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
+from jmoe.planning.streaming import StreamingPlan
+
+log = logging.getLogger("jmoe")
 
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
 _greedy = jax.jit(sampler.greedy)
@@ -73,34 +80,6 @@ class Completion:
     prompt_logprobs: list[TokenLogprob]
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine did and what it moved.
-
-    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
-    device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in
-    which the device had nothing to do because experts were on their way. hit_rate: of the experts that tokens chose
-    (policy `experts`). roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
-    """
-
-    policy: str
-    device_expert_bytes: int
-    host_expert_bytes: int
-    steps: int
-    step_s: float
-    tokens: int
-    streamed_bytes: int
-    streamed_s: float
-    nvme_bytes: int
-    nvme_s: float
-    bytes_per_token: float
-    waited_s: float
-    hit_rate: float
-    guessed: int
-    guessed_right: int
-    roofline_fraction: float
-
-
 @dataclass
 class _Stream:
     """What the engine keeps of a running request."""
@@ -125,19 +104,20 @@ class Engine:
         residency: Residency,
         store: TieredStore | None,
         scheduler: Scheduler,
+        memory: MemoryPlan,
+        *,
+        estimator: EstimatorName | None,
+        measure: bool,
     ) -> None:
-        """See `from_pretrained`."""
+        """See `from_pretrained`. measure: how fast layers and copies are, for a policy or a prediction."""
         self.max_batch, self.max_seq_len = max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
-        value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-        heads, dtype = config.num_key_value_heads, checkpoint.dtype
-        caches = [
-            empty_cache(max_batch, max_seq_len, heads, config.dim_per_head, value_dim, dtype)
-            for _ in range(config.num_hidden_layers)
-        ]
-        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype)
+        dtype = checkpoint.dtype
+        caches = empty_caches(config, max_batch, max_seq_len, dtype)
+        guesses = make_estimator(estimator, residency, layers, config.num_experts)
+        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
         self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
@@ -147,9 +127,11 @@ class Engine:
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
-        self._steps, self._step_s, self._tokens = 0, 0.0, 0
         self._warm_up()
-        self.reset_stats()
+        self.plan = self._plan(memory) if measure else StreamingPlan(memory)
+        residency.whole_layers_from_tokens = self.plan.whole_layers_from_tokens
+        self._log_plan()
+        self._meter = Meter(self._decoder, residency, store, self.plan)
         jax.block_until_ready(self._decoder.caches)
 
     @classmethod
@@ -165,6 +147,7 @@ class Engine:
         expert_tier: ExpertTier = "auto",
         host_cache_bytes: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        estimator: EstimatorName | None = "router",
         dtype: Any = None,
         prefill_chunk_tokens: int = 512,
         bandwidth_limit_bytes_per_s: dict[Any, float] | None = None,
@@ -174,32 +157,44 @@ class Engine:
         max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output.
         policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
         what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
-        in `device_bytes`; `auto`: resident if it fits `device_bytes`, or the device, else ring.
+        in `device_bytes` (default: half of them); `auto`: resident if that fits; else as many slots as fit, and each
+        step, by its number of tokens, gets whole layers or what its tokens chose, whatever is faster by the formulas
+        of `planning.roofline` and what is measured at the start (`plan`).
+        device_bytes: for experts on the device. None: with `auto`, what is free beside other weights, the cache of
+        keys and values, and a reserve.
         expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
-        `auto`: nvme if `host_cache_bytes` is given. They are packed once into `cache_dir`, or beside the checkpoint.
+        `auto`: nvme if `host_cache_bytes` is given or host memory is too small. They are packed once into
+        `cache_dir`, or beside the checkpoint.
+        estimator: how single experts are guessed a layer ahead, to be copied early: `router`, the next layer's router
+        applied to this layer's input; `counts`, what recent steps used most; None: not at all.
         dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
         prefill_chunk_tokens: of a prompt in one step at most.
         bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host".
 
         Raises `ValueError` naming the field, value and constraint, before weights are read.
         """
+        check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
         checkpoint = SplitCheckpoint(path, dtype)
         with checkpoint:
             limit = checkpoint.config.max_position_embeddings
             longest = limit if checkpoint.config.position == "learned" else max_seq_len
             check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
             scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, _eos_token_ids(checkpoint))
-            residency, store = open_experts(
+            memory = memory_plan(
                 checkpoint,
+                max_batch=max_batch,
+                max_seq_len=max_seq_len,
                 policy=policy,
                 ring_slots=ring_slots,
                 device_bytes=device_bytes,
                 expert_tier=expert_tier,
                 host_cache_bytes=host_cache_bytes,
-                cache_dir=cache_dir,
-                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
             )
-            return cls(checkpoint, residency, store, scheduler)
+            residency, store = open_experts(
+                checkpoint, memory, cache_dir=cache_dir, bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s
+            )
+            measure = policy == "auto" and memory.policy != "ring"
+            return cls(checkpoint, residency, store, scheduler, memory, estimator=estimator, measure=measure)
 
     # Requests
 
@@ -279,6 +274,8 @@ class Engine:
                 self._start(chunk.request, chunk.slot)
             width = bucket(len(chunk.tokens), self._scheduler.prefill_buckets)
             groups.append(self._decoder.tokens([(chunk.slot, chunk.start, chunk.tokens)], 1, width))
+        num_tokens = len(plan.decode) + (0 if chunk is None else len(chunk.tokens))
+        self.residency.begin_step(num_tokens)
         hidden = self._decoder.forward(groups)
         drawn: list[tuple[int, TokenLogprob | None]] = []
         if plan.decode:
@@ -295,37 +292,12 @@ class Engine:
                 drawn += self._draw(logits_1V, [chunk.request], [chunk.slot], [chunk.start + len(chunk.tokens)])
         self._scheduler.update(plan, [token for token, _ in drawn])
         outputs = [self._output(r, t, lp) for r, (t, lp) in zip(plan.sampled_requests, drawn, strict=True)]
-        self._steps += 1
-        self._tokens += len(plan.decode) + (0 if chunk is None else len(chunk.tokens))
-        self._step_s += time.perf_counter() - begun
+        self._meter.note_step("decode" if chunk is None else "prefill", num_tokens, time.perf_counter() - begun)
         return [output for output in outputs if output is not None]
 
     def stats(self) -> EngineStats:
         """Counters since the start, or since `reset_stats`."""
-        now, then = self._counters(), self._since
-        steps, step_s, tokens, host, nvme, residency = now
-        streamed_bytes = host.num_bytes - then[3].num_bytes
-        streamed_s = host.seconds - then[3].seconds
-        run_s, num_tokens = step_s - then[1], tokens - then[2]
-        hits, misses = residency.hits - then[5].hits, residency.misses - then[5].misses
-        return EngineStats(
-            policy=residency.policy,
-            device_expert_bytes=self.residency.slots.num_bytes,
-            host_expert_bytes=0 if self._store is None else self._store.host_bytes,
-            steps=steps - then[0],
-            step_s=run_s,
-            tokens=num_tokens,
-            streamed_bytes=streamed_bytes,
-            streamed_s=streamed_s,
-            nvme_bytes=nvme.num_bytes - then[4].num_bytes,
-            nvme_s=nvme.seconds - then[4].seconds,
-            bytes_per_token=streamed_bytes / num_tokens if num_tokens else 0.0,
-            waited_s=residency.waited_s - then[5].waited_s,
-            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
-            guessed=residency.guessed - then[5].guessed,
-            guessed_right=residency.guessed_right - then[5].guessed_right,
-            roofline_fraction=streamed_s / run_s if run_s else 0.0,
-        )
+        return self._meter.stats()
 
     def scheduler_stats(self) -> SchedulerStats:
         """Requests that run and wait, and the tokens they hold and did not have to compute."""
@@ -333,15 +305,19 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Let `stats` count from here on."""
-        self._since = self._counters()
+        self._meter.reset()
 
-    def _counters(self) -> tuple[int, float, int, LinkStats, LinkStats, ResidencyStats]:
-        tiers = None if self._store is None else self._store.stats()
-        host, nvme = (LinkStats(), LinkStats()) if tiers is None else (tiers.host, tiers.nvme)
-        return self._steps, self._step_s, self._tokens, host, nvme, self.residency.stats()
+    def expert_use(self) -> np.ndarray:
+        """int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
+        return self._decoder.expert_use()
 
     def close(self) -> None:
-        """Stop the threads that copy experts."""
+        """Stop the threads that copy experts; log what was predicted beside what was measured."""
+        if self.plan.speeds is not None:
+            for name, phase in (("prefill", (stats := self.stats()).prefill), ("decode", stats.decode)):
+                if phase.steps and phase.predicted_step_s is not None:
+                    predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
+                    log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
         self.residency.close()
         if self._store is not None:
             self._store.close()
@@ -441,6 +417,27 @@ class Engine:
             request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
             self._draw(logits, [request], [self._scheduler.max_batch], [0])
         self._params = None
+
+    def _plan(self, memory: MemoryPlan) -> StreamingPlan:
+        """Measure, and choose by it. All programs must be compiled."""
+        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_buckets[-1]
+        size = scheduler.max_batch
+        speeds = measure_speeds(
+            self._decoder,
+            self._store,
+            lambda x: np.asarray(_greedy(self._decoder.logits(x, np.zeros(size, np.int32)))),
+            max_batch=size,
+            prefill_tokens=prefill_tokens,
+            position=scheduler.max_seq_len // 2,
+        )
+        return StreamingPlan.of(memory, speeds, size + prefill_tokens)
+
+    def _log_plan(self) -> None:
+        log.info("%s", self.plan.memory)
+        if self.plan.speeds is not None:
+            log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.speeds)
+            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_buckets[-1]):
+                log.info("%s", self.plan.describe(num_tokens))
 
 
 def _token_logprobs(

@@ -43,6 +43,10 @@ class ExpertSlots(ABC):
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self._arrays.values())
 
+    @property
+    def num_slots(self) -> int:
+        return next(iter(self._arrays.values())).shape[0]
+
     def run(self, program: Callable[[dict[str, jax.Array]], T]) -> T:
         """Call `program`, which starts a compiled one, with the slots' arrays by name."""
         return program(self._arrays)

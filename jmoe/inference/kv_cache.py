@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmoe.config import ModelConfig
 from kernels_pallas.matmul import dot
 from kernels_pallas.saved import bits
 
@@ -42,6 +43,13 @@ def empty_cache(
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
     make = lambda dim: jnp.zeros((max_batch, num_heads, length, dim), stored)  # noqa: E731
     return KVCache(make(key_dim), make(value_dim))
+
+
+def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype) -> list[KVCache]:
+    """One for each layer of a model."""
+    value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
+    sizes = (max_batch, max_seq_len, config.num_key_value_heads, config.dim_per_head, value_dim)
+    return [empty_cache(*sizes, dtype) for _ in range(config.num_hidden_layers)]
 
 
 def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:

@@ -3,7 +3,6 @@
 Legend: E experts of a layer. Record number = layer * E + expert, over layers with experts.
 """
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from jmoe.memory.slot_pool import SlotPool
 from jmoe.memory.tiered_store import TieredStore
 
 WAIT_LIMIT_S = 60.0
+COPY_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ResidencyStats:
     policy: str
     waits: int = 0
     waited_s: float = 0.0
+    layers: int = 0
     hits: int = 0
     misses: int = 0
     guessed: int = 0
@@ -42,10 +43,16 @@ class Residency(ABC):
     """Which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
 
     streams = False  # slots change while the engine runs, so `release` matters
-    needs_choices = False  # `acquire` must be told which experts the step's tokens chose, and may be told guesses
+    takes_guesses = False  # `expect` is of use
+    needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
+    whole_layers_from_tokens: int | None = None  # see `ChosenExperts`
 
     def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
         self.slots, self._num_experts = slots, num_experts
+
+    def begin_step(self, num_tokens: int) -> None:
+        """A step of so many tokens comes; its layers are acquired in order, each released before the next."""
+        return
 
     @abstractmethod
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
@@ -57,6 +64,15 @@ class Residency(ABC):
     @abstractmethod
     def stats(self) -> ResidencyStats:
         """Counters since the start."""
+
+    @abstractmethod
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        """(layer, expert) of every slot, also of what is on its way there; None where there is nothing."""
+
+    @property
+    def waited_s(self) -> float:
+        """As in `stats`."""
+        return 0.0
 
     def release(self, moe_layer: int) -> None:
         """No program reads this layer's slots any more."""
@@ -86,6 +102,9 @@ class AllResident(Residency):
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
 
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        return [divmod(slot, self._num_experts) for slot in range(self.slots.num_slots)]
+
 
 class LayerRing(Residency):
     """K ring slots, each of E expert slots: whole layers pass through them in order (MoESys section 3.3.2)."""
@@ -111,6 +130,14 @@ class LayerRing(Residency):
         ring = self.ring.stats()
         return ResidencyStats("ring", ring.waits, ring.waited_s)
 
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        experts = range(self._num_experts)
+        return [None if layer is None else (layer, expert) for layer in self.ring.layers for expert in experts]
+
+    @property
+    def waited_s(self) -> float:
+        return self.ring.stats().waited_s
+
     def close(self) -> None:
         self.ring.close()
 
@@ -126,10 +153,15 @@ class LayerRing(Residency):
 class ChosenExperts(Residency):
     """M slots for single experts: a hot set by decayed hit counts, and what the step's tokens chose beside it.
 
-    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy.
+    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy, or less if the
+    choices are known before it has begun.
+
+    whole_layers_from_tokens: a step of so many tokens gets all experts of its layers, the next layer's while one
+    computes, and nobody asks what its tokens chose. This is a ring some of whose layers stay: the hot set keeps its
+    slots, what is left of a layer passes through the others. None: never.
     """
 
-    streams, needs_choices = True, True
+    streams, takes_guesses, needs_choices = True, True, True
 
     def __init__(
         self,
@@ -137,62 +169,84 @@ class ChosenExperts(Residency):
         store: TieredStore,
         num_layers: int,
         num_experts: int,
-        num_slots: int,
         *,
-        threads: int = 2,
+        threads: int = COPY_THREADS,
     ) -> None:
+        num_slots = slots.num_slots
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
         super().__init__(slots, num_experts)
-        self._store = store
+        self._store, self._num_layers = store, num_layers
         self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="expert copy")
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot
         self._pinned: dict[int, set[int]] = {}  # layer -> records
         self._guesses: dict[int, set[int]] = {}
         self._failed: Exception | None = None
-        self._used: dict[int, list[int]] = {}  # layer -> records, of the step that runs
-        self._waits, self._waited_s, self._guessed, self._guessed_right = 0, 0.0, 0, 0
+        self._used: list[int] = []  # records that the step's tokens chose
+        self._waits, self._waited_s, self._layers = 0, 0.0, 0
+        self._hits, self._misses, self._guessed, self._guessed_right = 0, 0, 0, 0
+
+    def begin_step(self, num_tokens: int) -> None:
+        if self._used:  # counts rise once a step, or layers yet to come look unused
+            self.pool.touch(self._used)
+            self._store.touch(self._used)
+            self._used = []
+        whole_from = self.whole_layers_from_tokens
+        self.needs_choices = whole_from is None or num_tokens < whole_from
+        if not self.needs_choices:
+            self._bring(0, self._layer(0))
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        records = self._records(moe_layer, guessed)
-        room = self.pool.num_slots - sum(map(len, self._pinned.values())) - self._num_experts
-        missing = [r for r in records if self.pool.slot_of[r] < 0][: max(0, room)]
-        self._guesses[moe_layer] = set(missing)
-        self._guessed += len(missing)
-        self._bring(moe_layer, missing)
+        self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, self._records(moe_layer, guessed))
+        self._guessed += len(guesses)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        assert chosen is not None
         if self._failed is not None:
             raise self._failed
-        records = self._records(moe_layer, chosen)
-        self._guessed_right += len(self._guesses.pop(moe_layer, set()) & set(records))
-        if moe_layer in self._used:  # a new step: counts rise once a step, or layers yet to come look unused
-            self._touch()
-        self._used[moe_layer] = records
+        records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
+        guesses = self._guesses.pop(moe_layer, set())
+        self._cancel(moe_layer, guesses.difference(records))
+        if chosen is not None:
+            self._count(records, guesses)
         self._bring(moe_layer, records)
+        if chosen is None and moe_layer + 1 < self._num_layers:
+            self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
         self._waits += any(not copy.done() for copy in copies)
         for copy in copies:
             self._finish(copy)
         self._waited_s += time.perf_counter() - begun
-        slot_E = self.pool.slot_of[self._records(moe_layer, np.arange(self._num_experts))]
+        slot_E = self.pool.slot_of[self._layer(moe_layer)]
         return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
 
     def release(self, moe_layer: int) -> None:
         for record in (pinned := self._pinned.pop(moe_layer)):
-            if record in self._copies:  # a wrong guess, still on its way
+            if record in self._copies:  # a wrong guess whose copy had begun when that was known
                 self._finish(self._copies.pop(record))
         self.pool.unpin(sorted(pinned))
 
     def stats(self) -> ResidencyStats:
-        pool = self.pool.stats()
-        hits, misses = pool.hits, pool.misses
-        return ResidencyStats("experts", self._waits, self._waited_s, hits, misses, self._guessed, self._guessed_right)
+        return ResidencyStats(
+            "experts",
+            waits=self._waits,
+            waited_s=self._waited_s,
+            layers=self._layers,
+            hits=self._hits,
+            misses=self._misses,
+            guessed=self._guessed,
+            guessed_right=self._guessed_right,
+        )
+
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        return [None if record < 0 else divmod(record, self._num_experts) for record in self.pool.record_in.tolist()]
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def _finish(self, copy: Future[None]) -> None:
         """Wait for a copy. One that fails ends the service: its slot holds nothing, but is in the pool as filled."""
@@ -202,11 +256,18 @@ class ChosenExperts(Residency):
             self._failed = error
             raise
 
-    def _touch(self) -> None:
-        used = list(itertools.chain.from_iterable(self._used.values()))
-        self.pool.touch(used)
-        self._store.touch(used)
-        self._used.clear()
+    def _count(self, records: list[int], guesses: set[int]) -> None:
+        """Note which of the chosen records were there. What came on a guess was not."""
+        hits = sum(self.pool.slot_of[r] >= 0 and r not in guesses for r in records)
+        self._layers += 1
+        self._hits += hits
+        self._misses += len(records) - hits
+        self._guessed_right += len(guesses.intersection(records))
+        self._used += records
+
+    def _layer(self, moe_layer: int) -> list[int]:
+        """All records of a layer."""
+        return list(range(moe_layer * self._num_experts, (moe_layer + 1) * self._num_experts))
 
     def _records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
@@ -215,6 +276,11 @@ class ChosenExperts(Residency):
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""
+        try:
+            self._store.prefetch([r for r in records if self.pool.slot_of[r] < 0])
+        except Exception as error:  # an earlier read that failed
+            self._failed = error
+            raise
         _, loads = self.pool.plan(records)
         mine = self._pinned.setdefault(moe_layer, set())
         fresh = [r for r in records if r not in mine]
@@ -222,3 +288,24 @@ class ChosenExperts(Residency):
         mine.update(fresh)
         for record, slot in loads:
             self._copies[record] = self._threads.submit(copy_record, self._store, record, self.slots, slot)
+
+    def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
+        """`_bring` of what there is room for while another layer is in use; returns the records to be copied.
+
+        Those that have slots are pinned too: they must not make room for the others.
+        """
+        there = [r for r in records if self.pool.slot_of[r] >= 0]
+        missing = [r for r in records if self.pool.slot_of[r] < 0]
+        room = self.pool.num_slots - sum(map(len, self._pinned.values()))
+        self._bring(moe_layer, (there + missing)[:room])
+        return set(missing[: max(0, room - len(there))])
+
+    def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
+        """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that has not begun."""
+        stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
+        for record in stopped:
+            del self._copies[record]
+        self._pinned.setdefault(moe_layer, set()).difference_update(stopped)
+        self.pool.unpin(stopped)
+        self.pool.drop(stopped)
+        self._store.discard(stopped)

@@ -7,6 +7,8 @@ serve every layer of a kind and every way of keeping the experts (`Residency`), 
 what is streamed is, bit for bit, what is computed when everything is resident.
 """
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
+from jmoe.inference.estimators import Estimator
 from jmoe.inference.expert_slots import slot_mlp
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.residency import Residency
@@ -24,6 +27,7 @@ from jmoe.models.decoder import DecoderLayer
 from jmoe.models.split_checkpoint import Ends
 
 PREFILL_TILE_ROWS = 64
+RECENT_STEPS = 16
 
 
 class Tokens(NamedTuple):
@@ -84,13 +88,6 @@ def _experts(
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _guess(graph: Any, state: Any, h_TD: jax.Array, idx_TK: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [T, K]: what another layer's router makes of this layer's input; E where idx_TK is E."""
-    guess_TK = nnx.merge(graph, state)(h_TD).topk_idx_TK
-    return jnp.where(idx_TK < num_experts, guess_TK, num_experts)
-
-
-@partial(jax.jit, static_argnums=(0, 4))
 def _embed(graph: Any, state: Any, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> jax.Array:
     return nnx.merge(graph, state).embed(tokens_PC, positions_PC, dtype)
 
@@ -117,14 +114,16 @@ class RingDecoder:
         residency: Residency,
         caches: Sequence[KVCache],
         dtype: Any,
+        estimator: Estimator | None = None,
     ) -> None:
         """ends, layers: of `without_experts`."""
-        self.config, self.residency, self.dtype = config, residency, dtype
+        self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
+        self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
+        self._recent: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # choices of every layer, on the device
         self.caches = list(caches)
         self._ends = nnx.split(ends)
         self._layers = [nnx.split(layer) for layer in layers]
         self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
-        self._routers = [nnx.split(layer.moe.router) for layer in layers if layer.moe is not None]
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
 
@@ -143,6 +142,8 @@ class RingDecoder:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
+        path: list[np.ndarray] = []
+        choices: list[list[jax.Array]] = []
         for i, (graph, state) in enumerate(self._layers):
             routed: list[_Routed] = []
             for n, g in enumerate(groups):
@@ -153,29 +154,55 @@ class RingDecoder:
                     routed.append(choice)
             if routed:
                 self._release(held)
-                held = (self._moe_index[i], self._run_experts(self._moe_index[i], xs, routed))
+                held = (self._moe_index[i], self._run_experts(self._moe_index[i], xs, routed, path))
                 xs = held[1][:]
+                choices.append([r.idx_TK for r in routed])
         self._release(held)
+        self._recent.append(choices)
         return xs
 
-    def _run_experts(self, moe_layer: int, xs: list[jax.Array], routed: list[_Routed]) -> list[jax.Array]:
-        """x + experts of every group, when the layer's experts are in place."""
-        residency, following = self.residency, moe_layer + 1
-        guesses: list[jax.Array] = []
-        chosen = None
+    def _run_experts(
+        self, moe_layer: int, xs: list[jax.Array], routed: list[_Routed], path: list[np.ndarray]
+    ) -> list[jax.Array]:
+        """x + experts of every group, when the layer's experts are in place. path: choices of the layers before."""
+        residency, chosen = self.residency, None
         if residency.needs_choices:
-            if following < len(self._routers):  # the next layer's router sees what this layer's sees
-                guesses = [_guess(*self._routers[following], r.h_TD, r.idx_TK, self.config.num_experts) for r in routed]
-            chosen = np.concatenate([np.asarray(r.idx_TK).reshape(-1) for r in routed])
+            if self.estimator is not None:
+                self.estimator.start(moe_layer, [r.h_TD for r in routed])
+            indices = [r.idx_TK for r in routed]
+            for idx_TK in indices:
+                idx_TK.copy_to_host_async()
+            jax.block_until_ready(indices)  # computing them is not part of reading them
+            begun, waited_s = time.perf_counter(), residency.waited_s
+            chosen = np.concatenate([np.asarray(idx_TK) for idx_TK in indices])
+            path.append(chosen)
         table_E = residency.acquire(moe_layer, chosen)
         out = []
         for x_PCD, choice in zip(xs, routed, strict=True):
             tile = min(PREFILL_TILE_ROWS, choice.h_TD.shape[0])
             program = partial(_experts, self.config.hidden_act, tile, x_PCD, choice, table_E)
             out.append(residency.slots.run(program))
-        if guesses:
-            residency.expect(following, np.concatenate([np.asarray(guess).reshape(-1) for guess in guesses]))
+        if chosen is not None:
+            started = time.perf_counter()
+            self.readback_s += started - begun - (residency.waited_s - waited_s)
+            following = len(path) % self.config.num_moe_layers
+            if self.estimator is not None and following != moe_layer:
+                residency.expect(following, self.estimator.estimate(path))
+                self.estimate_s += time.perf_counter() - started
         return out
+
+    def expert_use(self) -> np.ndarray:
+        """int64 [N, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps.
+
+        Read from the device now and not in the steps, which only keep what their routers computed.
+        """
+        experts = self.config.num_experts
+        use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
+        for layers in jax.device_get(list(self._recent)):
+            for layer, indices in enumerate(layers):
+                for idx_TK in indices:
+                    use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
+        return use_NE[:, :-1]
 
     def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:

@@ -100,8 +100,7 @@ class SplitCheckpoint:
     @property
     def rest_bytes(self) -> int:
         """Of everything but the experts."""
-        rest = [p for p in self._parameters if not p.experts]
-        return sum(math.prod(p.shape) * self._dtypes[p.path].itemsize for p in rest)
+        return sum(math.prod(p.shape) * self._dtypes[p.path].itemsize for p in self._parameters if not p.experts)
 
     @property
     def fingerprint(self) -> str:

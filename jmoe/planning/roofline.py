@@ -6,11 +6,12 @@ A layer's time under a ring is max(c, s / W): its bytes move while other layers 
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Policy = Literal["resident", "ring", "expert_granular"]
+Policy = Literal["resident", "ring", "experts"]
 # Slots that a ring needs to load one layer while another is in use.
 MIN_RING_SLOTS = 2
 
@@ -202,7 +203,7 @@ def predict_ring(
     )
 
 
-def predict_expert_granular(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
     """Only the experts a step's tokens chose, into slots shared with a resident hot set.
 
     A layer: t_sync + (1 - g) f + max(c, g f) with f = E_act (1 - hit) s_e / W seconds of fetching, a share g of it
@@ -221,7 +222,7 @@ def predict_expert_granular(weights: ExpertWeights, measured: Measured, device_b
     layer_s = measured.sync_s + (fetch_s - early_s) + max(measured.compute_s, early_s)
     needed = min(weights.num_experts, measured.num_tokens * weights.num_experts_per_tok)
     return Prediction(
-        "expert_granular",
+        "experts",
         slots >= needed,
         weights.num_layers * layer_s,
         weights.num_layers * layer_streamed_bytes,
@@ -241,10 +242,28 @@ def choose_policy(
     predictions = (
         predict_resident(weights, measured, device_bytes),
         predict_ring(weights, measured, device_bytes, ring_slots),
-        predict_expert_granular(weights, measured, device_bytes),
+        predict_experts(weights, measured, device_bytes),
     )
     fitting = [p for p in predictions if p.fits]
     needed = min(weights.num_experts, measured.num_tokens * weights.num_experts_per_tok) * weights.expert_bytes
     smallest_bytes = min(needed, MIN_RING_SLOTS * weights.layer_bytes, weights.total_bytes)
     _check(bool(fitting), "device_bytes", device_bytes, f"must be at least {smallest_bytes} for the expert weights")
     return Plan(min(fitting, key=lambda p: p.step_s), predictions)
+
+
+def ring_from_tokens(
+    weights: ExpertWeights, device_bytes: int, measured: Callable[[int], Measured], max_tokens: int
+) -> int | None:
+    """The fewest tokens of a step from which on a ring is no slower than single experts; None: not by `max_tokens`.
+
+    measured(B): for a step of B tokens. There is one such number: with B the experts to fetch and the compute both
+    grow, until the ring's transfers hide behind the compute; from there on single experts only add waits.
+    """
+
+    def ring_wins(num_tokens: int) -> bool:
+        at = measured(num_tokens)
+        ring = predict_ring(weights, at, device_bytes)
+        return ring.fits and ring.step_s <= predict_experts(weights, at, device_bytes).step_s
+
+    found = 1 + bisect_left(range(1, max_tokens + 1), True, key=ring_wins)
+    return found if found <= max_tokens else None

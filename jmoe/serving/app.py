@@ -16,7 +16,7 @@ from jmoe.inference.engine import Engine
 from jmoe.serving.chat import chat_router
 from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.completions import completions_router
-from jmoe.serving.engine_loop import EngineLoop
+from jmoe.serving.engine_loop import EngineLoop, View
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.front import Front
 from jmoe.serving.metrics import Metrics
@@ -157,7 +157,7 @@ def state_router(service: Service) -> APIRouter:
     @router.get("/live")
     async def live() -> Live:
         """For the page."""
-        return live_view(service)
+        return live_view(service, await service.loop.view())
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:
@@ -166,7 +166,7 @@ def state_router(service: Service) -> APIRouter:
     return router
 
 
-def live_view(service: Service) -> Live:
+def live_view(service: Service, view: View) -> Live:
     """What the machine does."""
     engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
     return Live(
@@ -180,11 +180,11 @@ def live_view(service: Service) -> Live:
         prompt_tokens_total=service.metrics.prompt_tokens_total,
         generation_tokens_total=service.metrics.generation_tokens_total,
         tokens_per_s=service.loop.tokens_per_s,
-        slots=None,
+        slots=view.slots,
         streamed_bytes_total=engine.streamed_bytes,
         nvme_bytes_total=engine.nvme_bytes,
         hit_rate=engine.hit_rate,
         waited_s=engine.waited_s,
         roofline_fraction=engine.roofline_fraction,
-        expert_counts=None,
+        expert_counts=view.expert_counts,
     )

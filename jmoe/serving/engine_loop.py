@@ -6,6 +6,7 @@ loop.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
@@ -26,6 +27,7 @@ from jmoe.serving.metrics import Metrics
 log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 5.0
+VIEW_S = 1.0
 MAX_RETRY_AFTER_S = 60
 JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
 
@@ -44,6 +46,14 @@ class Snapshot:
 
     engine: EngineStats
     scheduler: SchedulerStats
+
+
+@dataclass(frozen=True)
+class View:
+    """What lies where, which takes longer to find out. slots: (layer, expert) of each, or None; empty: all stay."""
+
+    slots: list[tuple[int, int] | None]
+    expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
 
 
 @dataclass
@@ -150,6 +160,7 @@ class EngineLoop:
         self.draining = False
         self.failure: str | None = None
         self.snapshot = self._look()
+        self._view, self._viewed_s = self._look_closely(), time.monotonic()
 
     def start(self) -> None:
         """Begin, in the running event loop."""
@@ -172,6 +183,16 @@ class EngineLoop:
     def tokens_per_s(self) -> float:
         """Drawn in the last seconds."""
         return self._rate.value(time.monotonic())
+
+    async def view(self) -> View:
+        """Not older than a second, unless a step takes longer than that or the engine has failed."""
+        if self.failure is None and time.monotonic() - self._viewed_s > VIEW_S:
+            self._viewed_s = time.monotonic()
+            done = asyncio.Event()
+            self._commands.put(lambda: self._refresh_view(done))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), VIEW_S)
+        return self._view
 
     def check_ready(self) -> None:
         """`ApiError` 503 if no request is taken in any more."""
@@ -273,6 +294,14 @@ class EngineLoop:
             self._engine.add_request(job.prompt_token_ids, job.sampling, request_id=request_id)
         except ValueError as error:
             self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
+
+    def _refresh_view(self, done: asyncio.Event) -> None:
+        self._view = self._look_closely()
+        self._loop.call_soon_threadsafe(done.set)
+
+    def _look_closely(self) -> View:
+        streams = self._engine.residency.streams
+        return View(self._engine.residency.occupancy() if streams else [], self._engine.expert_use().tolist())
 
     def _look(self) -> Snapshot:
         return Snapshot(self._engine.stats(), self._engine.scheduler_stats())

@@ -367,8 +367,8 @@ class Status(BaseModel):
 class Live(BaseModel):
     """`GET /live`: what the page shows. Totals are since the start.
 
-    slots: for each slot what it holds: a layer, [layer, expert], or null. expert_counts: [layer][expert], how many
-    tokens chose it. tokens_per_s: drawn in the last seconds.
+    slots: for each slot the [layer, expert] in it, or null; empty: all experts stay on the device. expert_counts:
+    [layer][expert], how many tokens chose it in the last steps. tokens_per_s: drawn in the last seconds.
     """
 
     model: str
@@ -381,10 +381,10 @@ class Live(BaseModel):
     prompt_tokens_total: int
     generation_tokens_total: int
     tokens_per_s: float
-    slots: list[int | list[int] | None] | None
+    slots: list[tuple[int, int] | None]
     streamed_bytes_total: int
     nvme_bytes_total: int
     hit_rate: float
     waited_s: float
     roofline_fraction: float
-    expert_counts: list[list[int]] | None
+    expert_counts: list[list[int]]
