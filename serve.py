@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tyro
 
+import jmoe
 from jmoe.config import CheckpointConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
         service = make_service(engine, config, folder, name)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         server = HttpServer(
-            make_app(service, api_keys),
+            make_app(service, api_keys, jmoe.__version__),
             service.loop,
             config.drain_timeout_s,
             lambda: print(f"serving {url} (the API under {url}/v1)", flush=True),

@@ -10,7 +10,6 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import FileResponse, Response
 
-import jmoe
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.serving.chat import chat_router
@@ -59,7 +58,7 @@ def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -
     return Service(config, name, loop, metrics, tokenizer, texts, ChatTemplate.from_folder(folder))
 
 
-def make_app(service: Service, api_keys: list[str]) -> FastAPI:
+def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
     """The application for one service; the engine's loop runs while the application does."""
 
     @asynccontextmanager
@@ -69,9 +68,7 @@ def make_app(service: Service, api_keys: list[str]) -> FastAPI:
         await service.loop.stop()
 
     responses = {status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()}
-    app = FastAPI(
-        title="jmoe", version=jmoe.__version__, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.add_middleware(Front, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
     for router in (completions_router, chat_router, tokens_router, state_router):

@@ -1,12 +1,13 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jmoe.inference.engine import Output, TokenLogprob
+from jmoe.inference.engine import TokenLogprob
 from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.completions import EVENTS
 from jmoe.serving.engine_loop import Generation
@@ -16,53 +17,73 @@ from jmoe.serving.schemas import (
     ChatChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
+    ChatLogprobs,
+    ChunkChoice,
+    Delta,
     Envelope,
+    Usage,
 )
-from jmoe.serving.service import Service, usage
+from jmoe.serving.service import Service, note_prompts, usage
 
 
-def chat_router(service: Service) -> APIRouter:
-    """The route."""
-    router = APIRouter()
+@dataclass(frozen=True)
+class _Chat:
+    """A request whose answers are being drawn."""
 
-    async def whole(
-        body: ChatCompletionRequest, prompt: list[int], generation: Generation, envelope: Envelope
-    ) -> ChatCompletionResponse:
-        texts = [""] * body.n
-        logprobs: list[list[TokenLogprob]] = [[] for _ in texts]
-        reasons: list[Any] = [None] * body.n
-        async for index, output in generation:
+    service: Service
+    body: ChatCompletionRequest
+    prompt: list[int]
+    generation: Generation
+    envelope: Envelope
+
+    async def whole(self) -> ChatCompletionResponse:
+        n = self.body.n
+        texts = [""] * n
+        logprobs: list[list[TokenLogprob]] = [[] for _ in range(n)]
+        reasons: list[Any] = [None] * n
+        async for index, output in self.generation:
             texts[index] += output.text
             logprobs[index] += output.logprobs
             reasons[index] = output.finish_reason
         choices = [
             ChatChoice(
                 index=index,
-                message=AnswerMessage(content=text),
-                logprobs=service.texts.chat_logprobs(logprobs[index]) if body.logprobs else None,
+                message=AnswerMessage(content=texts[index]),
+                logprobs=self._logprobs(logprobs[index]),
                 finish_reason=reasons[index],
             )
-            for index, text in enumerate(texts)
+            for index in range(n)
         ]
-        return ChatCompletionResponse(**dict(envelope), choices=choices, usage=usage([prompt], generation))
+        return ChatCompletionResponse(**dict(self.envelope), choices=choices, usage=self._usage())
 
-    def choice(index: int, output: Output, body: ChatCompletionRequest) -> dict[str, Any]:
-        logprobs = service.texts.chat_logprobs(output.logprobs).model_dump() if body.logprobs else None
-        delta = {"content": output.text}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish_reason}
+    async def chunks(self) -> AsyncIterator[ChatChunk]:
+        """The role of every choice, then its text as it comes."""
+        shared = dict(self.envelope)
+        for index in range(self.body.n):
+            delta = Delta(role="assistant", content="")
+            yield ChatChunk(**shared, choices=[ChunkChoice(index=index, delta=delta)])
+        async for index, output in self.generation:
+            assert output.finish_reason != "abort", "what is aborted has no reader"
+            choice = ChunkChoice(
+                index=index,
+                delta=Delta(content=output.text),
+                logprobs=self._logprobs(output.logprobs),
+                finish_reason=output.finish_reason,
+            )
+            yield ChatChunk(**shared, choices=[choice])
+        if self.body.includes_usage:
+            yield ChatChunk(**shared, choices=[], usage=self._usage())
 
-    async def chunks(
-        body: ChatCompletionRequest, prompt: list[int], generation: Generation, envelope: Envelope
-    ) -> AsyncIterator[ChatChunk]:
-        shared = dict(envelope)
-        for index in range(body.n):
-            begin = {"role": "assistant", "content": ""}
-            first = {"index": index, "delta": begin, "logprobs": None, "finish_reason": None}
-            yield ChatChunk(**shared, choices=[first])
-        async for index, output in generation:
-            yield ChatChunk(**shared, choices=[choice(index, output, body)])
-        if body.includes_usage:
-            yield ChatChunk(**shared, choices=[], usage=usage([prompt], generation))
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
+        return self.service.texts.chat_logprobs(logprobs) if self.body.logprobs else None
+
+    def _usage(self) -> Usage:
+        return usage([self.prompt], self.generation)
+
+
+def chat_router(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=EVENTS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletionResponse | Response:
@@ -79,13 +100,11 @@ def chat_router(service: Service) -> APIRouter:
             return body.sampling(most, choice, logprobs=logprobs)
 
         jobs = service.jobs([prompt], sampling, body.n)
-        request.state.note(f"{len(prompt)} prompt tokens, {body.n} choices")
-        if service.config.log_prompts:
-            request.state.note(repr(text))
+        note_prompts(service, request, [prompt], [text], len(jobs))
         generation = service.loop.submit(jobs)
-        envelope = service.envelope(request, "chatcmpl")
+        chat = _Chat(service, body, prompt, generation, service.envelope(request, "chatcmpl"))
         if body.stream:
-            return service.stream(body, generation, chunks(body, prompt, generation, envelope))
-        return await service.answer(request, generation, whole(body, prompt, generation, envelope))
+            return service.stream(body, generation, chat.chunks())
+        return await service.answer(request, generation, chat.whole())
 
     return router

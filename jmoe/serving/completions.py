@@ -10,8 +10,15 @@ from starlette.responses import Response
 from jmoe.inference.engine import Output, TokenLogprob
 from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.engine_loop import Generation
-from jmoe.serving.schemas import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Envelope
-from jmoe.serving.service import Service, usage
+from jmoe.serving.schemas import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    Envelope,
+    Usage,
+)
+from jmoe.serving.service import Service, note_prompts, usage
 from jmoe.serving.tokens import TokenTexts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -82,40 +89,43 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     return prompts
 
 
+@dataclass(frozen=True)
+class _Completion:
+    """A request whose choices are being drawn."""
+
+    service: Service
+    body: CompletionRequest
+    prompts: list[_Prompt]
+    generation: Generation
+    envelope: Envelope
+
+    async def whole(self) -> CompletionResponse:
+        found: dict[int, list[CompletionChoice]] = {}
+        async for piece in self._pieces():
+            found.setdefault(piece.index, []).append(piece)
+        choices = [join(found[index]) for index in sorted(found)]
+        return CompletionResponse(**dict(self.envelope), choices=choices, usage=self._usage())
+
+    async def chunks(self) -> AsyncIterator[CompletionResponse]:
+        shared = dict(self.envelope)
+        async for piece in self._pieces():
+            yield CompletionResponse(**shared, choices=[piece])
+        if self.body.includes_usage:
+            yield CompletionResponse(**shared, choices=[], usage=self._usage())
+
+    async def _pieces(self) -> AsyncIterator[CompletionChoice]:
+        n, texts = self.body.n, self.service.texts
+        choices = [_Choice(self.body, texts, self.prompts[i // n], i) for i in range(len(self.generation.jobs))]
+        async for index, output in self.generation:
+            yield choices[index].piece(output)
+
+    def _usage(self) -> Usage:
+        return usage([p.token_ids for p in self.prompts], self.generation, drawn=self.body.max_tokens != 0)
+
+
 def completions_router(service: Service) -> APIRouter:
     """The route."""
     router = APIRouter()
-
-    async def pieces(choices: Sequence[_Choice], generation: Generation) -> AsyncIterator[CompletionChoice]:
-        async for index, output in generation:
-            yield choices[index].piece(output)
-
-    async def whole(
-        body: CompletionRequest,
-        choices: Sequence[_Choice],
-        generation: Generation,
-        prompts: Sequence[_Prompt],
-        envelope: Envelope,
-    ) -> CompletionResponse:
-        found: list[list[CompletionChoice]] = [[] for _ in choices]
-        async for piece in pieces(choices, generation):
-            found[piece.index].append(piece)
-        counts = usage([p.token_ids for p in prompts], generation, drawn=body.max_tokens != 0)
-        return CompletionResponse(**dict(envelope), choices=[join(p) for p in found], usage=counts)
-
-    async def chunks(
-        body: CompletionRequest,
-        choices: Sequence[_Choice],
-        generation: Generation,
-        prompts: Sequence[_Prompt],
-        envelope: Envelope,
-    ) -> AsyncIterator[CompletionResponse]:
-        shared = dict(envelope)
-        async for piece in pieces(choices, generation):
-            yield CompletionResponse(**shared, choices=[piece])
-        if body.includes_usage:
-            counts = usage([p.token_ids for p in prompts], generation, drawn=body.max_tokens != 0)
-            yield CompletionResponse(**shared, choices=[], usage=counts)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
     async def completions(body: CompletionRequest, request: Request) -> CompletionResponse | Response:
@@ -129,15 +139,13 @@ def completions_router(service: Service) -> APIRouter:
             most = service.max_new_tokens(token_ids, body.max_tokens, DEFAULT_MAX_TOKENS)
             return body.sampling(most, choice, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
 
-        jobs = service.jobs([p.token_ids for p in prompts], sampling, body.n)
-        choices = [_Choice(body, service.texts, prompts[i // body.n], i) for i in range(len(jobs))]
-        request.state.note(f"{sum(len(p.token_ids) for p in prompts)} prompt tokens, {len(jobs)} choices")
-        if service.config.log_prompts:
-            request.state.note(repr([p.text or p.token_ids for p in prompts]))
+        token_ids = [p.token_ids for p in prompts]
+        jobs = service.jobs(token_ids, sampling, body.n)
+        note_prompts(service, request, token_ids, [p.text or p.token_ids for p in prompts], len(jobs))
         generation = service.loop.submit(jobs)
-        envelope = service.envelope(request, "cmpl")
+        completion = _Completion(service, body, prompts, generation, service.envelope(request, "cmpl"))
         if body.stream:
-            return service.stream(body, generation, chunks(body, choices, generation, prompts, envelope))
-        return await service.answer(request, generation, whole(body, choices, generation, prompts, envelope))
+            return service.stream(body, generation, completion.chunks())
+        return await service.answer(request, generation, completion.whole())
 
     return router

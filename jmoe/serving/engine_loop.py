@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from jmoe.inference.engine import Engine, EngineStats, Output
+from jmoe.inference.engine import Engine, Output
 from jmoe.inference.sampling import SamplingParams
 from jmoe.inference.scheduler import SchedulerStats
+from jmoe.inference.stats import EngineStats
 from jmoe.serving.errors import ApiError
 from jmoe.serving.metrics import Metrics
 

@@ -333,11 +333,27 @@ class ChatCompletionResponse(Envelope):
     usage: Usage
 
 
+class Delta(BaseModel):
+    """What a chunk adds to a message; the role comes with the first."""
+
+    role: Literal["assistant"] | None = None
+    content: str
+
+
+class ChunkChoice(BaseModel):
+    """The next piece of an answer, with finish_reason null until the last."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
 class ChatChunk(Envelope):
     """A chunk of a stream."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[dict[str, Any]]
+    choices: list[ChunkChoice]
     usage: Usage | None = None
 
 

@@ -17,7 +17,7 @@ from jmoe.config.serving import ServeConfig
 from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.engine_loop import EngineLoop, Generation, Job
-from jmoe.serving.errors import ApiError
+from jmoe.serving.errors import ApiError, printable
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.schemas import Envelope, GenerationBody, Message, Usage
 from jmoe.serving.tokens import TokenTexts
@@ -53,6 +53,8 @@ class Service:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, in a thread: a long prompt must not hold up the others."""
+        if printable(text) != text:
+            raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
         encoded = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
@@ -145,3 +147,12 @@ def usage(prompts: Sequence[Sequence[int]], generation: Generation, *, drawn: bo
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
     )
+
+
+def note_prompts(
+    service: Service, request: Request, token_ids: Sequence[Sequence[int]], prompts: Sequence[object], choices: int
+) -> None:
+    """For the log: how many tokens and choices, and the prompts themselves only where that is asked for."""
+    request.state.note(f"{sum(map(len, token_ids))} prompt tokens, {choices} choices")
+    if service.config.log_prompts:
+        request.state.note(repr(prompts))
