@@ -18,7 +18,7 @@ from pathlib import Path
 import tyro
 
 import jmoe
-from jmoe.config import CheckpointConfig
+from jmoe.config import CheckpointConfig, check
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
@@ -81,6 +81,7 @@ def plan(folder: Path, config: ServeConfig) -> tuple[MemoryPlan, ServeConfig]:
             expert_tier=config.expert_tier,
             host_cache_bytes=config.host_cache_bytes,
         )
+    check((folder / "tokenizer.json").is_file(), "model", str(folder), "must hold a tokenizer.json")
     return memory, config
 
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.inference import sampler
+from jmoe.inference.constraint import Constraint
 from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.estimators import EstimatorName, make_estimator
 from jmoe.inference.expert_tiers import memory_plan, open_experts
@@ -86,6 +87,7 @@ class _Stream:
 
     request: Request
     text: TextStream | None
+    constraint: Constraint | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -199,9 +201,14 @@ class Engine:
     # Requests
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        constraint: Constraint | None = None,
     ) -> str:
-        """Queue a request; returns its id. prompt: text, or token ids."""
+        """Queue a request; returns its id. prompt: text, or token ids. constraint: of its output, used by it alone."""
         sampling = SamplingParams() if sampling is None else sampling
         token_ids = self._encode(prompt)
         self.check_request(token_ids, sampling)
@@ -210,7 +217,7 @@ class Engine:
         text = None
         if self._detokenizer is not None:
             text = self._detokenizer.stream(token_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
-        self._streams[request.id] = _Stream(request, text)
+        self._streams[request.id] = _Stream(request, text, constraint)
         return request.id
 
     def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -351,7 +358,10 @@ class Engine:
         self, logits_BV: jax.Array, requests: list[Request], slots: list[int], positions: list[int]
     ) -> list[tuple[int, TokenLogprob | None]]:
         """A token for each request, from the first rows of the logits."""
-        if all(request.sampling.plain_greedy for request in requests):
+        streams = [self._streams.get(request.id) for request in requests]  # None: warm-up
+        constraints = [None if stream is None else stream.constraint for stream in streams]
+        constrained = any(constraint is not None for constraint in constraints)
+        if not constrained and all(request.sampling.plain_greedy for request in requests):
             tokens = np.asarray(_greedy(logits_BV)).tolist()
             return [(token, None) for token in tokens[: len(requests)]]
         size = self._scheduler.max_batch  # one shape, and so one program, for every number of requests
@@ -371,8 +381,9 @@ class Engine:
         slots_B = np.array(slots + [self._scheduler.max_batch] * padding, np.int32)
         positions_B = np.array(positions + [0] * padding, np.int32)
         wanted = any(r.sampling.logprobs is not None for r in requests)
+        allowed_BW = _allowed(constraints, size, self.config.vocab_size) if constrained else None
         tokens_B, logprobs, self._sampler_state = _sample(
-            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, with_logprobs=wanted
+            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, allowed_BW, with_logprobs=wanted
         )
         tokens = np.asarray(tokens_B).tolist()[: len(requests)]
         found = _token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
@@ -398,6 +409,8 @@ class Engine:
                 request.finish_reason = "stop"
             if request.finish_reason is not None:
                 text += stream.text.flush()
+        if stream.constraint is not None and request.finish_reason is None:
+            stream.constraint.accept(token)
         if request.finish_reason is not None:
             del self._streams[request.id]
         logprobs = [] if logprob is None else [logprob]
@@ -405,7 +418,7 @@ class Engine:
         return Output(request.id, [token], text, logprobs, request.finish_reason, of_prompt)
 
     def _warm_up(self) -> None:
-        """Compile, before the first request, every program of every shape; not those of prompt log-probabilities."""
+        """Compile, before the first request, every program but those of prompt log-probabilities and constraints."""
         for size in self._scheduler.decode_buckets:
             (x,) = self._decoder.forward([self._decoder.tokens([], size, 1)])
             logits = self._decoder.logits(x, np.zeros(size, np.int32))
@@ -450,6 +463,15 @@ def _token_logprobs(
         None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
         for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
     ]
+
+
+def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: int) -> np.ndarray:
+    """`allowed_BW` of the sampler, with rows of padding."""
+    words_BW = np.full((size, -(-vocab_size // 32)), -1, np.int32)
+    for row, constraint in enumerate(constraints):
+        if constraint is not None:
+            constraint.fill(words_BW[row])
+    return words_BW
 
 
 def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from jmoe.serving.completions import completions_router
 from jmoe.serving.engine_loop import EngineLoop, View
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.front import Front
+from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.schemas import (
     DetokenizeRequest,
@@ -47,15 +48,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -> Service:
-    """Everything but HTTP. `ValueError` if the model has no tokenizer."""
+    """Everything but HTTP. The folder must hold a tokenizer.json."""
     tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"model = {str(folder)!r}: must have a tokenizer.json")
+    assert tokenizer is not None, "checked before the weights were read"
     metrics = Metrics(name)
     loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
     metrics.watch(lambda: loop.snapshot, engine.max_batch * engine.max_seq_len)
     texts = TokenTexts(tokenizer)
-    return Service(config, name, loop, metrics, tokenizer, texts, ChatTemplate.from_folder(folder))
+    grammars = Grammars(tokenizer, engine.config.vocab_size, engine.eos_token_ids)
+    return Service(config, name, loop, metrics, tokenizer, texts, ChatTemplate.from_folder(folder), grammars)
 
 
 def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:

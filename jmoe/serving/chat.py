@@ -99,7 +99,7 @@ def chat_router(service: Service) -> APIRouter:
         def sampling(_: list[int], choice: int) -> SamplingParams:
             return body.sampling(most, choice, logprobs=logprobs)
 
-        jobs = service.jobs([prompt], sampling, body.n)
+        jobs = await service.jobs(body, [prompt], sampling)
         note_prompts(service, request, [prompt], [text], len(jobs))
         generation = service.loop.submit(jobs)
         chat = _Chat(service, body, prompt, generation, service.envelope(request, "chatcmpl"))

@@ -140,7 +140,7 @@ def completions_router(service: Service) -> APIRouter:
             return body.sampling(most, choice, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
 
         token_ids = [p.token_ids for p in prompts]
-        jobs = service.jobs(token_ids, sampling, body.n)
+        jobs = await service.jobs(body, token_ids, sampling)
         note_prompts(service, request, token_ids, [p.text or p.token_ids for p in prompts], len(jobs))
         generation = service.loop.submit(jobs)
         completion = _Completion(service, body, prompts, generation, service.envelope(request, "cmpl"))

@@ -23,6 +23,7 @@ from jmoe.inference.sampling import SamplingParams
 from jmoe.inference.scheduler import SchedulerStats
 from jmoe.inference.stats import EngineStats
 from jmoe.serving.errors import ApiError
+from jmoe.serving.grammar import JsonConstraint
 from jmoe.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Job:
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    constraint: JsonConstraint | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,12 @@ class Generation:
         item = await self._items.get()
         if isinstance(item, ApiError):
             raise item
-        self._unfinished -= item[1].finish_reason is not None
+        index, output = item
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+            constraint = self.jobs[index].constraint
+            if constraint is not None and constraint.error:
+                raise ApiError(400, f"response_format: {constraint.error}", param="response_format")
         return item
 
     def __enter__(self) -> Self:
@@ -292,7 +299,9 @@ class EngineLoop:
 
     def _add(self, request_id: str, job: Job) -> None:
         try:
-            self._engine.add_request(job.prompt_token_ids, job.sampling, request_id=request_id)
+            self._engine.add_request(
+                job.prompt_token_ids, job.sampling, request_id=request_id, constraint=job.constraint
+            )
         except ValueError as error:
             self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
 

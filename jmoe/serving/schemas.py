@@ -88,8 +88,8 @@ class GenerationBody(RequestBody):
     def _streams(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream = true")
-        if self.min_tokens and self.json_schema is not None:
-            raise ValueError("min_tokens cannot be held where response_format decides when the answer ends")
+        if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
+            raise ValueError("min_tokens and ignore_eos do not go with response_format, by which the answer ends")
         return self
 
     @property

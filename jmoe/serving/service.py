@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -18,6 +18,7 @@ from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.engine_loop import EngineLoop, Generation, Job
 from jmoe.serving.errors import ApiError, printable
+from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.schemas import Envelope, GenerationBody, Message, Usage
 from jmoe.serving.tokens import TokenTexts
@@ -40,6 +41,7 @@ class Service:
     tokenizer: Tokenizer
     texts: TokenTexts
     chat_template: ChatTemplate | None
+    grammars: Grammars
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -79,12 +81,17 @@ class Service:
         room = limit - length
         return max(1, asked) if asked is not None else min(room, default or room)
 
-    def jobs(self, prompts: Sequence[list[int]], make: Callable[[list[int], int], SamplingParams], n: int) -> list[Job]:
+    async def jobs(
+        self, body: GenerationBody, prompts: Sequence[list[int]], make: Callable[[list[int], int], SamplingParams]
+    ) -> list[Job]:
         """Choice i of prompt p has number p * n + i. `ApiError` 400 for what the engine would refuse."""
         try:
-            jobs = [Job(prompt, make(prompt, choice)) for prompt in prompts for choice in range(n)]
-            for job in jobs[::n]:
+            jobs = [Job(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)]
+            for job in jobs[:: body.n]:
                 self.loop.engine.check_request(job.prompt_token_ids, job.sampling)
+            if body.json_schema is not None:
+                constraints = await asyncio.to_thread(self.grammars.constraints, body.json_schema, len(jobs))
+                jobs = [replace(job, constraint=found) for job, found in zip(jobs, constraints, strict=True)]
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
         return jobs
