@@ -105,9 +105,6 @@ def load(folder: Path, config: ServeConfig) -> Engine:
 def main(arguments: Sequence[str]) -> None:
     """Plan, load, serve."""
     config = parse(arguments)
-    # force: a library imported here has set handlers of its own
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.getLogger("jmoe").setLevel(logging.INFO)
     api_keys = read_api_keys(config.api_key_file)
     folder = hugging_face_folder(config.model)
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
@@ -132,6 +129,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    # force: a library imported here has set handlers of its own
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("jmoe").setLevel(logging.INFO)
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from train_runs import TrainRuns
+
+import serve
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -43,7 +46,7 @@ def test_the_plan_needs_no_weights(run_python: Run, tmp_path: Path) -> None:
     assert "policy ring, experts from host" in done.stdout and "keys and values" in done.stdout
 
 
-def test_mistakes(run_python: Run, tmp_path: Path) -> None:
+def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Told in a line, before anything is loaded."""
     keys = tmp_path / "keys"
     keys.write_text("\n")
@@ -59,19 +62,18 @@ def test_mistakes(run_python: Run, tmp_path: Path) -> None:
             ([tmp_path / "run"], "the run has no checkpoint yet"),
             ([FOLDER / "olmoe"], "must hold a tokenizer.json"),
             ([model, "--ring-slots", "9"], "ring_slots = 9: must be between 1 and 2"),
-            ([model, "--port", str(port)], f"port = {port}: Address already in use"),
             ([model, "--api-key-file", keys], "api_key_file = "),
+            ([model, "--port", str(port)], f"port = {port}: Address already in use"),
         ):
-            done = run_python(["serve.py", *arguments])
-            assert done.returncode == 1 and message in done.stderr, done.stderr
-            assert "Traceback" not in done.stderr
-    for option, message in (
-        ("--policy=fast", "invalid choice"),
-        ("--port=70000", "port = 70000"),
-        ("--max-batch=0", "0"),
-    ):
-        done = run_python(["serve.py", model, option])
-        assert done.returncode == 2 and message in done.stderr, done.stderr
+            with pytest.raises((ValueError, OSError), match=re.escape(message)):
+                serve.main(list(map(str, arguments)))
+        done = run_python(["serve.py", model, "--port", str(port)])
+    assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    for option, message in (("--policy=fast", "invalid choice"), ("--port=70000", "port = 70000")):
+        with pytest.raises(SystemExit):
+            serve.main([model, option])
+        assert message in capsys.readouterr().err
 
 
 def test_a_run_is_served(
@@ -91,7 +93,7 @@ def test_a_run_is_served(
             time.sleep(0.1)
         url = found[0].split()[1]
         models = httpx.get(f"{url}/v1/models").json()["data"]
-        assert [(m["id"], m["max_model_len"]) for m in models] == [("run", 64)]
+        assert [(m["id"], m["max_model_len"]) for m in models] == [("run", 256)]
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=60).json()
         assert answer["usage"]["completion_tokens"] >= 1
         process.terminate()

@@ -56,6 +56,7 @@ class OpenAIServer(ThreadingHTTPServer):
         self.text: list[str] = ["Hello", ", ", "world"]
         self.token_s = 0.0
         self.error_after: int | None = None  # so many tokens, then an error in the stream
+        self.gate: threading.Barrier | None = None  # answers begin when so many requests have come
         self.refuse: list[tuple[int, Mapping[str, str], str]] = []
         self.requests: list[tuple[str, dict[str, Any], Mapping[str, str]]] = []
         self.disconnects = 0
@@ -93,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.refuse:
             self._error(*self.server.refuse.pop(0))
             return
+        if self.server.gate:
+            self.server.gate.wait(60)
         chat = self.path == "/v1/chat/completions"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from openai_server import OpenAIServer
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
@@ -77,10 +78,10 @@ def test_conversation(page: Page, server: OpenAIServer) -> None:
     page.get_by_label("Temperature").fill("")
     say(page, "line 1\nline 2")
     expect(page.locator("article p")).to_have_text(["line 1\nline 2", "Hello, world"], use_inner_text=True)
-    expect(page.locator("article footer").last).to_contain_text("7 + 3 tokens · first after")
+    expect(page.locator("article .note").last).to_contain_text("7 + 3 tokens · first after")
     say(page, "more")
     expect(page.locator("article p")).to_have_count(4)
-    expect(page.locator("article footer").last).to_contain_text("tokens/s")
+    expect(page.locator("article .note").last).to_contain_text("tokens/s")
     (path, first, _), (_, second, _) = server.requests
     system, question = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "line 1\nline 2"}
     assert path == "/v1/chat/completions"
@@ -96,7 +97,7 @@ def test_conversation(page: Page, server: OpenAIServer) -> None:
     page.get_by_role("button", name="New").click()
     expect(page.locator("article")).to_have_count(0)
     say(page, "afresh")
-    expect(page.locator("article footer").last).to_contain_text("tokens")
+    expect(page.locator("article .note").last).to_contain_text("tokens")
     assert server.requests[2][1]["messages"] == [system, {"role": "user", "content": "afresh"}]
 
 
@@ -104,7 +105,7 @@ def test_completion_without_chat_template(page: Page, server: OpenAIServer) -> N
     server.live["chat"] = False
     open_page(page, server)
     say(page, "def f(")
-    expect(page.locator("article h3")).to_have_text(["Text", "Continuation"])
+    expect(page.locator("article h2")).to_have_text(["Text", "Continuation"])
     expect(page.locator("article p").last).to_have_text("Hello, world")
     path, body, _ = server.requests[0]
     assert path == "/v1/completions"
@@ -123,7 +124,7 @@ def test_stop(page: Page, server: OpenAIServer, how: str) -> None:
         page.get_by_role("button", name="Stop").click()
     else:
         page.keyboard.press("Escape")
-    expect(page.locator("article footer").last).to_have_text("stopped")
+    expect(page.locator("article .note").last).to_have_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     expect(page.locator("article p").last).to_contain_text("tick tick")
     for _ in range(100):
@@ -271,7 +272,7 @@ def test_without_slots_or_counts(page: Page, server: OpenAIServer) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_layout(browser: Browser, server: OpenAIServer, width: int, scheme: Any) -> None:
-    """Nothing is wider than the window, whichever the width; everything comes from the server itself."""
+    """Nothing is wider than the window, everything is from the server itself, axe finds no barrier."""
     server.live |= MOVING | {
         "model": "a-very-long-model-name-without-a-space-" * 3,
         "slots": [[0, i] for i in range(99)],
@@ -283,8 +284,13 @@ def test_layout(browser: Browser, server: OpenAIServer, width: int, scheme: Any)
         page.on("request", lambda request: asked.append(request.url))
         open_page(page, server)
         say(page, "x" * 200)
-        expect(page.locator("article footer").last).to_contain_text("tokens")
+        expect(page.locator("article .note").last).to_contain_text("tokens")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == {"light": "rgb(252, 252, 251)", "dark": "rgb(21, 23, 26)"}[scheme]
         assert all(url.startswith((server.url, "data:")) for url in asked)
+        server.refuse = [(400, {}, "no")]
+        say(page, "again")
+        expect(page.get_by_role("alert")).to_be_visible()
+        page.get_by_text("Settings", exact=True).click()
+        assert Axe().run(page).response["violations"] == []
