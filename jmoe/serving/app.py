@@ -53,7 +53,7 @@ def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -
     assert tokenizer is not None, "checked before the weights were read"
     metrics = Metrics(name)
     loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
-    metrics.watch(lambda: loop.snapshot, engine.max_batch * engine.max_seq_len)
+    metrics.watch(loop)
     texts = TokenTexts(tokenizer)
     grammars = Grammars(tokenizer, engine.config.vocab_size, engine.eos_token_ids)
     return Service(config, name, loop, metrics, tokenizer, texts, ChatTemplate.from_folder(folder), grammars)
@@ -150,6 +150,7 @@ def state_router(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
     async def metrics() -> Response:
         """For Prometheus."""
+        await service.loop.view()  # for the load of experts
         return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
 
     @router.get("/live")
@@ -174,7 +175,7 @@ def live_view(service: Service, view: View) -> Live:
         requests_running=scheduler.running,
         requests_waiting=scheduler.waiting,
         kv_tokens_used=scheduler.kv_tokens,
-        kv_tokens_total=service.loop.engine.max_batch * service.max_seq_len,
+        kv_tokens_total=service.loop.kv_tokens_total,
         prompt_tokens_total=service.metrics.prompt_tokens_total,
         generation_tokens_total=service.metrics.generation_tokens_total,
         tokens_per_s=service.loop.tokens_per_s,

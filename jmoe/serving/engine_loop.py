@@ -92,6 +92,11 @@ class Generation:
         self.progress = [Progress() for _ in jobs]
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
 
+    @property
+    def num_tokens(self) -> int:
+        """Drawn so far."""
+        return sum(progress.num_tokens for progress in self.progress)
+
     def put(self, index: int, output: Output) -> None:
         self._items.put_nowait((index, output))
 
@@ -168,7 +173,7 @@ class EngineLoop:
         self.draining = False
         self.failure: str | None = None
         self.snapshot = self._look()
-        self._view, self._viewed_s = self._look_closely(), time.monotonic()
+        self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
 
     def start(self) -> None:
         """Begin, in the running event loop."""
@@ -188,6 +193,11 @@ class EngineLoop:
         return self._engine
 
     @property
+    def kv_tokens_total(self) -> int:
+        """What the cache holds at most."""
+        return self._engine.max_batch * self._engine.max_seq_len
+
+    @property
     def tokens_per_s(self) -> float:
         """Drawn in the last seconds."""
         return self._rate.value(time.monotonic())
@@ -200,7 +210,7 @@ class EngineLoop:
             self._commands.put(lambda: self._refresh_view(done))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), VIEW_S)
-        return self._view
+        return self.last_view
 
     def check_ready(self) -> None:
         """`ApiError` 503 if no request is taken in any more."""
@@ -306,7 +316,7 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
 
     def _refresh_view(self, done: asyncio.Event) -> None:
-        self._view = self._look_closely()
+        self.last_view = self._look_closely()
         self._loop.call_soon_threadsafe(done.set)
 
     def _look_closely(self) -> View:

@@ -3,7 +3,7 @@
 https://docs.vllm.ai/en/latest/usage/metrics
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,11 +13,13 @@ from prometheus_client.registry import Collector
 from jmoe.inference.engine import Output
 
 if TYPE_CHECKING:
-    from jmoe.serving.engine_loop import Generation, Snapshot
+    from jmoe.serving.engine_loop import EngineLoop, Generation
 
 LABEL = "model_name"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+BUSIEST = "Tokens of a layer's busiest expert in the last steps, as a multiple of the mean; 0: no tokens."
 
 
 class Metrics:
@@ -74,9 +76,9 @@ class Metrics:
                 mean_s = (now_s - progress.first_token_s) / (progress.num_tokens - 1)
                 self.time_per_output_token.observe(mean_s)
 
-    def watch(self, look: Callable[[], "Snapshot"], kv_tokens_total: int) -> None:
+    def watch(self, loop: "EngineLoop") -> None:
         """Also give what the engine counts itself."""
-        self.registry.register(_EngineCollector(look, self.model_name, kv_tokens_total))
+        self.registry.register(_EngineCollector(loop, self.model_name))
 
     def text(self) -> bytes:
         """In Prometheus's text format."""
@@ -94,19 +96,17 @@ class _Labelled:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, look: Callable[[], "Snapshot"], model_name: str, kv_tokens_total: int) -> None:
-        self._look, self._model_name, self._kv_tokens_total = look, model_name, kv_tokens_total
+    def __init__(self, loop: "EngineLoop", model_name: str) -> None:
+        self._loop, self._model_name = loop, model_name
 
     def collect(self) -> Iterable[Any]:
-        snapshot = self._look()
+        snapshot = self._loop.snapshot
         engine, scheduler = snapshot.engine, snapshot.scheduler
+        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
         gauges = {
             "vllm:num_requests_running": ("Sequences that run.", scheduler.running),
             "vllm:num_requests_waiting": ("Sequences that wait for a place.", scheduler.waiting),
-            "vllm:kv_cache_usage_perc": (
-                "Part of the cache in use, 0 to 1.",
-                scheduler.kv_tokens / self._kv_tokens_total,
-            ),
+            "vllm:kv_cache_usage_perc": ("Part of the cache in use, 0 to 1.", kv_usage),
             "jmoe:expert_hit_rate": ("Of the experts that tokens chose, those in a slot.", engine.hit_rate),
             "jmoe:roofline_fraction": ("Part of the time in which experts were copied.", engine.roofline_fraction),
             "jmoe:device_expert_bytes": ("Memory of the slots.", engine.device_expert_bytes),
@@ -116,6 +116,10 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=[LABEL])
             gauge.add_metric([self._model_name], value)
             yield gauge
+        load = GaugeMetricFamily("jmoe:expert_load_max", BUSIEST, labels=[LABEL, "layer"])
+        for layer, counts in enumerate(self._loop.last_view.expert_counts):
+            load.add_metric([self._model_name, str(layer)], max(counts) * len(counts) / max(1, sum(counts)))
+        yield load
         counters = {
             "vllm:prefix_cache_hits": ("Prompt tokens that were not computed again.", scheduler.reused_tokens),
             "jmoe:steps": ("Steps of the engine.", engine.steps),

@@ -107,6 +107,7 @@ class Service:
             finally:
                 answer.cancel()
                 gone.cancel()
+                request.state.note(f"{generation.num_tokens} drawn")
 
     def stream(self, body: GenerationBody, generation: Generation, chunks: AsyncIterator[BaseModel]) -> Response:
         """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end."""
@@ -137,7 +138,10 @@ class _Stream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._generation:
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                scope["state"]["note"](f"{self._generation.num_tokens} drawn")
 
 
 async def _disconnected(request: Request) -> None:
@@ -148,7 +152,7 @@ async def _disconnected(request: Request) -> None:
 def usage(prompts: Sequence[Sequence[int]], generation: Generation, *, drawn: bool = True) -> Usage:
     """drawn: False where the one token that was drawn is not part of the answer."""
     prompt_tokens = sum(map(len, prompts))
-    completion_tokens = sum(progress.num_tokens for progress in generation.progress) if drawn else 0
+    completion_tokens = generation.num_tokens if drawn else 0
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

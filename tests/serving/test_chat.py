@@ -143,7 +143,11 @@ def test_health_metrics_and_live(server: HttpProcess) -> None:
     assert samples["vllm:generation_tokens_total"] >= 5 and samples["vllm:prompt_tokens_total"] >= 1
     assert samples["vllm:time_to_first_token_seconds_count"] == samples["vllm:e2e_request_latency_seconds_count"]
     assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
+    assert {s.labels["layer"] for s in families["jmoe:expert_load_max"].samples if 1 <= s.value <= 4} == {"0", "1", "2"}
+    page = server.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "<title>" in page.text
     live = server.get("/live").json()
+    assert len(live["expert_counts"]) == 3 and sum(map(sum, live["expert_counts"])) > 0 and live["slots"] == []
     assert live["model"] == "org/tiny" and live["policy"] == "resident"
     assert live["generation_tokens_total"] == samples["vllm:generation_tokens_total"]
     assert live["kv_tokens_total"] == 4 * 256
