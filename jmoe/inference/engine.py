@@ -20,14 +20,23 @@ from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.inference import sampler
+from jmoe.inference.constraint import Constraint
 from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.estimators import EstimatorName, make_estimator
 from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.outputs import Completion, Output, TokenLogprob, token_logprobs
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
-from jmoe.inference.scheduler import FinishReason, PrefillChunk, PrefillGroup, Request, Scheduler, bucket
+from jmoe.inference.scheduler import (
+    PrefillChunk,
+    PrefillGroup,
+    Request,
+    Scheduler,
+    SchedulerStats,
+    bucket,
+)
 from jmoe.inference.speeds import measure_speeds
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
@@ -44,44 +53,13 @@ _start_request = jax.jit(sampler.start_request, donate_argnames="state")
 _prompt_logprobs = jax.jit(sampler.prompt_logprobs, static_argnames="num_logprobs")
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token's log-probability under the model, and the most likely tokens in its place."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one step added to a request; `finish_reason` is None until its end."""
-
-    request_id: str
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt token on."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprob]
-    prompt_logprobs: list[TokenLogprob]
-
-
 @dataclass
 class _Stream:
     """What the engine keeps of a running request."""
 
     request: Request
     text: TextStream | None
+    constraint: Constraint | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -106,7 +84,7 @@ class Engine:
         measure: bool,
     ) -> None:
         """See `from_pretrained`. measure: how fast layers and copies are, for a policy or a prediction."""
-        max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
@@ -196,20 +174,33 @@ class Engine:
     # Requests
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        constraint: Constraint | None = None,
     ) -> str:
-        """Queue a request; returns its id. prompt: text, or token ids."""
+        """Queue a request; returns its id. prompt: text, or token ids. constraint: of its output, used by it alone."""
         sampling = SamplingParams() if sampling is None else sampling
-        sampling.check_vocabulary(self.config.vocab_size)
         token_ids = self._encode(prompt)
-        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
+        self.check_request(token_ids, sampling)
         request = Request(request_id or f"request-{next(self._ids)}", token_ids, sampling)
         self._scheduler.add(request)
         text = None
         if self._detokenizer is not None:
             text = self._detokenizer.stream(token_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
-        self._streams[request.id] = _Stream(request, text)
+        self._streams[request.id] = _Stream(request, text, constraint)
         return request.id
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """`ValueError` if `add_request` would refuse it. May be called from any thread."""
+        sampling.check_vocabulary(self.config.vocab_size)
+        for token in prompt_token_ids:
+            inside = 0 <= token < self.config.vocab_size
+            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
+        self._scheduler.check_prompt(prompt_token_ids)
+        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing happens if it has ended."""
@@ -292,6 +283,10 @@ class Engine:
         """Where the experts are, how steps get them, and why."""
         return self._meter.plan
 
+    def scheduler_stats(self) -> SchedulerStats:
+        """Requests that run and wait, and the tokens they hold and did not have to compute."""
+        return self._scheduler.stats()
+
     def reset_stats(self) -> None:
         """Let `stats` count from here on."""
         self._meter.reset()
@@ -327,11 +322,7 @@ class Engine:
                 raise ValueError("prompt: is text, but the checkpoint has no tokenizer.json; give token ids")
             ids: list[int] = self.tokenizer.encode(prompt).ids
             return ids
-        found = [int(token) for token in prompt]
-        for token in found:
-            inside = 0 <= token < self.config.vocab_size
-            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
-        return found
+        return [int(token) for token in prompt]
 
     def _start(self, chunk: PrefillChunk) -> None:
         """What comes before a chunk: its prefix is copied; the sampler is told of a prompt, if it will need to know."""
@@ -361,7 +352,10 @@ class Engine:
     ) -> dict[str, tuple[int, TokenLogprob | None]]:
         """A token for each request by its id, from the first rows of the logits."""
         ids = [request.id for request in requests]
-        if all(request.sampling.plain_greedy for request in requests):
+        streams = [self._streams.get(id_) for id_ in ids]  # None: warm-up
+        constraints = [None if stream is None else stream.constraint for stream in streams]
+        constrained = any(constraint is not None for constraint in constraints)
+        if not constrained and all(request.sampling.plain_greedy for request in requests):
             tokens = np.asarray(_greedy(logits_BV)).tolist()
             return {id_: (token, None) for id_, token in zip(ids, tokens)}
         size = self._scheduler.max_batch  # one shape, and so one program, for every number of requests
@@ -381,11 +375,12 @@ class Engine:
         slots_B = np.array(slots + [self._scheduler.max_batch] * padding, np.int32)
         positions_B = np.array(positions + [0] * padding, np.int32)
         wanted = any(r.sampling.logprobs is not None for r in requests)
+        allowed_BW = _allowed(constraints, size, self.config.vocab_size) if constrained else None
         tokens_B, logprobs, self._sampler_state = _sample(
-            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, with_logprobs=wanted
+            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, allowed_BW, with_logprobs=wanted
         )
         tokens = np.asarray(tokens_B).tolist()[: len(requests)]
-        found = _token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
+        found = token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
         return dict(zip(ids, zip(tokens, found, strict=True), strict=True))
 
     def _note_prompt_logprobs(self, chunk: PrefillChunk, x_PCD: jax.Array, row: int) -> None:
@@ -393,7 +388,7 @@ class Engine:
         following = request.prompt_token_ids[start + 1 : start + 1 + len(chunk.tokens)]
         next_C = np.array(following + [0] * (x_PCD.shape[1] - len(following)), np.int32)
         logprobs = _prompt_logprobs(self._decoder.all_logits(x_PCD, row), next_C, num_logprobs=MAX_LOGPROBS)
-        found = _token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
+        found = token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
         self._streams[request.id].prompt_logprobs += [lp for lp in found if lp is not None]
 
     def _output(self, request: Request, token: int, logprob: TokenLogprob | None) -> Output | None:
@@ -409,12 +404,16 @@ class Engine:
                 request.finish_reason = "stop"
             if request.finish_reason is not None:
                 text += stream.text.flush()
+        if stream.constraint is not None and request.finish_reason is None:
+            stream.constraint.accept(token)
         if request.finish_reason is not None:
             del self._streams[request.id]
-        return Output(request.id, [token], text, [] if logprob is None else [logprob], request.finish_reason)
+        logprobs = [] if logprob is None else [logprob]
+        of_prompt = stream.prompt_logprobs if len(request.output_token_ids) == 1 else []
+        return Output(request.id, [token], text, logprobs, request.finish_reason, of_prompt)
 
     def _warm_up(self) -> None:
-        """Compile, before the first request, every program of every shape; not those of prompt log-probabilities."""
+        """Compile, before the first request, every program but those of prompt log-probabilities and constraints."""
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
         for rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
             (x_PCD,) = self._decoder.forward([self._decoder.tokens([], rows, width)])
@@ -458,18 +457,6 @@ class Engine:
                 log.info("%s", self.plan.describe(num_tokens))
 
 
-def _token_logprobs(
-    tokens: list[int], logprobs: sampler.Logprobs | None, wanted: list[int | None]
-) -> list[TokenLogprob | None]:
-    if logprobs is None:
-        return [None] * len(tokens)
-    chosen, ids, top = (np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK))
-    return [
-        None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
-        for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
-    ]
-
-
 def _scheduler(
     checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
 ) -> Scheduler:
@@ -478,6 +465,15 @@ def _scheduler(
     check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
     eos = _eos_token_ids(checkpoint)
     return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
+
+
+def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: int) -> np.ndarray:
+    """`allowed_BW` of the sampler, with rows of padding."""
+    words_BW = np.full((size, -(-vocab_size // 32)), -1, np.int32)
+    for row, constraint in enumerate(constraints):
+        if constraint is not None:
+            constraint.fill(words_BW[row])
+    return words_BW
 
 
 def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:

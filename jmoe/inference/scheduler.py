@@ -134,6 +134,7 @@ class SchedulerStats:
 
     waiting: int  # now, without a slot
     running: int  # now, with a slot
+    kv_tokens: int  # now, of the running ones in the cache
     steps: int
     prefill_tokens: int
     decode_tokens: int
@@ -200,14 +201,18 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request. `ValueError` for an empty or too long prompt, or an id that is still in use."""
-        length = len(request.prompt_token_ids)
-        check(length > 0, "prompt_token_ids", request.prompt_token_ids, "must hold at least one token")
-        constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
-        check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
+        self.check_prompt(request.prompt_token_ids)
         check(request.id not in self._requests, "id", request.id, "is that of a request that has not finished")
         assert request.state == "waiting" and request.slot is None, "a request runs once"
         self._requests[request.id] = request
         self._waiting.append(request)
+
+    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """`ValueError` if it is empty or too long."""
+        length = len(prompt_token_ids)
+        check(length > 0, "prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
+        check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
 
     def abort(self, request_id: str) -> Request | None:
         """`finish` with the reason "abort"."""
@@ -309,6 +314,7 @@ class Scheduler:
         return SchedulerStats(
             waiting=len(self._waiting),
             running=len(self._requests) - len(self._waiting),
+            kv_tokens=sum(request.num_computed_tokens for request in self._requests.values()),
             steps=count["steps"],
             prefill_tokens=count["prefill_tokens"],
             decode_tokens=count["decode_tokens"],

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.inference.engine import Completion, Engine
+from jmoe.inference.engine import Engine
 from jmoe.inference.expert_slots import DeviceSlots, HostSlots
+from jmoe.inference.outputs import Completion
 from jmoe.inference.residency import LayerRing
 from jmoe.inference.sampling import SamplingParams
 from jmoe.inference.slot_mlp import Routed
