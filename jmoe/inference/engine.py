@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.inference import sampler
+from jmoe.inference.compile_cache import keep_compiled_programs
 from jmoe.inference.constraint import Constraint
 from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.estimators import EstimatorName, make_estimator
@@ -153,6 +154,7 @@ class Engine:
         """
         check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
         checkpoint = SplitCheckpoint(path, dtype)
+        keep_compiled_programs()
         with checkpoint:
             scheduler = _scheduler(checkpoint, max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens)
             memory = memory_plan(
