@@ -112,7 +112,8 @@ def measure(a: argparse.Namespace, engine: Any, batch: int, number: int) -> dict
 
 def medians(a: argparse.Namespace, engine: Any, batch: int) -> dict[str, float]:
     rounds = [measure(a, engine, batch, number) for number in range(a.rounds + 1)][1:]
-    return {key: round(statistics.median(r[key] for r in rounds), 4) for key in rounds[0]}
+    known = [key for key, value in rounds[0].items() if value is not None]
+    return {key: round(statistics.median(r[key] for r in rounds), 4) for key in known}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ def keep_compiled_programs() -> None:
 
     `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jmoe" / "compiled"))
