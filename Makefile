@@ -1,4 +1,4 @@
-# make train | serve | test | bench: each sets up .venv by itself.
+# make train | decode | serve | test | bench: each sets up .venv by itself.
 #
 #   PYTHON=python3.13   the interpreter of .venv (remembered; another one makes .venv anew)
 #   EXTRA=cuda12        also install this extra of pyproject.toml (remembered): cuda12 or cuda13 for NVIDIA GPUs
@@ -12,12 +12,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train serve test test-all lint bench
+.PHONY: help setup train decode serve test test-all lint bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make setup      make .venv and install jmoe into it (EXTRA=cuda12 for NVIDIA GPUs)'
 	@echo 'make train      train a small language model on real text (preset tiny); ARGS="--num-steps 100" adds options'
+	@echo 'make decode     continue a line with what `make train` left, half of its layers on the device at a time'
 	@echo 'make serve      serve what `make train` left, as OpenAI'"'"'s API; ARGS="--port 8080" adds options'
 	@echo 'make test       lint and the tests'
 	@echo 'make test-all   lint and all tests, the slow ones too'
@@ -33,6 +34,12 @@ train: $(STAMP)
 serve: $(STAMP)
 	@test -d runs/tiny/checkpoints || { echo 'There is nothing to serve yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
 	$(BIN)/python serve.py runs/tiny $(ARGS)
+
+decode: $(STAMP)
+	@test -d runs/tiny/checkpoints || { echo 'There is no model yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
+	@rm -rf runs/tiny/exported
+	$(BIN)/python -m jmoe.training.export runs/tiny runs/tiny/exported
+	$(BIN)/python -m jmoe.inference.generate runs/tiny/exported 'def read(self, path):' --policy ring $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
