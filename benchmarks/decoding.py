@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--expert-tier", choices=("auto", "host", "nvme"), default="auto")
     parser.add_argument("--host-cache-bytes", type=int)
     parser.add_argument("--cache-dir", type=Path)
+    parser.add_argument("--estimator", choices=("router", "counts", "none"), default="router")
     parser.add_argument("--prefill-chunk-tokens", type=int, default=512)
     parser.add_argument("--host-bytes-per-s", type=float, help="limit of copies from host memory to the device")
     return parser.parse_args()
@@ -78,6 +79,15 @@ def measure(a: argparse.Namespace, engine: Any, batch: int) -> dict[str, Any]:
         "nvme_bytes_per_token": round(decode.nvme_bytes / max(1, decode.tokens)),
         "hit_rate": round(decode.hit_rate, 4),
         "waited_fraction": round(decode.waited_s / decode.step_s, 4),
+        "readback_fraction": round(decode.readback_s / decode.step_s, 4),
+        "estimate_fraction": round(decode.estimate_s / decode.step_s, 4),
+        "guessed_right_fraction": round(decode.guessed_right / max(1, decode.guessed), 4),
+        "decode_policy": decode.decode.policy,
+        "decode_step_s": decode.decode.step_s,
+        "predicted_decode_step_s": decode.decode.predicted_step_s,
+        "prefill_policy": prefill.prefill.policy,
+        "prefill_step_s": prefill.prefill.step_s,
+        "predicted_prefill_step_s": prefill.prefill.predicted_step_s,
         "roofline_fraction": round(decode.roofline_fraction, 4),
         "prefill_roofline_fraction": round(prefill.roofline_fraction, 4),
         "prefill_bytes": prefill.streamed_bytes,
@@ -102,6 +112,7 @@ def main() -> None:
         expert_tier=a.expert_tier,
         host_cache_bytes=a.host_cache_bytes,
         cache_dir=a.cache_dir,
+        estimator=None if a.estimator == "none" else a.estimator,
         dtype=a.dtype,
         prefill_chunk_tokens=a.prefill_chunk_tokens,
         bandwidth_limit_bytes_per_s=limits,

@@ -35,7 +35,7 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
 from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
-from jmoe.planning.streaming import StreamingPlan
+from jmoe.planning.streaming import Seen, StreamingPlan
 
 log = logging.getLogger("jmoe")
 
@@ -130,10 +130,12 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._warm_up()
-        self.plan = self._plan(memory) if measure else StreamingPlan(memory)
-        residency.whole_layers_from_tokens = self.plan.whole_layers_from_tokens
+        self._meter = Meter(self._decoder, residency, store, StreamingPlan(memory))
+        if measure:
+            self._measure(memory)
         self._log_plan()
-        self._meter = Meter(self._decoder, residency, store, self.plan)
+        self._decoder.recent_choices.clear()
+        self._meter.reset()
         jax.block_until_ready(self._decoder.caches)
 
     @classmethod
@@ -282,7 +284,7 @@ class Engine:
             width = bucket(len(chunk.tokens), self._scheduler.prefill_buckets)
             groups.append(self._decoder.tokens([(chunk.slot, chunk.start, chunk.tokens)], 1, width))
         num_tokens = len(plan.decode) + (0 if chunk is None else len(chunk.tokens))
-        self.residency.begin_step(num_tokens)
+        self.residency.begin_step(whole_layers=self.plan.policy(num_tokens) == "ring")
         hidden = self._decoder.forward(groups)
         drawn: list[tuple[int, TokenLogprob | None]] = []
         if plan.decode:
@@ -300,6 +302,8 @@ class Engine:
         self._scheduler.update(plan, [token for token, _ in drawn])
         outputs = [self._output(r, t, lp) for r, (t, lp) in zip(plan.sampled_requests, drawn, strict=True)]
         self._meter.note_step("decode" if chunk is None else "prefill", num_tokens, time.perf_counter() - begun)
+        if self.plan.memory.policy == "auto" and (seen := self._meter.seen(self._scheduler.max_batch)) is not None:
+            self._plan_anew(seen)
         return [output for output in outputs if output is not None]
 
     def stats(self) -> EngineStats:
@@ -309,6 +313,11 @@ class Engine:
     def scheduler_stats(self) -> SchedulerStats:
         """Requests that run and wait, and the tokens they hold and did not have to compute."""
         return self._scheduler.stats()
+
+    @property
+    def plan(self) -> StreamingPlan:
+        """Where the experts are, how steps get them, and why."""
+        return self._meter.plan
 
     def reset_stats(self) -> None:
         """Let `stats` count from here on."""
@@ -431,7 +440,7 @@ class Engine:
             self._draw(logits, [request], [self._scheduler.max_batch], [0])
         self._params = None
 
-    def _plan(self, memory: MemoryPlan) -> StreamingPlan:
+    def _measure(self, memory: MemoryPlan) -> None:
         """Measure, and choose by it. All programs must be compiled."""
         scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_buckets[-1]
         size = scheduler.max_batch
@@ -443,7 +452,14 @@ class Engine:
             prefill_tokens=prefill_tokens,
             position=scheduler.max_seq_len // 2,
         )
-        return StreamingPlan.of(memory, speeds, size + prefill_tokens)
+        self._meter.plan = StreamingPlan(memory, speeds)
+
+    def _plan_anew(self, seen: Seen) -> None:
+        """With what steps told of routing."""
+        before, num_tokens = self.plan, round(seen.num_tokens)
+        self._meter.plan = replace(before, seen=seen)
+        if self.plan.policy(num_tokens) != before.policy(num_tokens):
+            log.info("%s, by %s", self.plan.describe(num_tokens), seen)
 
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)

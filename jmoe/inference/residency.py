@@ -19,6 +19,9 @@ from jmoe.memory.tiered_store import TieredStore
 
 WAIT_LIMIT_S = 60.0
 COPY_THREADS = 2
+MIN_TRUST = 0.5  # share of right guesses from which on they are acted on
+GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
+FIRST_TRUST = 8.0  # right guesses that are assumed at first
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,15 @@ class Residency(ABC):
     streams = False  # slots change while the engine runs, so `release` matters
     takes_guesses = False  # `expect` is of use
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
-    whole_layers_from_tokens: int | None = None  # see `ChosenExperts`
 
     def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
         self.slots, self._num_experts = slots, num_experts
 
-    def begin_step(self, num_tokens: int) -> None:
-        """A step of so many tokens comes; its layers are acquired in order, each released before the next."""
+    def begin_step(self, *, whole_layers: bool) -> None:
+        """A step comes; its layers are acquired in order, each released before the next.
+
+        whole_layers: bring all experts of every layer, where there is a choice.
+        """
         return
 
     @abstractmethod
@@ -154,11 +159,12 @@ class ChosenExperts(Residency):
     """M slots for single experts: a hot set by decayed hit counts, and what the step's tokens chose beside it.
 
     `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy, or less if the
-    choices are known before it has begun.
+    choices are known before it has begun. Guesses are only listened to while at least half of the recent ones, about
+    experts that were not there, were right: where the link is the limit a wrong one costs what a right one saves.
 
-    whole_layers_from_tokens: a step of so many tokens gets all experts of its layers, the next layer's while one
-    computes, and nobody asks what its tokens chose. This is a ring some of whose layers stay: the hot set keeps its
-    slots, what is left of a layer passes through the others. None: never.
+    A step of whole layers gets all experts of each, the next layer's while one computes, and nobody asks what its
+    tokens chose. This is a ring some of whose layers stay: the hot set keeps its slots, what is left of a layer passes
+    through the others.
     """
 
     streams, takes_guesses, needs_choices = True, True, True
@@ -169,15 +175,13 @@ class ChosenExperts(Residency):
         store: TieredStore,
         num_layers: int,
         num_experts: int,
-        *,
-        threads: int = COPY_THREADS,
     ) -> None:
         num_slots = slots.num_slots
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
         super().__init__(slots, num_experts)
         self._store, self._num_layers = store, num_layers
         self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="expert copy")
+        self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="expert copy")
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot
         self._pinned: dict[int, set[int]] = {}  # layer -> records
         self._guesses: dict[int, set[int]] = {}
@@ -185,29 +189,36 @@ class ChosenExperts(Residency):
         self._used: list[int] = []  # records that the step's tokens chose
         self._waits, self._waited_s, self._layers = 0, 0.0, 0
         self._hits, self._misses, self._guessed, self._guessed_right = 0, 0, 0, 0
+        self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
+        self._recent_guesses = self._recent_right = FIRST_TRUST
 
-    def begin_step(self, num_tokens: int) -> None:
+    def begin_step(self, *, whole_layers: bool) -> None:
         if self._used:  # counts rise once a step, or layers yet to come look unused
             self.pool.touch(self._used)
             self._store.touch(self._used)
             self._used = []
-        whole_from = self.whole_layers_from_tokens
-        self.needs_choices = whole_from is None or num_tokens < whole_from
-        if not self.needs_choices:
+        self.needs_choices = not whole_layers
+        if whole_layers:
             self._bring(0, self._layer(0))
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, self._records(moe_layer, guessed))
-        self._guessed += len(guesses)
+        records = self._records(moe_layer, guessed)
+        if self._recent_right >= MIN_TRUST * self._recent_guesses:
+            self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, records)
+            self._guessed += len(guesses)
+        else:
+            slot_of = self.pool.slot_of
+            self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         if self._failed is not None:
             raise self._failed
         records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
-        guesses = self._guesses.pop(moe_layer, set())
+        guesses, ignored = self._guesses.pop(moe_layer, set()), self._ignored.pop(moe_layer, set())
         self._cancel(moe_layer, guesses.difference(records))
         if chosen is not None:
             self._count(records, guesses)
+            self._judge(guesses or ignored, records)
         self._bring(moe_layer, records)
         if chosen is None and moe_layer + 1 < self._num_layers:
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
@@ -258,12 +269,19 @@ class ChosenExperts(Residency):
 
     def _count(self, records: list[int], guesses: set[int]) -> None:
         """Note which of the chosen records were there. What came on a guess was not."""
-        hits = sum(self.pool.slot_of[r] >= 0 and r not in guesses for r in records)
+        slot_of = self.pool.slot_of
+        hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
         self._layers += 1
         self._hits += hits
         self._misses += len(records) - hits
         self._guessed_right += len(guesses.intersection(records))
         self._used += records
+
+    def _judge(self, guesses: set[int], records: list[int]) -> None:
+        """Note how good guesses are of late."""
+        if guesses:
+            self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(guesses)
+            self._recent_right = GUESS_DECAY * self._recent_right + len(guesses.intersection(records))
 
     def _layer(self, moe_layer: int) -> list[int]:
         """All records of a layer."""
@@ -276,8 +294,9 @@ class ChosenExperts(Residency):
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""
+        slot_of = self.pool.slot_of
         try:
-            self._store.prefetch([r for r in records if self.pool.slot_of[r] < 0])
+            self._store.prefetch([r for r in records if slot_of[r] < 0])
         except Exception as error:  # an earlier read that failed
             self._failed = error
             raise
@@ -286,16 +305,24 @@ class ChosenExperts(Residency):
         fresh = [r for r in records if r not in mine]
         self.pool.pin(fresh)
         mine.update(fresh)
+        # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in a few long copies
+        size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
+        for batch in (loads[i : i + size] for i in range(0, len(loads), size)):
+            copy = self._threads.submit(self._copy, batch)
+            self._copies.update((record, copy) for record, _ in batch)
+
+    def _copy(self, loads: list[tuple[int, int]]) -> None:
         for record, slot in loads:
-            self._copies[record] = self._threads.submit(copy_record, self._store, record, self.slots, slot)
+            copy_record(self._store, record, self.slots, slot)
 
     def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
         """`_bring` of what there is room for while another layer is in use; returns the records to be copied.
 
         Those that have slots are pinned too: they must not make room for the others.
         """
-        there = [r for r in records if self.pool.slot_of[r] >= 0]
-        missing = [r for r in records if self.pool.slot_of[r] < 0]
+        slot_of = self.pool.slot_of
+        there = [r for r in records if slot_of[r] >= 0]
+        missing = [r for r in records if slot_of[r] < 0]
         room = self.pool.num_slots - sum(map(len, self._pinned.values()))
         self._bring(moe_layer, (there + missing)[:room])
         return set(missing[: max(0, room - len(there))])
@@ -303,6 +330,8 @@ class ChosenExperts(Residency):
     def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
         """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that has not begun."""
         stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
+        if not stopped:
+            return
         for record in stopped:
             del self._copies[record]
         self._pinned.setdefault(moe_layer, set()).difference_update(stopped)

@@ -119,7 +119,7 @@ class RingDecoder:
         """ends, layers: of `without_experts`."""
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
-        self._recent: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # choices of every layer, on the device
+        self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
         self.caches = list(caches)
         self._ends = nnx.split(ends)
         self._layers = [nnx.split(layer) for layer in layers]
@@ -158,7 +158,7 @@ class RingDecoder:
                 xs = held[1][:]
                 choices.append([r.idx_TK for r in routed])
         self._release(held)
-        self._recent.append(choices)
+        self.recent_choices.append(choices)
         return xs
 
     def _run_experts(
@@ -177,18 +177,18 @@ class RingDecoder:
             chosen = np.concatenate([np.asarray(idx_TK) for idx_TK in indices])
             path.append(chosen)
         table_E = residency.acquire(moe_layer, chosen)
+        if chosen is not None:
+            self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
         out = []
         for x_PCD, choice in zip(xs, routed, strict=True):
             tile = min(PREFILL_TILE_ROWS, choice.h_TD.shape[0])
             program = partial(_experts, self.config.hidden_act, tile, x_PCD, choice, table_E)
             out.append(residency.slots.run(program))
-        if chosen is not None:
-            started = time.perf_counter()
-            self.readback_s += started - begun - (residency.waited_s - waited_s)
-            following = len(path) % self.config.num_moe_layers
-            if self.estimator is not None and following != moe_layer:
-                residency.expect(following, self.estimator.estimate(path))
-                self.estimate_s += time.perf_counter() - started
+        following = (moe_layer + 1) % self.config.num_moe_layers
+        if chosen is not None and self.estimator is not None and following != moe_layer:
+            begun = time.perf_counter()
+            residency.expect(following, self.estimator.estimate(path))
+            self.estimate_s += time.perf_counter() - begun
         return out
 
     def expert_use(self) -> np.ndarray:
@@ -198,7 +198,7 @@ class RingDecoder:
         """
         experts = self.config.num_experts
         use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
-        for layers in jax.device_get(list(self._recent)):
+        for layers in jax.device_get(list(self.recent_choices)):
             for layer, indices in enumerate(layers):
                 for idx_TK in indices:
                     use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)

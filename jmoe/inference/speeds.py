@@ -3,6 +3,7 @@
 Legend: E experts of a layer, P rows of a step, C tokens a row, D hidden.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import Speeds
 
 COPY_BYTES = 256 << 20  # experts that are copied, a layer's at least
-COPY_S = 0.1  # again and again for so long, where they are small
+FILL_S = 1.0  # but no longer than this, beyond the one layer
+COPY_S = 0.1  # for the bandwidth they are copied again, for so long
 RUN_S = 0.5  # a program runs up to MAX_RUNS times, and no longer than this
 MAX_RUNS = 3
 
@@ -99,21 +101,30 @@ def _median_s(run: Callable[[], object]) -> float:
 
 
 def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Speeds]:
-    """(slots filled, bandwidths) of copying experts as a step copies them; from NVMe each one is read once."""
-    wanted = max(num_experts, -(-COPY_BYTES // store.layout.data_bytes))
-    count = min(wanted, slots.num_slots, store.num_records)
-    before, begun = store.stats(), time.perf_counter()
+    """(slots filled, bandwidths) of copying experts as a step copies them.
+
+    The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is that of later ones.
+    """
+    wanted = min(max(num_experts, -(-COPY_BYTES // store.layout.data_bytes)), slots.num_slots, store.num_records)
+    num_filled, begun, empty = 0, time.perf_counter(), store.stats()
     with ThreadPoolExecutor(COPY_THREADS) as threads:
-        while True:
-            store.prefetch(np.arange(count))
-            list(threads.map(lambda i: copy_record(store, i, slots, i), range(count)))
-            if time.perf_counter() - begun > COPY_S:
-                break
-    now = store.stats()
-    nvme_bytes_per_s = _since(now.nvme, before.nvme) if now.nvme.num_bytes > before.nvme.num_bytes else np.inf
-    bandwidth_bytes_per_s = _since(now.host, before.host)
-    return count, Speeds((), (), bandwidth_bytes_per_s=bandwidth_bytes_per_s, nvme_bytes_per_s=nvme_bytes_per_s)
+
+        def copy(first: int, end: int) -> None:
+            store.prefetch(np.arange(first, end))
+            list(threads.map(lambda i: copy_record(store, i, slots, i), range(first, end)))
+
+        while num_filled < num_experts or (num_filled < wanted and time.perf_counter() - begun < FILL_S):
+            filled = min(num_filled + num_experts, wanted)
+            copy(num_filled, filled)
+            num_filled = filled
+        before, begun = store.stats(), time.perf_counter()
+        while time.perf_counter() - begun < COPY_S:
+            copy(0, num_filled)
+    nvme, host = _between(empty.nvme, before.nvme), _between(before.host, store.stats().host)
+    return num_filled, Speeds((), (), bandwidth_bytes_per_s=host, nvme_bytes_per_s=nvme)
 
 
-def _since(now: LinkStats, before: LinkStats) -> float:
-    return (now.num_bytes - before.num_bytes) / (now.seconds - before.seconds)
+def _between(then: LinkStats, now: LinkStats) -> float:
+    """Bytes per second; infinite if nothing moved."""
+    moved_bytes = now.num_bytes - then.num_bytes
+    return moved_bytes / (now.seconds - then.seconds) if moved_bytes else math.inf

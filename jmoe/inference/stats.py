@@ -6,8 +6,9 @@ from typing import Literal, Self
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.planning.streaming import StreamingPlan
+from jmoe.planning.streaming import Seen, StreamingPlan
 
+SEEN_STEPS = 32  # decode steps in a row that tell enough of routing
 Phase = Literal["prefill", "decode"]
 
 
@@ -36,10 +37,10 @@ class EngineStats:
     which the device had nothing to do because experts were on their way. hit_rate: of the distinct experts that a
     step's tokens chose in a layer, those on the device before anything was copied for them, where choices are read
     back (policy `experts`). guessed, guessed_right: experts copied on a guess, and chosen afterwards.
-    readback_s: from the moment a router's choices are computed to the moment the programs that use them are started,
-    less the wait for experts: the copy to the host and what the host makes of it, time in which the device waits for
-    the host. estimate_s: the host's time for guesses about the next layer, their copy to the host included, while the
-    device computes. roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
+    readback_s: copying routers' choices to the host once they are computed, and finding the experts' slots, without
+    the wait for experts: time in which the device waits for the host. estimate_s: the host's time for guesses about
+    the next layer, their copy to the host included, while the device computes.
+    roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
     """
 
     policy: str
@@ -100,7 +101,8 @@ class Meter:
     def __init__(
         self, decoder: RingDecoder, residency: Residency, store: TieredStore | None, plan: StreamingPlan
     ) -> None:
-        self._decoder, self._residency, self._store, self._plan = decoder, residency, store, plan
+        self._decoder, self._residency, self._store, self.plan = decoder, residency, store, plan
+        self._forget_seen()
         self.reset()
 
     def reset(self) -> None:
@@ -110,6 +112,11 @@ class Meter:
         self._phases: dict[Phase, _Steps] = {"prefill": _Steps(), "decode": _Steps()}
 
     def note_step(self, phase: Phase, tokens: int, seconds: float) -> None:
+        if phase == "decode":
+            self._decode_steps += 1
+            self._decode_tokens += tokens
+        else:  # its choices are of another kind
+            self._forget_seen()
         steps = self._phases[phase]
         steps.steps += 1
         steps.tokens += tokens
@@ -119,13 +126,31 @@ class Meter:
             steps.streamed_bytes += now - self._streamed_bytes
             self._streamed_bytes = now
 
+    def seen(self, max_tokens: int) -> Seen | None:
+        """What decode steps told of routing since this was last asked; None if they were too few."""
+        if self._decode_steps < SEEN_STEPS:
+            return None
+        now, then = self._residency.stats(), self._seen_residency
+        tokens, steps = self._decode_tokens, self._decode_steps
+        self._forget_seen()
+        layers, misses = now.layers - then.layers, now.misses - then.misses
+        chosen = now.hits - then.hits + misses
+        if chosen == 0:
+            return None
+        early = (now.guessed_right - then.guessed_right) / misses if misses else 0.0
+        return Seen(max_tokens, tokens / steps, chosen / layers, 1 - misses / chosen, early)
+
+    def _forget_seen(self) -> None:
+        self._decode_steps = self._decode_tokens = 0
+        self._seen_residency = self._residency.stats()
+
     def stats(self) -> EngineStats:
         total, store = self._totals().since(self._since), self._store
         phases = self._phases.values()
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
         chosen = total.hits + total.misses
         return EngineStats(
-            policy=self._plan.memory.policy,
+            policy=self.plan.memory.policy,
             device_expert_bytes=self._residency.slots.num_bytes,
             host_expert_bytes=0 if store is None else store.host_bytes,
             steps=sum(p.steps for p in phases),
@@ -151,11 +176,11 @@ class Meter:
         p = self._phases[phase]
         mean_tokens = max(1, round(p.tokens / max(1, p.steps)))
         return PhaseStats(
-            policy=self._plan.policy(mean_tokens),
+            policy=self.plan.policy(mean_tokens),
             steps=p.steps,
             tokens=p.tokens,
             step_s=p.seconds / max(1, p.steps),
-            predicted_step_s=self._plan.predicted_step_s(mean_tokens),
+            predicted_step_s=self.plan.predicted_step_s(mean_tokens),
             streamed_bytes=p.streamed_bytes,
         )
 

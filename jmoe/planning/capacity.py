@@ -96,7 +96,8 @@ def plan_memory(
     """A plan for the options of `Engine.from_pretrained`; `ValueError` naming the field if there is none.
 
     device_bytes: of expert slots. None: for `auto` what `free` leaves; for the others what they need, half of the
-    experts for `ring` and `experts`.
+    experts for `ring` and `experts`. host_cache_bytes: of the tier `nvme`; None: a quarter of the records, or as much
+    of it as fits.
     """
     layers, e = model.weights.num_layers, model.weights.num_experts
     _check(
@@ -153,7 +154,7 @@ def _below(
     model: ModelBytes, free: FreeMemory, slots: int, expert_tier: ExpertTier, host_cache_bytes: int | None
 ) -> tuple[Literal["host", "nvme"], int]:
     """The tier that holds all records, and the bytes of records in host memory."""
-    room_bytes = free.host_bytes
+    room_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
         room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
     all_bytes = model.num_experts * model.record_bytes
@@ -162,8 +163,7 @@ def _below(
         _check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)
         return "host", all_bytes
     if host_cache_bytes is None:
-        host_cache_bytes = min(all_bytes, int(room_bytes * (1 - RESERVE))) // 4
-        host_cache_bytes = max(host_cache_bytes, MIN_CACHE_RECORDS * model.record_bytes)
+        host_cache_bytes = max(min(all_bytes // 4, room_bytes), MIN_CACHE_RECORDS * model.record_bytes)
     return "nvme", min(host_cache_bytes, all_bytes)
 
 

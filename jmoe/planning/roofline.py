@@ -6,8 +6,7 @@ A layer's time under a ring is max(c, s / W): its bytes move while other layers 
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +20,7 @@ def _check(ok: bool, name: str, value: object, constraint: str) -> None:
         raise ValueError(f"{name} = {value!r}: {constraint}")
 
 
-def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: int) -> float:
+def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: float) -> float:
     """Expected distinct experts that B tokens touch in a layer under uniform routing: E (1 - (1 - k/E)^B)."""
     _check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
     _check(
@@ -249,21 +248,3 @@ def choose_policy(
     smallest_bytes = min(needed, MIN_RING_SLOTS * weights.layer_bytes, weights.total_bytes)
     _check(bool(fitting), "device_bytes", device_bytes, f"must be at least {smallest_bytes} for the expert weights")
     return Plan(min(fitting, key=lambda p: p.step_s), predictions)
-
-
-def ring_from_tokens(
-    weights: ExpertWeights, device_bytes: int, measured: Callable[[int], Measured], max_tokens: int
-) -> int | None:
-    """The fewest tokens of a step from which on a ring is no slower than single experts; None: not by `max_tokens`.
-
-    measured(B): for a step of B tokens. There is one such number: with B the experts to fetch and the compute both
-    grow, until the ring's transfers hide behind the compute; from there on single experts only add waits.
-    """
-
-    def ring_wins(num_tokens: int) -> bool:
-        at = measured(num_tokens)
-        ring = predict_ring(weights, at, device_bytes)
-        return ring.fits and ring.step_s <= predict_experts(weights, at, device_bytes).step_s
-
-    found = 1 + bisect_left(range(1, max_tokens + 1), True, key=ring_wins)
-    return found if found <= max_tokens else None

@@ -1,7 +1,8 @@
 """How a model is served in memory that may be too small for it: the plan, what it was made from, what it predicts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -9,10 +10,10 @@ from jmoe.planning.capacity import MemoryPlan, Policy
 from jmoe.planning.roofline import (
     Measured,
     Prediction,
+    distinct_experts,
     predict_experts,
     predict_resident,
     predict_ring,
-    ring_from_tokens,
 )
 
 
@@ -34,26 +35,31 @@ class Speeds:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What recent steps of at most `max_tokens` tokens, on average `num_tokens`, told of routing; means over layers.
+
+    active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on the device.
+    early_fraction: share of the others that were guessed.
+    """
+
+    max_tokens: int
+    num_tokens: float
+    active_experts: float
+    hit_rate: float
+    early_fraction: float
+
+
+@dataclass(frozen=True)
 class StreamingPlan:
     """Where the experts are and how steps get them.
 
-    speeds: None where the policy was given, so that nothing had to be measured. whole_layers_from_tokens: with the
-    memory plan's policy `auto`, steps of so many tokens get whole layers as a ring, and smaller ones the experts that
-    their tokens chose; None: all get single experts.
+    speeds: None where the policy was given, so that nothing had to be measured. seen: of steps that ran; None: routing
+    is taken as uniform.
     """
 
     memory: MemoryPlan
     speeds: Speeds | None = None
-    whole_layers_from_tokens: int | None = None
-
-    @classmethod
-    def of(cls, memory: MemoryPlan, speeds: Speeds, max_tokens: int) -> "StreamingPlan":
-        """The plan for steps of at most `max_tokens` tokens."""
-        plan = cls(memory, speeds)
-        if memory.policy != "auto":
-            return plan
-        whole = ring_from_tokens(memory.model.weights, memory.device_expert_bytes, plan.measured, max_tokens)
-        return cls(memory, speeds, whole)
+    seen: Seen | None = None
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
@@ -65,17 +71,33 @@ class StreamingPlan:
         return min(self.speeds.bandwidth_bytes_per_s, nvme)
 
     def measured(self, num_tokens: int) -> Measured:
-        """For a step of so many tokens, whose choices are taken as uniform: nothing else is known at the start."""
+        """For a step of so many tokens."""
         assert self.speeds is not None
         layer_s = float(np.interp(num_tokens, self.speeds.step_tokens, self.speeds.layer_s))
-        return Measured(self.bandwidth_bytes_per_s, layer_s, num_tokens, sync_s=self.speeds.sync_s)
+        uniform = Measured(self.bandwidth_bytes_per_s, layer_s, num_tokens, sync_s=self.speeds.sync_s)
+        seen, weights = self.seen, self.memory.model.weights
+        if seen is None or num_tokens > seen.max_tokens:
+            return uniform
+        touched = partial(distinct_experts, weights.num_experts, weights.num_experts_per_tok)
+        active = seen.active_experts * touched(num_tokens) / touched(seen.num_tokens)
+        return replace(
+            uniform,
+            active_experts=min(weights.num_experts, active),
+            hit_rate=seen.hit_rate,
+            early_fraction=seen.early_fraction,
+        )
 
     def policy(self, num_tokens: int) -> Policy:
-        """What a step of so many tokens does."""
+        """What a step of so many tokens does: with the memory plan's policy `auto`, the faster one of two.
+
+        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose.
+        """
         if self.memory.policy != "auto":
             return self.memory.policy
-        whole = self.whole_layers_from_tokens
-        return "experts" if whole is None or num_tokens < whole else "ring"
+        if self.speeds is None:
+            return "experts"
+        _, ring, experts = self.predictions(num_tokens)
+        return "ring" if ring.fits and ring.step_s <= experts.step_s else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
         """Of every policy that comes into question; none where nothing was measured."""

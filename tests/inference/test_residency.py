@@ -44,7 +44,7 @@ def chosen(slots: HostSlots) -> Iterator[ChosenExperts]:
 
 def test_chosen_experts_are_in_their_slots(chosen: ChosenExperts, slots: HostSlots) -> None:
     for step in range(6):
-        chosen.begin_step(1)
+        chosen.begin_step(whole_layers=False)
         assert chosen.needs_choices
         for layer in range(LAYERS):
             experts = np.array([[step, layer], [E, E], [layer, 7 - step]])
@@ -71,7 +71,7 @@ def test_hits_are_what_was_there_before_any_copy(chosen: ChosenExperts) -> None:
         ([1, 0], [0, 1], 2, 0, 0),  # nothing to copy for this guess
     ]:
         before = chosen.stats()
-        chosen.begin_step(1)
+        chosen.begin_step(whole_layers=False)
         chosen.expect(0, np.array(guess, np.int64))
         chosen.acquire(0, np.array(choice))
         chosen.release(0)
@@ -81,13 +81,32 @@ def test_hits_are_what_was_there_before_any_copy(chosen: ChosenExperts) -> None:
     assert chosen.stats().guessed == 2
 
 
+def test_guesses_that_turn_out_wrong_are_not_listened_to(chosen: ChosenExperts) -> None:
+    def step(guess: int, choice: int) -> int:
+        """How many experts were copied for a guess about layer 2, of which `choice` was then chosen."""
+        before = chosen.stats().guessed
+        chosen.begin_step(whole_layers=False)
+        for layer in range(2):  # so much else that nothing of layer 2 keeps its slot
+            chosen.acquire(layer, np.arange(E))
+            chosen.release(layer)
+        chosen.pool.drop([r for r in chosen.pool.records() if r >= 2 * E])
+        chosen.expect(2, np.array([guess]))
+        chosen.acquire(2, np.array([choice]))
+        chosen.release(2)
+        return chosen.stats().guessed - before
+
+    wrong = [step(1, 0) for _ in range(20)]
+    assert wrong[0] == 1 and wrong[-1] == 0
+    right = [step(1, 1) for _ in range(20)]
+    assert right[0] == 0 and right[-1] == 1
+
+
 def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
     """Steps of many tokens: every expert of every layer, nobody asked; what stays in slots is not copied again."""
-    chosen.whole_layers_from_tokens = 16
     streamed = []
     for _ in range(5):
         before = chosen._store.stats().host.num_bytes
-        chosen.begin_step(16)
+        chosen.begin_step(whole_layers=True)
         assert not chosen.needs_choices
         for layer in range(LAYERS):
             table_E = chosen.acquire(layer, None)
@@ -98,7 +117,7 @@ def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
     assert streamed[0] == LAYERS * E
     assert all(LAYERS * E - 20 <= copied <= LAYERS * E - 4 for copied in streamed[1:])
     assert chosen.stats().layers == 0  # no choices were known
-    chosen.begin_step(15)
+    chosen.begin_step(whole_layers=False)
     assert chosen.needs_choices
 
 
@@ -109,7 +128,7 @@ def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
         with TieredStore(packed, cache_bytes=8 * LAYOUT.record_bytes, bandwidth_limit_bytes_per_s=slow) as records:
             slots = HostSlots(20, FIELDS)
             residency = ChosenExperts(slots, records, LAYERS, E)
-            residency.begin_step(1)
+            residency.begin_step(whole_layers=False)
             residency.expect(1, np.arange(1, E))
             table_E = residency.acquire(1, np.array([0]))
             assert held(slots, table_E[0]) == E
