@@ -25,10 +25,11 @@ from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.estimators import EstimatorName, make_estimator
 from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.outputs import Completion, Output, TokenLogprob
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
-from jmoe.inference.scheduler import FinishReason, Request, Scheduler, SchedulerStats, bucket
+from jmoe.inference.scheduler import Request, Scheduler, SchedulerStats, bucket
 from jmoe.inference.speeds import measure_speeds
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
@@ -43,42 +44,6 @@ _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnam
 _greedy = jax.jit(sampler.greedy)
 _start_request = jax.jit(sampler.start_request, donate_argnames="state")
 _prompt_logprobs = jax.jit(sampler.prompt_logprobs, static_argnames="num_logprobs")
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token's log-probability under the model, and the most likely tokens in its place."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one step added to a request; `finish_reason` is None until its end.
-
-    prompt_logprobs: of all the prompt, with the first token; empty after it.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason | None
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt token on."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprob]
-    prompt_logprobs: list[TokenLogprob]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jmoe.inference.engine import TokenLogprob
+from jmoe.inference.outputs import TokenLogprob
 from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.completions import EVENTS
 from jmoe.serving.engine_loop import Generation

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jmoe.inference.engine import Output, TokenLogprob
+from jmoe.inference.outputs import Output, TokenLogprob
 from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.engine_loop import Generation
 from jmoe.serving.schemas import (

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from jmoe.inference.engine import Engine, Output
+from jmoe.inference.engine import Engine
+from jmoe.inference.outputs import Output
 from jmoe.inference.sampling import SamplingParams
 from jmoe.inference.scheduler import SchedulerStats
 from jmoe.inference.stats import EngineStats

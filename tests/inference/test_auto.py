@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jmoe.inference.engine import Completion, Engine
+from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
+from jmoe.inference.outputs import Completion
 from jmoe.planning.roofline import choose_policy
 from jmoe.planning.streaming import StreamingPlan
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.inference.engine import Completion, Engine
+from jmoe.inference.engine import Engine
 from jmoe.inference.expert_slots import DeviceSlots, HostSlots, slot_mlp
+from jmoe.inference.outputs import Completion
 from jmoe.inference.sampling import SamplingParams
 from kernels_pallas.grouped_mlp.reference import activate
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.engine import Completion, Engine
+from jmoe.inference.engine import Engine
 from jmoe.inference.estimators import CountEstimator, RouterEstimator
+from jmoe.inference.outputs import Completion
 from jmoe.layers.router import Router
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
