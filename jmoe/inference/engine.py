@@ -29,11 +29,10 @@ from jmoe.inference.outputs import Completion, Output, TokenLogprob
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
-from jmoe.inference.scheduler import Request, Scheduler, SchedulerStats, bucket
+from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Scheduler, SchedulerStats, bucket
 from jmoe.inference.speeds import measure_speeds
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
 from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
 from jmoe.planning.streaming import Seen, StreamingPlan
@@ -82,15 +81,16 @@ class Engine:
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
         dtype = checkpoint.dtype
-        caches = empty_caches(config, max_batch, max_seq_len, dtype)
+        # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
+        device = jax.devices()[0]
+        caches = jax.device_put(empty_caches(config, max_batch, max_seq_len, dtype), device)
         guesses = make_estimator(estimator, residency, layers, config.num_experts)
         self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
         self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
-        # put where the logits are, or its first use would compile another program than the later ones
-        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
+        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), device)
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
@@ -119,6 +119,7 @@ class Engine:
         estimator: EstimatorName | None = "router",
         dtype: Any = None,
         prefill_chunk_tokens: int = 512,
+        max_prefill_tokens: int | None = None,
         bandwidth_limit_bytes_per_s: dict[Any, float] | None = None,
     ) -> Self:
         """An engine for the Hugging Face checkpoint in a folder.
@@ -137,7 +138,8 @@ class Engine:
         estimator: how single experts are guessed a layer ahead, to be copied early: `router`, the next layer's router
         applied to this layer's input; `counts`, what recent steps used most; None: not at all.
         dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
-        prefill_chunk_tokens: of a prompt in one step at most.
+        prefill_chunk_tokens: of one prompt in a step at most. max_prefill_tokens: of all prompts in a step at most,
+        with padding; None: of 8 whole chunks. In a step every layer is streamed once for all of them.
         bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host".
 
         Raises `ValueError` naming the field, value and constraint, before weights are read.
@@ -145,10 +147,7 @@ class Engine:
         check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
         checkpoint = SplitCheckpoint(path, dtype)
         with checkpoint:
-            limit = checkpoint.config.max_position_embeddings
-            longest = limit if checkpoint.config.position == "learned" else max_seq_len
-            check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
-            scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, _eos_token_ids(checkpoint))
+            scheduler = _scheduler(checkpoint, max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens)
             memory = memory_plan(
                 checkpoint,
                 max_batch=max_batch,
@@ -231,42 +230,39 @@ class Engine:
         ]
 
     def step(self) -> list[Output]:
-        """Run one step: a token for every running request, and a chunk of a prompt."""
+        """Run one step: a token for every running request, and chunks of prompts."""
         plan = self._scheduler.schedule()
         if plan.is_empty:
             return []
         begun = time.perf_counter()
-        groups = []
+        for chunk in plan.prefill:
+            self._start(chunk)
+        prefill = self._scheduler.prefill_groups(plan)
+        inputs = []
         if plan.decode:
             size = bucket(len(plan.decode), self._scheduler.decode_buckets)
             rows = [(row.slot, row.position, [row.token]) for row in plan.decode]
-            groups.append(self._decoder.tokens(rows, size, 1))
-        if (chunk := plan.prefill) is not None:
-            if chunk.copy_from is not None:
-                self._decoder.copy_row(chunk.copy_from[0], chunk.slot)
-            if chunk.start == chunk.request.num_reused_tokens:
-                self._start(chunk.request, chunk.slot)
-            width = bucket(len(chunk.tokens), self._scheduler.prefill_buckets)
-            groups.append(self._decoder.tokens([(chunk.slot, chunk.start, chunk.tokens)], 1, width))
-        num_tokens = len(plan.decode) + (0 if chunk is None else len(chunk.tokens))
+            inputs.append(self._decoder.tokens(rows, size, 1))
+        for group in prefill:
+            rows = [(chunk.slot, chunk.start, chunk.tokens) for chunk in group.chunks]
+            inputs.append(self._decoder.tokens(rows, len(rows), group.width))
+        num_tokens = len(plan.decode) + sum(len(chunk.tokens) for chunk in plan.prefill)
         self.residency.begin_step(whole_layers=self.plan.policy(num_tokens) == "ring")
-        hidden = self._decoder.forward(groups)
-        drawn: list[tuple[int, TokenLogprob | None]] = []
+        hidden = self._decoder.forward(inputs)
+        drawn: dict[str, tuple[int, TokenLogprob | None]] = {}
         if plan.decode:
             requests = [row.request for row in plan.decode]
-            logits_BV = self._decoder.logits(hidden[0], np.zeros(groups[0].rows_P.shape[0], np.int32))
-            drawn += self._draw(
+            x_BCD = hidden.pop(0)
+            logits_BV = self._decoder.logits(x_BCD, np.zeros(x_BCD.shape[0], np.int32))
+            drawn |= self._draw(
                 logits_BV, requests, [r.slot for r in plan.decode], [r.position + 1 for r in plan.decode]
             )
-        if chunk is not None:
-            if chunk.request.sampling.prompt_logprobs is not None:
-                self._note_prompt_logprobs(chunk.request, chunk.start, chunk.tokens, hidden[-1])
-            if chunk.is_last:
-                logits_1V = self._decoder.logits(hidden[-1], np.array([len(chunk.tokens) - 1], np.int32))
-                drawn += self._draw(logits_1V, [chunk.request], [chunk.slot], [chunk.start + len(chunk.tokens)])
-        self._scheduler.update(plan, [token for token, _ in drawn])
-        outputs = [self._output(r, t, lp) for r, (t, lp) in zip(plan.sampled_requests, drawn, strict=True)]
-        self._meter.note_step("decode" if chunk is None else "prefill", num_tokens, time.perf_counter() - begun)
+        for group, x_PCD in zip(prefill, hidden, strict=True):
+            drawn |= self._end_prefill(group, x_PCD)
+        sampled = plan.sampled_requests
+        self._scheduler.update(plan, [drawn[request.id][0] for request in sampled])
+        outputs = [self._output(request, *drawn[request.id]) for request in sampled]
+        self._meter.note_step("prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun)
         if self.plan.memory.policy == "auto" and (seen := self._meter.seen(self._scheduler.max_batch)) is not None:
             self._plan_anew(seen)
         return [output for output in outputs if output is not None]
@@ -321,26 +317,43 @@ class Engine:
             return ids
         return [int(token) for token in prompt]
 
-    def _start(self, request: Request, slot: int) -> None:
-        """Tell the sampler of a prompt, if it will need to know."""
-        s = request.sampling
-        if (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
-            mask_V = sampler.prompt_mask(request.prompt_token_ids, self.config.vocab_size)
-            self._sampler_state = _start_request(self._sampler_state, np.int32(slot), mask_V)
+    def _start(self, chunk: PrefillChunk) -> None:
+        """What comes before a chunk: its prefix is copied; the sampler is told of a prompt, if it will need to know."""
+        if chunk.copy_from is not None:
+            self._decoder.copy_row(chunk.copy_from[0], chunk.slot)
+        s = chunk.request.sampling
+        is_first = chunk.start == chunk.request.num_reused_tokens
+        if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
+            mask_V = sampler.prompt_mask(chunk.request.prompt_token_ids, self.config.vocab_size)
+            self._sampler_state = _start_request(self._sampler_state, np.int32(chunk.slot), mask_V)
+
+    def _end_prefill(self, group: PrefillGroup, x_PCD: jax.Array) -> dict[str, tuple[int, TokenLogprob | None]]:
+        """Prompt log-probabilities of a group, and a token by id for each prompt that is complete."""
+        for row, chunk in enumerate(group.chunks):
+            if chunk.request.sampling.prompt_logprobs is not None:
+                self._note_prompt_logprobs(chunk, x_PCD, row)
+        last = [chunk for chunk in group.chunks if chunk.is_last]
+        if not last:
+            return {}
+        at_P = np.array([len(chunk.tokens) - 1 for chunk in group.chunks], np.int32)
+        logits_PV = self._decoder.logits(x_PCD, at_P)
+        positions = [chunk.start + len(chunk.tokens) for chunk in last]
+        return self._draw(logits_PV, [chunk.request for chunk in last], [chunk.slot for chunk in last], positions)
 
     def _draw(
         self, logits_BV: jax.Array, requests: list[Request], slots: list[int], positions: list[int]
-    ) -> list[tuple[int, TokenLogprob | None]]:
-        """A token for each request, from the first rows of the logits."""
-        streams = [self._streams.get(request.id) for request in requests]  # None: warm-up
+    ) -> dict[str, tuple[int, TokenLogprob | None]]:
+        """A token for each request by its id, from the first rows of the logits."""
+        ids = [request.id for request in requests]
+        streams = [self._streams.get(id_) for id_ in ids]  # None: warm-up
         constraints = [None if stream is None else stream.constraint for stream in streams]
         constrained = any(constraint is not None for constraint in constraints)
         if not constrained and all(request.sampling.plain_greedy for request in requests):
             tokens = np.asarray(_greedy(logits_BV)).tolist()
-            return [(token, None) for token in tokens[: len(requests)]]
+            return {id_: (token, None) for id_, token in zip(ids, tokens)}
         size = self._scheduler.max_batch  # one shape, and so one program, for every number of requests
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
-        key = tuple(request.id for request in requests)
+        key = tuple(ids)
         if self._params is None or self._params[0] != key:
             params = sampler.batch_params(
                 [r.sampling for r in requests],
@@ -361,12 +374,13 @@ class Engine:
         )
         tokens = np.asarray(tokens_B).tolist()[: len(requests)]
         found = _token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
-        return list(zip(tokens, found, strict=True))
+        return dict(zip(ids, zip(tokens, found, strict=True), strict=True))
 
-    def _note_prompt_logprobs(self, request: Request, start: int, tokens: list[int], x_1CD: jax.Array) -> None:
-        following = request.prompt_token_ids[start + 1 : start + 1 + len(tokens)]
-        next_C = np.array(following + [0] * (x_1CD.shape[1] - len(following)), np.int32)
-        logprobs = _prompt_logprobs(self._decoder.all_logits(x_1CD), next_C, num_logprobs=MAX_LOGPROBS)
+    def _note_prompt_logprobs(self, chunk: PrefillChunk, x_PCD: jax.Array, row: int) -> None:
+        request, start = chunk.request, chunk.start
+        following = request.prompt_token_ids[start + 1 : start + 1 + len(chunk.tokens)]
+        next_C = np.array(following + [0] * (x_PCD.shape[1] - len(following)), np.int32)
+        logprobs = _prompt_logprobs(self._decoder.all_logits(x_PCD, row), next_C, num_logprobs=MAX_LOGPROBS)
         found = _token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
         self._streams[request.id].prompt_logprobs += [lp for lp in found if lp is not None]
 
@@ -393,21 +407,23 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Compile, before the first request, every program but those of prompt log-probabilities and constraints."""
-        for size in self._scheduler.decode_buckets:
-            (x,) = self._decoder.forward([self._decoder.tokens([], size, 1)])
-            logits = self._decoder.logits(x, np.zeros(size, np.int32))
-            _greedy(logits).block_until_ready()
-        for width in self._scheduler.prefill_buckets:
-            (x,) = self._decoder.forward([self._decoder.tokens([], 1, width)])
-            logits = self._decoder.logits(x, np.zeros(1, np.int32))
-        for logprobs in (None, 0):
-            request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
-            self._draw(logits, [request], [self._scheduler.max_batch], [0])
+        decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
+        for rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
+            (x_PCD,) = self._decoder.forward([self._decoder.tokens([], rows, width)])
+            logits_PV = self._decoder.logits(x_PCD, np.zeros(rows, np.int32))
+            if width == 1:  # what follows knows of logits alone
+                _greedy(logits_PV).block_until_ready()
+                for logprobs in (None, 0):
+                    request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
+                    self._draw(logits_PV, [request], [self._scheduler.max_batch], [0])
         self._params = None
+        self._decoder.copy_row(0, 0)
+        no_prompt_V = np.zeros(self.config.vocab_size, np.bool_)
+        self._sampler_state = _start_request(self._sampler_state, np.int32(0), no_prompt_V)
 
     def _measure(self, memory: MemoryPlan) -> None:
         """Measure, and choose by it. All programs must be compiled."""
-        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_buckets[-1]
+        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_widths[-1]
         size = scheduler.max_batch
         speeds = measure_speeds(
             self._decoder,
@@ -430,7 +446,7 @@ class Engine:
         log.info("%s", self.plan.memory)
         if self.plan.speeds is not None:
             log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.speeds)
-            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_buckets[-1]):
+            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
 
 
@@ -455,14 +471,15 @@ def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: in
     return words_BW
 
 
-def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:
-    """From generation_config.json, else config.json."""
-    file = checkpoint.folder / "generation_config.json"
-    fields = read_table(file) if file.is_file() else {}
-    found = fields.get("eos_token_id", checkpoint.fields.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+def _scheduler(
+    checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
+) -> Scheduler:
+    """For the lengths that the model has positions for."""
+    limit, learned = checkpoint.config.max_position_embeddings, checkpoint.config.position == "learned"
+    fits = max_seq_len <= limit or not learned
+    check(fits, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
+    eos = checkpoint.eos_token_ids
+    return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

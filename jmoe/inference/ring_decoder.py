@@ -99,8 +99,8 @@ def _logits(graph: Any, state: Any, x_PCD: jax.Array, at_P: jax.Array) -> jax.Ar
 
 
 @partial(jax.jit, static_argnums=0)
-def _all_logits(graph: Any, state: Any, x_CD: jax.Array) -> jax.Array:
-    return nnx.merge(graph, state).logits(x_CD)
+def _all_logits(graph: Any, state: Any, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
+    return nnx.merge(graph, state).logits(x_PCD[row])
 
 
 class RingDecoder:
@@ -136,7 +136,7 @@ class RingDecoder:
             rows_P[i] = row
             tokens_PC[i, : len(tokens)] = tokens
             positions_PC[i, : len(tokens)] = np.arange(start, start + len(tokens))
-        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC)))
+        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
     def forward(self, groups: Sequence[Tokens]) -> list[jax.Array]:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
@@ -213,9 +213,9 @@ class RingDecoder:
         """Copy one row of every cache over another."""
         self.caches = [copy_row(cache, np.int32(source), np.int32(target)) for cache in self.caches]
 
-    def all_logits(self, x_1CD: jax.Array) -> jax.Array:
+    def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
         """float32 [C, V]: the logits after every token of one row."""
-        return _all_logits(*self._ends, x_1CD[0])
+        return _all_logits(*self._ends, x_PCD, np.int32(row))
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
         """float32 [P, V]: the logits after token `at_P` of each row."""
