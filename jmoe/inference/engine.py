@@ -30,18 +30,10 @@ from jmoe.inference.outputs import Completion, Output, TokenLogprob, token_logpr
 from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
-from jmoe.inference.scheduler import (
-    PrefillChunk,
-    PrefillGroup,
-    Request,
-    Scheduler,
-    SchedulerStats,
-    bucket,
-)
+from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Scheduler, SchedulerStats, bucket
 from jmoe.inference.speeds import measure_speeds
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
 from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
 from jmoe.planning.streaming import Seen, StreamingPlan
@@ -91,7 +83,8 @@ class Engine:
         ends, layers = checkpoint.load_rest()
         dtype = checkpoint.dtype
         # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
-        caches = jax.device_put(empty_caches(config, max_batch, max_seq_len, dtype), jax.devices()[0])
+        device = jax.devices()[0]
+        caches = jax.device_put(empty_caches(config, max_batch, max_seq_len, dtype), device)
         guesses = make_estimator(estimator, residency, layers, config.num_experts)
         self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
@@ -459,16 +452,6 @@ class Engine:
                 log.info("%s", self.plan.describe(num_tokens))
 
 
-def _scheduler(
-    checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
-) -> Scheduler:
-    limit = checkpoint.config.max_position_embeddings
-    longest = limit if checkpoint.config.position == "learned" else max_seq_len
-    check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
-    eos = _eos_token_ids(checkpoint)
-    return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
-
-
 def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: int) -> np.ndarray:
     """`allowed_BW` of the sampler, with rows of padding."""
     words_BW = np.full((size, -(-vocab_size // 32)), -1, np.int32)
@@ -478,14 +461,15 @@ def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: in
     return words_BW
 
 
-def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:
-    """From generation_config.json, else config.json."""
-    file = checkpoint.folder / "generation_config.json"
-    fields = read_table(file) if file.is_file() else {}
-    found = fields.get("eos_token_id", checkpoint.fields.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+def _scheduler(
+    checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
+) -> Scheduler:
+    """For the lengths that the model has positions for."""
+    limit, learned = checkpoint.config.max_position_embeddings, checkpoint.config.position == "learned"
+    fits = max_seq_len <= limit or not learned
+    check(fits, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
+    eos = checkpoint.eos_token_ids
+    return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

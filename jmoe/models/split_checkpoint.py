@@ -19,7 +19,7 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.models.decoder import Decoder, DecoderLayer
 from jmoe.models.huggingface import model_config
-from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
+from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config, read_table
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Names, check_tensors, parameters
 from kernels_pallas.matmul import dot
@@ -86,6 +86,16 @@ class SplitCheckpoint:
     def num_experts(self) -> int:
         """Of all layers together."""
         return self.config.num_moe_layers * self.config.num_experts
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """From generation_config.json, else config.json."""
+        file = self.folder / "generation_config.json"
+        fields = read_table(file) if file.is_file() else {}
+        found = fields.get("eos_token_id", self.fields.get("eos_token_id"))
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, list) else (int(found),)
 
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

@@ -179,7 +179,7 @@ def live_view(service: Service, view: View) -> Live:
         prompt_tokens_total=service.metrics.prompt_tokens_total,
         generation_tokens_total=service.metrics.generation_tokens_total,
         tokens_per_s=service.loop.tokens_per_s,
-        slots=view.slots,
+        slots=[None if slot is None else list(slot) for slot in view.slots],
         streamed_bytes_total=engine.streamed_bytes,
         nvme_bytes_total=engine.nvme_bytes,
         hit_rate=engine.hit_rate,

@@ -397,7 +397,7 @@ class Live(BaseModel):
     prompt_tokens_total: int
     generation_tokens_total: int
     tokens_per_s: float
-    slots: list[tuple[int, int] | None]
+    slots: list[list[int] | None]
     streamed_bytes_total: int
     nvme_bytes_total: int
     hit_rate: float
