@@ -55,16 +55,21 @@ def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: j
 def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
     """The cache with this step's keys and values; positions of S or more are left out.
 
-    A row's positions follow each other, so that they are written as one piece: a scatter is slow on XLA:CPU.
+    The positions of a row follow each other, so that it is written as one piece: a scatter is slow on XLA:CPU. A piece
+    that would reach past the end begins earlier, with what is there, and its padding is cut.
     """
     new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
     width, real_PC = positions_PC.shape[1], positions_PC < cache.length
 
     def row(p: jax.Array, cache: KVCache) -> KVCache:
+        start = jnp.minimum(positions_PC[p, 0], cache.length - width)
+        late = positions_PC[p, 0] - start
+        real_C1 = jnp.roll(real_PC[p], late)[:, None]
+
         def put(all_BGSd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
-            at = (rows_P[p], 0, positions_PC[p, 0], 0)
+            at = (rows_P[p], 0, start, 0)
             old = lax.dynamic_slice(all_BGSd, at, (1, all_BGSd.shape[1], width, all_BGSd.shape[3]))
-            piece = jnp.where(real_PC[p][:, None], new_PGCd[p], old[0])
+            piece = jnp.where(real_C1, jnp.roll(new_PGCd[p], late, axis=1), old[0])
             return lax.dynamic_update_slice(all_BGSd, piece[None], at)
 
         return jax.tree.map(put, cache, new)
