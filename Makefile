@@ -37,9 +37,9 @@ serve: $(STAMP)
 
 decode: $(STAMP)
 	@test -d runs/tiny/checkpoints || { echo 'There is no model yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
-	@rm -rf runs/tiny/exported
-	$(BIN)/python -m jmoe.training.export runs/tiny runs/tiny/exported
-	$(BIN)/python -m jmoe.inference.generate runs/tiny/exported 'def read(self, path):' --policy ring $(ARGS)
+	@rm -rf runs/tiny/hf
+	$(BIN)/python -m jmoe.training.export runs/tiny runs/tiny/hf
+	$(BIN)/python -m jmoe.inference.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
