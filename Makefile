@@ -1,8 +1,8 @@
-# make train | test | bench: each sets up .venv by itself.
+# make train | decode | serve | test | bench: each sets up .venv by itself.
 #
 #   PYTHON=python3.13   the interpreter of .venv (remembered; another one makes .venv anew)
 #   EXTRA=cuda12        also install this extra of pyproject.toml (remembered): cuda12 or cuda13 for NVIDIA GPUs
-#   ARGS='...'          passed on to train.py, pytest or the benchmark
+#   ARGS='...'          passed on to train.py, serve.py, pytest or the benchmark
 
 VENV   := .venv
 PYTHON ?= $(or $(shell cat $(VENV)/.python 2>/dev/null),python3)
@@ -12,12 +12,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train test test-all lint bench
+.PHONY: help setup train decode serve test test-all lint bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make setup      make .venv and install jmoe into it (EXTRA=cuda12 for NVIDIA GPUs)'
 	@echo 'make train      train a small language model on real text (preset tiny); ARGS="--num-steps 100" adds options'
+	@echo 'make decode     continue a line with what `make train` left, half of its layers on the device at a time'
+	@echo 'make serve      serve what `make train` left, as OpenAI'"'"'s API; ARGS="--port 8080" adds options'
 	@echo 'make test       lint and the tests'
 	@echo 'make test-all   lint and all tests, the slow ones too'
 	@echo 'make lint       ruff and mypy'
@@ -28,6 +30,16 @@ setup: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python train.py tiny $(ARGS)
+
+serve: $(STAMP)
+	@test -d runs/tiny/checkpoints || { echo 'There is nothing to serve yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
+	$(BIN)/python serve.py runs/tiny $(ARGS)
+
+decode: $(STAMP)
+	@test -d runs/tiny/checkpoints || { echo 'There is no model yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
+	@rm -rf runs/tiny/hf
+	$(BIN)/python -m jmoe.training.export runs/tiny runs/tiny/hf
+	$(BIN)/python -m jmoe.inference.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)

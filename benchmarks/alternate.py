@@ -2,8 +2,8 @@
 
     python benchmarks/alternate.py --rounds 5 'python benchmarks/training.py' 'python other.py'
 
-Each command's last line must be a JSON object with `tokens_per_s`. Ratios are of each command to the first, round by
-round, so that a machine whose speed drifts does not decide the outcome.
+Each command's last line must be a JSON object with the `--metrics`, where a.b is b in the object a. Ratios are of each
+command to the first, round by round, so that a machine whose speed drifts does not decide the outcome.
 """
 
 import argparse
@@ -22,31 +22,40 @@ def run(command: str, timeout_s: float) -> dict[str, Any]:
     return result
 
 
+def value(result: dict[str, Any], metric: str) -> float:
+    """The number that a dotted name leads to."""
+    found: Any = result
+    for key in metric.split("."):
+        found = found[key]
+    return float(found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--metrics", nargs="+", default=["tokens_per_s"])
     parser.add_argument("--timeout-s", type=float, default=600)
     a = parser.parse_args()
     results: list[list[dict[str, Any]]] = [[] for _ in a.commands]
     for round_ in range(a.rounds):
         for command, seen in zip(a.commands, results, strict=True):
             seen.append(run(command, a.timeout_s))
-            print(f"round {round_}: {seen[-1]['tokens_per_s']:10.1f} tokens/s  {command}", file=sys.stderr, flush=True)
-    first = [result["tokens_per_s"] for result in results[0]]
+            found = "  ".join(f"{metric} {value(seen[-1], metric):.4g}" for metric in a.metrics)
+            print(f"round {round_}: {found}  {command}", file=sys.stderr, flush=True)
     keep = ("first_loss", "last_loss", "dropped_fraction", "peak_rss_bytes", "versions")
     rows = []
     for command, seen in zip(a.commands, results, strict=True):
-        rates = [result["tokens_per_s"] for result in seen]
-        rows.append(
-            {
-                "command": command,
-                "tokens_per_s": statistics.median(rates),
-                "all": rates,
-                "ratio_to_first": round(statistics.median(r / f for r, f in zip(rates, first, strict=True)), 3),
+        row: dict[str, Any] = {"command": command}
+        for metric in a.metrics:
+            found = [value(result, metric) for result in seen]
+            ratios = [v / value(first, metric) for v, first in zip(found, results[0], strict=True)]
+            row[metric] = {
+                "median": statistics.median(found),
+                "all": found,
+                "ratio_to_first": round(statistics.median(ratios), 3),
             }
-            | {key: seen[-1][key] for key in keep if key in seen[-1]}
-        )
+        rows.append(row | {key: seen[-1][key] for key in keep if key in seen[-1]})
     print(json.dumps({"rounds": a.rounds, "rows": rows}), flush=True)
     return 0
 

@@ -1,4 +1,4 @@
-"""A run exported as a Hugging Face folder, and a run that goes on from such a folder, as users start them."""
+"""A run exported as a Hugging Face folder; what it says then, and a run that goes on from it, as users start them."""
 
 import json
 import shutil
@@ -42,6 +42,10 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
     assert {file.name for file in folder.iterdir()} == names
     assert json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
 
+    say = ["-m", "jmoe.inference.generate", folder, "def read(self):", "--max-new-tokens", "12"]
+    resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
+    assert resident == ring and resident.startswith("def read(self):")
+
     said = run("train.py", *SMALL, "--init-from", folder, "--data.path", text, "--output-dir", second)
     assert f"starting from {folder}" in said
     before, after = evaluations(second)
@@ -58,6 +62,7 @@ def test_mistakes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     for arguments, message in (
         (["-m", "jmoe.training.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
         (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),
+        (["-m", "jmoe.inference.generate", tmp_path, "def"], "config.json: is missing"),
     ):
         done = run_python(arguments)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E e
 """
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -19,82 +20,30 @@ from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.inference import sampler
+from jmoe.inference.compile_cache import keep_compiled_programs
+from jmoe.inference.constraint import Constraint
 from jmoe.inference.detokenizer import Detokenizer, TextStream
-from jmoe.inference.expert_tiers import ExpertTier, Policy, open_experts
-from jmoe.inference.kv_cache import empty_cache
-from jmoe.inference.residency import Residency, ResidencyStats
+from jmoe.inference.estimators import EstimatorName, make_estimator
+from jmoe.inference.expert_tiers import memory_plan, open_experts
+from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.outputs import Completion, Output, TokenLogprob, token_logprobs
+from jmoe.inference.residency import Residency
 from jmoe.inference.ring_decoder import RingDecoder
 from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
-from jmoe.inference.scheduler import FinishReason, Request, Scheduler, bucket
-from jmoe.memory.link import LinkStats
+from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Scheduler, SchedulerStats, bucket
+from jmoe.inference.speeds import measure_speeds
+from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.models.pretrained import read_table
 from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
+from jmoe.planning.streaming import Seen, StreamingPlan
+
+log = logging.getLogger("jmoe")
 
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
 _greedy = jax.jit(sampler.greedy)
 _start_request = jax.jit(sampler.start_request, donate_argnames="state")
 _prompt_logprobs = jax.jit(sampler.prompt_logprobs, static_argnames="num_logprobs")
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token's log-probability under the model, and the most likely tokens in its place."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one step added to a request; `finish_reason` is None until its end."""
-
-    request_id: str
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request. text: "" without a tokenizer. prompt_logprobs: from the second prompt token on."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprob]
-    prompt_logprobs: list[TokenLogprob]
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine did and what it moved.
-
-    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
-    device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in
-    which the device had nothing to do because experts were on their way. hit_rate: of the experts that tokens chose
-    (policy `experts`). roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
-    """
-
-    policy: str
-    device_expert_bytes: int
-    host_expert_bytes: int
-    steps: int
-    step_s: float
-    tokens: int
-    streamed_bytes: int
-    streamed_s: float
-    nvme_bytes: int
-    nvme_s: float
-    bytes_per_token: float
-    waited_s: float
-    hit_rate: float
-    guessed: int
-    guessed_right: int
-    roofline_fraction: float
 
 
 @dataclass
@@ -103,6 +52,7 @@ class _Stream:
 
     request: Request
     text: TextStream | None
+    constraint: Constraint | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -121,31 +71,37 @@ class Engine:
         residency: Residency,
         store: TieredStore | None,
         scheduler: Scheduler,
+        memory: MemoryPlan,
+        *,
+        estimator: EstimatorName | None,
+        measure: bool,
     ) -> None:
-        """See `from_pretrained`."""
-        max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
+        """See `from_pretrained`. measure: how fast layers and copies are, for a policy or a prediction."""
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
         config = checkpoint.config
         self.config, self.residency, self._store = config, residency, store
         ends, layers = checkpoint.load_rest()
-        value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-        heads, dtype = config.num_key_value_heads, checkpoint.dtype
-        caches = [
-            empty_cache(max_batch, max_seq_len, heads, config.dim_per_head, value_dim, dtype)
-            for _ in range(config.num_hidden_layers)
-        ]
-        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype)
+        dtype = checkpoint.dtype
+        # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
+        device = jax.devices()[0]
+        caches = jax.device_put(empty_caches(config, max_batch, max_seq_len, dtype), device)
+        guesses = make_estimator(estimator, residency, layers, config.num_experts)
+        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
         self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
         self._scheduler = scheduler
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
-        # put where the logits are, or its first use would compile another program than the later ones
         self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
         self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
-        self._steps, self._step_s, self._tokens = 0, 0.0, 0
         self._warm_up()
-        self.reset_stats()
+        self._meter = Meter(self._decoder, residency, store, StreamingPlan(memory))
+        if measure:
+            self._measure(memory)
+        self._log_plan()
+        self._decoder.recent_choices.clear()
+        self._meter.reset()
         jax.block_until_ready(self._decoder.caches)
 
     @classmethod
@@ -161,8 +117,10 @@ class Engine:
         expert_tier: ExpertTier = "auto",
         host_cache_bytes: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        estimator: EstimatorName | None = "router",
         dtype: Any = None,
         prefill_chunk_tokens: int = 512,
+        max_prefill_tokens: int | None = None,
         bandwidth_limit_bytes_per_s: dict[Any, float] | None = None,
     ) -> Self:
         """An engine for the Hugging Face checkpoint in a folder.
@@ -170,50 +128,74 @@ class Engine:
         max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output.
         policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
         what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
-        in `device_bytes`; `auto`: resident if it fits `device_bytes`, or the device, else ring.
+        in `device_bytes` (default: half of them); `auto`: resident if that fits; else as many slots as fit, and each
+        step, by its number of tokens, gets whole layers or what its tokens chose, whatever is faster by the formulas
+        of `planning.roofline` and what is measured at the start (`plan`).
+        device_bytes: for experts on the device. None: with `auto`, what is free beside other weights, the cache of
+        keys and values, and a reserve.
         expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
-        `auto`: nvme if `host_cache_bytes` is given. They are packed once into `cache_dir`, or beside the checkpoint.
+        `auto`: nvme if `host_cache_bytes` is given or host memory is too small. They are packed once into
+        `cache_dir`, or beside the checkpoint.
+        estimator: how single experts are guessed a layer ahead, to be copied early: `router`, the next layer's router
+        applied to this layer's input; `counts`, what recent steps used most; None: not at all.
         dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
-        prefill_chunk_tokens: of a prompt in one step at most.
+        prefill_chunk_tokens: of one prompt in a step at most. max_prefill_tokens: of all prompts in a step at most,
+        with padding; None: of 8 whole chunks. In a step every layer is streamed once for all of them.
         bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host".
 
         Raises `ValueError` naming the field, value and constraint, before weights are read.
         """
+        check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
         checkpoint = SplitCheckpoint(path, dtype)
+        keep_compiled_programs()
         with checkpoint:
-            limit = checkpoint.config.max_position_embeddings
-            longest = limit if checkpoint.config.position == "learned" else max_seq_len
-            check(max_seq_len <= longest, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
-            scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, _eos_token_ids(checkpoint))
-            residency, store = open_experts(
+            scheduler = _scheduler(checkpoint, max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens)
+            memory = memory_plan(
                 checkpoint,
+                max_batch=max_batch,
+                max_seq_len=max_seq_len,
                 policy=policy,
                 ring_slots=ring_slots,
                 device_bytes=device_bytes,
                 expert_tier=expert_tier,
                 host_cache_bytes=host_cache_bytes,
-                cache_dir=cache_dir,
-                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
             )
-            return cls(checkpoint, residency, store, scheduler)
+            residency, store = open_experts(
+                checkpoint, memory, cache_dir=cache_dir, bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s
+            )
+            measure = policy == "auto" and memory.policy != "ring"
+            return cls(checkpoint, residency, store, scheduler, memory, estimator=estimator, measure=measure)
 
     # Requests
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        constraint: Constraint | None = None,
     ) -> str:
-        """Queue a request; returns its id. prompt: text, or token ids."""
+        """Queue a request; returns its id. prompt: text, or token ids. constraint: of its output, used by it alone."""
         sampling = SamplingParams() if sampling is None else sampling
-        sampling.check_vocabulary(self.config.vocab_size)
         token_ids = self._encode(prompt)
-        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
+        self.check_request(token_ids, sampling)
         request = Request(request_id or f"request-{next(self._ids)}", token_ids, sampling)
         self._scheduler.add(request)
         text = None
         if self._detokenizer is not None:
             text = self._detokenizer.stream(token_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens)
-        self._streams[request.id] = _Stream(request, text)
+        self._streams[request.id] = _Stream(request, text, constraint)
         return request.id
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """`ValueError` if `add_request` would refuse it. May be called from any thread."""
+        sampling.check_vocabulary(self.config.vocab_size)
+        for token in prompt_token_ids:
+            inside = 0 <= token < self.config.vocab_size
+            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
+        self._scheduler.check_prompt(prompt_token_ids)
+        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing happens if it has ended."""
@@ -250,82 +232,71 @@ class Engine:
         ]
 
     def step(self) -> list[Output]:
-        """Run one step: a token for every running request, and a chunk of a prompt."""
+        """Run one step: a token for every running request, and chunks of prompts."""
         plan = self._scheduler.schedule()
         if plan.is_empty:
             return []
         begun = time.perf_counter()
-        groups = []
+        for chunk in plan.prefill:
+            self._start(chunk)
+        prefill = self._scheduler.prefill_groups(plan)
+        inputs = []
         if plan.decode:
             size = bucket(len(plan.decode), self._scheduler.decode_buckets)
             rows = [(row.slot, row.position, [row.token]) for row in plan.decode]
-            groups.append(self._decoder.tokens(rows, size, 1))
-        if (chunk := plan.prefill) is not None:
-            if chunk.copy_from is not None:
-                self._decoder.copy_row(chunk.copy_from[0], chunk.slot)
-            if chunk.start == chunk.request.num_reused_tokens:
-                self._start(chunk.request, chunk.slot)
-            width = bucket(len(chunk.tokens), self._scheduler.prefill_buckets)
-            groups.append(self._decoder.tokens([(chunk.slot, chunk.start, chunk.tokens)], 1, width))
-        hidden = self._decoder.forward(groups)
-        drawn: list[tuple[int, TokenLogprob | None]] = []
+            inputs.append(self._decoder.tokens(rows, size, 1))
+        for group in prefill:
+            rows = [(chunk.slot, chunk.start, chunk.tokens) for chunk in group.chunks]
+            inputs.append(self._decoder.tokens(rows, len(rows), group.width))
+        num_tokens = len(plan.decode) + sum(len(chunk.tokens) for chunk in plan.prefill)
+        self.residency.begin_step(whole_layers=self.plan.policy(num_tokens) == "ring")
+        hidden = self._decoder.forward(inputs)
+        drawn: dict[str, tuple[int, TokenLogprob | None]] = {}
         if plan.decode:
             requests = [row.request for row in plan.decode]
-            logits_BV = self._decoder.logits(hidden[0], np.zeros(groups[0].rows_P.shape[0], np.int32))
-            drawn += self._draw(
+            x_BCD = hidden.pop(0)
+            logits_BV = self._decoder.logits(x_BCD, np.zeros(x_BCD.shape[0], np.int32))
+            drawn |= self._draw(
                 logits_BV, requests, [r.slot for r in plan.decode], [r.position + 1 for r in plan.decode]
             )
-        if chunk is not None:
-            if chunk.request.sampling.prompt_logprobs is not None:
-                self._note_prompt_logprobs(chunk.request, chunk.start, chunk.tokens, hidden[-1])
-            if chunk.is_last:
-                logits_1V = self._decoder.logits(hidden[-1], np.array([len(chunk.tokens) - 1], np.int32))
-                drawn += self._draw(logits_1V, [chunk.request], [chunk.slot], [chunk.start + len(chunk.tokens)])
-        self._scheduler.update(plan, [token for token, _ in drawn])
-        outputs = [self._output(r, t, lp) for r, (t, lp) in zip(plan.sampled_requests, drawn, strict=True)]
-        self._steps += 1
-        self._tokens += len(plan.decode) + (0 if chunk is None else len(chunk.tokens))
-        self._step_s += time.perf_counter() - begun
+        for group, x_PCD in zip(prefill, hidden, strict=True):
+            drawn |= self._end_prefill(group, x_PCD)
+        sampled = plan.sampled_requests
+        self._scheduler.update(plan, [drawn[request.id][0] for request in sampled])
+        outputs = [self._output(request, *drawn[request.id]) for request in sampled]
+        self._meter.note_step("prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun)
+        if self.plan.memory.policy == "auto" and (seen := self._meter.seen(self._scheduler.max_batch)) is not None:
+            self._plan_anew(seen)
         return [output for output in outputs if output is not None]
 
     def stats(self) -> EngineStats:
         """Counters since the start, or since `reset_stats`."""
-        now, then = self._counters(), self._since
-        steps, step_s, tokens, host, nvme, residency = now
-        streamed_bytes = host.num_bytes - then[3].num_bytes
-        streamed_s = host.seconds - then[3].seconds
-        run_s, num_tokens = step_s - then[1], tokens - then[2]
-        hits, misses = residency.hits - then[5].hits, residency.misses - then[5].misses
-        return EngineStats(
-            policy=residency.policy,
-            device_expert_bytes=self.residency.slots.num_bytes,
-            host_expert_bytes=0 if self._store is None else self._store.host_bytes,
-            steps=steps - then[0],
-            step_s=run_s,
-            tokens=num_tokens,
-            streamed_bytes=streamed_bytes,
-            streamed_s=streamed_s,
-            nvme_bytes=nvme.num_bytes - then[4].num_bytes,
-            nvme_s=nvme.seconds - then[4].seconds,
-            bytes_per_token=streamed_bytes / num_tokens if num_tokens else 0.0,
-            waited_s=residency.waited_s - then[5].waited_s,
-            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
-            guessed=residency.guessed - then[5].guessed,
-            guessed_right=residency.guessed_right - then[5].guessed_right,
-            roofline_fraction=streamed_s / run_s if run_s else 0.0,
-        )
+        return self._meter.stats()
+
+    @property
+    def plan(self) -> StreamingPlan:
+        """Where the experts are, how steps get them, and why."""
+        return self._meter.plan
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Requests that run and wait, and the tokens they hold and did not have to compute."""
+        return self._scheduler.stats()
 
     def reset_stats(self) -> None:
         """Let `stats` count from here on."""
-        self._since = self._counters()
+        self._meter.reset()
 
-    def _counters(self) -> tuple[int, float, int, LinkStats, LinkStats, ResidencyStats]:
-        tiers = None if self._store is None else self._store.stats()
-        host, nvme = (LinkStats(), LinkStats()) if tiers is None else (tiers.host, tiers.nvme)
-        return self._steps, self._step_s, self._tokens, host, nvme, self.residency.stats()
+    def expert_use(self) -> np.ndarray:
+        """int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
+        return self._decoder.expert_use()
 
     def close(self) -> None:
-        """Stop the threads that copy experts."""
+        """Stop the threads that copy experts; log what was predicted beside what was measured."""
+        if self.plan.speeds is not None:
+            for name, phase in (("prefill", (stats := self.stats()).prefill), ("decode", stats.decode)):
+                if phase.steps and phase.predicted_step_s is not None:
+                    predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
+                    log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
         self.residency.close()
         if self._store is not None:
             self._store.close()
@@ -346,29 +317,45 @@ class Engine:
                 raise ValueError("prompt: is text, but the checkpoint has no tokenizer.json; give token ids")
             ids: list[int] = self.tokenizer.encode(prompt).ids
             return ids
-        found = [int(token) for token in prompt]
-        for token in found:
-            inside = 0 <= token < self.config.vocab_size
-            check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
-        return found
+        return [int(token) for token in prompt]
 
-    def _start(self, request: Request, slot: int) -> None:
-        """Tell the sampler of a prompt, if it will need to know."""
-        s = request.sampling
-        if (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
-            mask_V = sampler.prompt_mask(request.prompt_token_ids, self.config.vocab_size)
-            self._sampler_state = _start_request(self._sampler_state, np.int32(slot), mask_V)
+    def _start(self, chunk: PrefillChunk) -> None:
+        """What comes before a chunk: its prefix is copied; the sampler is told of a prompt, if it will need to know."""
+        if chunk.copy_from is not None:
+            self._decoder.copy_row(chunk.copy_from[0], chunk.slot)
+        s = chunk.request.sampling
+        is_first = chunk.start == chunk.request.num_reused_tokens
+        if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
+            mask_V = sampler.prompt_mask(chunk.request.prompt_token_ids, self.config.vocab_size)
+            self._sampler_state = _start_request(self._sampler_state, np.int32(chunk.slot), mask_V)
+
+    def _end_prefill(self, group: PrefillGroup, x_PCD: jax.Array) -> dict[str, tuple[int, TokenLogprob | None]]:
+        """Prompt log-probabilities of a group, and a token by id for each prompt that is complete."""
+        for row, chunk in enumerate(group.chunks):
+            if chunk.request.sampling.prompt_logprobs is not None:
+                self._note_prompt_logprobs(chunk, x_PCD, row)
+        last = [chunk for chunk in group.chunks if chunk.is_last]
+        if not last:
+            return {}
+        at_P = np.array([len(chunk.tokens) - 1 for chunk in group.chunks], np.int32)
+        logits_PV = self._decoder.logits(x_PCD, at_P)
+        positions = [chunk.start + len(chunk.tokens) for chunk in last]
+        return self._draw(logits_PV, [chunk.request for chunk in last], [chunk.slot for chunk in last], positions)
 
     def _draw(
         self, logits_BV: jax.Array, requests: list[Request], slots: list[int], positions: list[int]
-    ) -> list[tuple[int, TokenLogprob | None]]:
-        """A token for each request, from the first rows of the logits."""
-        if all(request.sampling.plain_greedy for request in requests):
+    ) -> dict[str, tuple[int, TokenLogprob | None]]:
+        """A token for each request by its id, from the first rows of the logits."""
+        ids = [request.id for request in requests]
+        streams = [self._streams.get(id_) for id_ in ids]  # None: warm-up
+        constraints = [None if stream is None else stream.constraint for stream in streams]
+        constrained = any(constraint is not None for constraint in constraints)
+        if not constrained and all(request.sampling.plain_greedy for request in requests):
             tokens = np.asarray(_greedy(logits_BV)).tolist()
-            return [(token, None) for token in tokens[: len(requests)]]
+            return {id_: (token, None) for id_, token in zip(ids, tokens)}
         size = self._scheduler.max_batch  # one shape, and so one program, for every number of requests
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
-        key = tuple(request.id for request in requests)
+        key = tuple(ids)
         if self._params is None or self._params[0] != key:
             params = sampler.batch_params(
                 [r.sampling for r in requests],
@@ -383,18 +370,20 @@ class Engine:
         slots_B = np.array(slots + [self._scheduler.max_batch] * padding, np.int32)
         positions_B = np.array(positions + [0] * padding, np.int32)
         wanted = any(r.sampling.logprobs is not None for r in requests)
+        allowed_BW = _allowed(constraints, size, self.config.vocab_size) if constrained else None
         tokens_B, logprobs, self._sampler_state = _sample(
-            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, with_logprobs=wanted
+            logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, allowed_BW, with_logprobs=wanted
         )
         tokens = np.asarray(tokens_B).tolist()[: len(requests)]
-        found = _token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
-        return list(zip(tokens, found, strict=True))
+        found = token_logprobs(tokens, logprobs, [r.sampling.logprobs for r in requests])
+        return dict(zip(ids, zip(tokens, found, strict=True), strict=True))
 
-    def _note_prompt_logprobs(self, request: Request, start: int, tokens: list[int], x_1CD: jax.Array) -> None:
-        following = request.prompt_token_ids[start + 1 : start + 1 + len(tokens)]
-        next_C = np.array(following + [0] * (x_1CD.shape[1] - len(following)), np.int32)
-        logprobs = _prompt_logprobs(self._decoder.all_logits(x_1CD), next_C, num_logprobs=MAX_LOGPROBS)
-        found = _token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
+    def _note_prompt_logprobs(self, chunk: PrefillChunk, x_PCD: jax.Array, row: int) -> None:
+        request, start = chunk.request, chunk.start
+        following = request.prompt_token_ids[start + 1 : start + 1 + len(chunk.tokens)]
+        next_C = np.array(following + [0] * (x_PCD.shape[1] - len(following)), np.int32)
+        logprobs = _prompt_logprobs(self._decoder.all_logits(x_PCD, row), next_C, num_logprobs=MAX_LOGPROBS)
+        found = token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
         self._streams[request.id].prompt_logprobs += [lp for lp in found if lp is not None]
 
     def _output(self, request: Request, token: int, logprob: TokenLogprob | None) -> Output | None:
@@ -410,45 +399,77 @@ class Engine:
                 request.finish_reason = "stop"
             if request.finish_reason is not None:
                 text += stream.text.flush()
+        if stream.constraint is not None and request.finish_reason is None:
+            stream.constraint.accept(token)
         if request.finish_reason is not None:
             del self._streams[request.id]
-        return Output(request.id, [token], text, [] if logprob is None else [logprob], request.finish_reason)
+        logprobs = [] if logprob is None else [logprob]
+        of_prompt = stream.prompt_logprobs if len(request.output_token_ids) == 1 else []
+        return Output(request.id, [token], text, logprobs, request.finish_reason, of_prompt)
 
     def _warm_up(self) -> None:
-        """Compile, before the first request, every program of every shape; not those of prompt log-probabilities."""
-        for size in self._scheduler.decode_buckets:
-            (x,) = self._decoder.forward([self._decoder.tokens([], size, 1)])
-            logits = self._decoder.logits(x, np.zeros(size, np.int32))
-            _greedy(logits).block_until_ready()
-        for width in self._scheduler.prefill_buckets:
-            (x,) = self._decoder.forward([self._decoder.tokens([], 1, width)])
-            logits = self._decoder.logits(x, np.zeros(1, np.int32))
-        for logprobs in (None, 0):
-            request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
-            self._draw(logits, [request], [self._scheduler.max_batch], [0])
+        """Compile, before the first request, every program but those of prompt log-probabilities and constraints."""
+        decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
+        for rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
+            (x_PCD,) = self._decoder.forward([self._decoder.tokens([], rows, width)])
+            logits_PV = self._decoder.logits(x_PCD, np.zeros(rows, np.int32))
+            if width == 1:  # what follows knows of logits alone
+                _greedy(logits_PV).block_until_ready()
+                for logprobs in (None, 0):
+                    request = Request("warm-up", [0], SamplingParams(temperature=1.0, logprobs=logprobs))
+                    self._draw(logits_PV, [request], [self._scheduler.max_batch], [0])
         self._params = None
+        self._decoder.copy_row(0, 0)
+        no_prompt_V = np.zeros(self.config.vocab_size, np.bool_)
+        self._sampler_state = _start_request(self._sampler_state, np.int32(0), no_prompt_V)
+
+    def _measure(self, memory: MemoryPlan) -> None:
+        """Measure, and choose by it. All programs must be compiled."""
+        scheduler, prefill_tokens = self._scheduler, self._scheduler.prefill_widths[-1]
+        size = scheduler.max_batch
+        speeds = measure_speeds(
+            self._decoder,
+            self._store,
+            lambda x: np.asarray(_greedy(self._decoder.logits(x, np.zeros(size, np.int32)))),
+            max_batch=size,
+            prefill_tokens=prefill_tokens,
+            position=scheduler.max_seq_len // 2,
+        )
+        self._meter.plan = StreamingPlan(memory, speeds)
+
+    def _plan_anew(self, seen: Seen) -> None:
+        """With what steps told of routing."""
+        before, num_tokens = self.plan, round(seen.num_tokens)
+        self._meter.plan = replace(before, seen=seen)
+        if self.plan.policy(num_tokens) != before.policy(num_tokens):
+            log.info("%s, by %s", self.plan.describe(num_tokens), seen)
+
+    def _log_plan(self) -> None:
+        log.info("%s", self.plan.memory)
+        if self.plan.speeds is not None:
+            log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.speeds)
+            for num_tokens in (1, self._scheduler.max_batch, self._scheduler.prefill_widths[-1]):
+                log.info("%s", self.plan.describe(num_tokens))
 
 
-def _token_logprobs(
-    tokens: list[int], logprobs: sampler.Logprobs | None, wanted: list[int | None]
-) -> list[TokenLogprob | None]:
-    if logprobs is None:
-        return [None] * len(tokens)
-    chosen, ids, top = (np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK))
-    return [
-        None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
-        for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
-    ]
+def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: int) -> np.ndarray:
+    """`allowed_BW` of the sampler, with rows of padding."""
+    words_BW = np.full((size, -(-vocab_size // 32)), -1, np.int32)
+    for row, constraint in enumerate(constraints):
+        if constraint is not None:
+            constraint.fill(words_BW[row])
+    return words_BW
 
 
-def _eos_token_ids(checkpoint: SplitCheckpoint) -> tuple[int, ...]:
-    """From generation_config.json, else config.json."""
-    file = checkpoint.folder / "generation_config.json"
-    fields = read_table(file) if file.is_file() else {}
-    found = fields.get("eos_token_id", checkpoint.fields.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+def _scheduler(
+    checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
+) -> Scheduler:
+    """For the lengths that the model has positions for."""
+    limit, learned = checkpoint.config.max_position_embeddings, checkpoint.config.position == "learned"
+    fits = max_seq_len <= limit or not learned
+    check(fits, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
+    eos = checkpoint.eos_token_ids
+    return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

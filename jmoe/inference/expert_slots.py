@@ -1,28 +1,25 @@
-"""Expert weights on the device, in slots that a table maps experts to; and the MLP that reads them there.
+"""Expert weights on the device: slots that hold one expert of one layer each, and are filled while others are read.
 
-Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a tile, D hidden,
-F expert hidden, U = 2F (SwiGLU) or F.
-
-A slot holds one expert of one layer. Which one is not part of any compiled program: the table of a layer is an
-argument, so that the same program runs whether all experts lie in slots or a few pass through them.
+Legend: M slots, E experts of a layer.
 """
 
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmoe.inference.slot_mlp import Routed, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
-from kernels_pallas.grouped_mlp.xla import Weights, expert_mlp
-from kernels_pallas.token_permute import combine
+from kernels_pallas.grouped_mlp.xla import Weights
 
-T = TypeVar("T")
+TABLE_TILE_ROWS = 64
 
 
 class Arrays(Protocol):
@@ -37,49 +34,51 @@ Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name -> (shape, 
 class ExpertSlots(ABC):
     """M slots for one expert each."""
 
-    _arrays: dict[str, jax.Array]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays.values())
-
-    def run(self, program: Callable[[dict[str, jax.Array]], T]) -> T:
-        """Call `program`, which starts a compiled one, with the slots' arrays by name."""
-        return program(self._arrays)
+    def __init__(self, num_slots: int, fields: Fields) -> None:
+        expert_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
+        self.num_slots, self.num_bytes = num_slots, num_slots * expert_bytes
 
     @abstractmethod
     def write(self, slot: int, record: Arrays) -> None:
         """Copy one expert's weights into a slot, from any thread. No program that reads this slot may be running."""
 
+    @abstractmethod
+    def mlp(self, routed: Routed, table_E: np.ndarray, activation: str) -> jax.Array:
+        """float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, read from slot table_E[expert]."""
+
 
 class HostSlots(ExpertSlots):
-    """Slots of the CPU backend: memory that XLA reads as an array and that a copy fills."""
+    """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills."""
 
     def __init__(self, num_slots: int, fields: Fields) -> None:
-        self._memory = {name: _memory((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
+        super().__init__(num_slots, fields)
         cpu = jax.local_devices(backend="cpu")[0]
-        self._arrays = {name: jax.device_put(m, cpu, may_alias=True) for name, m in self._memory.items()}
-        for name, memory in self._memory.items():
-            assert self._arrays[name].unsafe_buffer_pointer() == memory.ctypes.data, f"{name} was copied"
+        memory = {name: _slot_memory(num_slots, shape, dtype) for name, (shape, dtype) in fields.items()}
+        self._memory = [{name: slots[i] for name, slots in memory.items()} for i in range(num_slots)]
+        self._weights = [_weights({name: _as_array(m, cpu) for name, m in slot.items()}) for slot in self._memory]
 
     def write(self, slot: int, record: Arrays) -> None:
-        for name, memory in self._memory.items():
-            np.copyto(memory[slot], record[name])
+        for name, memory in self._memory[slot].items():
+            np.copyto(memory, record[name])
+
+    def mlp(self, routed: Routed, table_E: np.ndarray, activation: str) -> jax.Array:
+        return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
+
+    def weights(self, slot: int) -> Weights:
+        """A slot's arrays: the slot's memory, not a copy."""
+        return self._weights[slot]
 
 
 class DeviceSlots(ExpertSlots):
     """Slots in an accelerator's memory; a write is a transfer and an update in place, in order with the programs."""
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
+        super().__init__(num_slots, fields)
         self._device = device
         make = lambda shape, dtype: jnp.zeros((num_slots, *shape), dtype, device=device)  # noqa: E731
         self._arrays = {name: make(shape, dtype) for name, (shape, dtype) in fields.items()}
         self._put = jax.jit(_put, donate_argnums=0)
         self._lock = threading.Lock()  # an update gives up the arrays that a program may just be started with
-
-    def run(self, program: Callable[[dict[str, jax.Array]], T]) -> T:
-        with self._lock:
-            return program(self._arrays)
 
     def write(self, slot: int, record: Arrays) -> None:
         sent = {name: jax.device_put(record[name], self._device) for name in self._arrays}
@@ -87,62 +86,37 @@ class DeviceSlots(ExpertSlots):
         with self._lock:
             self._arrays = self._put(self._arrays, sent, np.int32(slot))
 
+    def mlp(self, routed: Routed, table_E: np.ndarray, activation: str) -> jax.Array:
+        tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
+        with self._lock:
+            return _table_mlp(activation, tile_rows, routed, self._arrays, table_E)
+
 
 def _put(arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.Array) -> dict[str, jax.Array]:
     return {name: lax.dynamic_update_index_in_dim(arrays[name], record[name], slot, 0) for name in arrays}
 
 
-def _memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Zeros that begin on a page: XLA takes only what is aligned to 64 bytes without a copy."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    pages = RecordBuffers(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-    return pages.slot(0)[:num_bytes].view(dtype).reshape(shape)
-
-
-def slot_mlp(
-    x_TD: jax.Array,
-    idx_TK: jax.Array,
-    weights_TK: jax.Array,
-    slots: Mapping[str, jax.Array],
-    table_E: jax.Array,
-    *,
-    activation: str,
-    tile_rows: int,
+@partial(jax.jit, static_argnums=(0, 1))
+def _table_mlp(
+    activation: str, tile_rows: int, routed: Routed, slots: dict[str, jax.Array], table_E: jax.Array
 ) -> jax.Array:
-    """float32 [T, D]: the weighted sum of each token's experts, read from their slots.
-
-    idx_TK: E for a choice that is none (padding). Assignments are sorted by expert and cut into tiles of one expert;
-    the loop runs once a tile in use, so that an expert without tokens costs nothing and its slot may hold anything.
-    """
-    (num_tokens, k), num_experts = idx_TK.shape, table_E.shape[0]
-    n, idx_N = num_tokens * k, idx_TK.reshape(-1)
-    order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
-    rank_N = jnp.zeros(n, jnp.int32).at[order_N].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
-    sizes_E = (idx_N[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
-    starts_E = jnp.cumsum(sizes_E) - sizes_E
-    tiles_E = (sizes_E + tile_rows - 1) // tile_rows
-    tile_ends_E = jnp.cumsum(tiles_E)
-    token_N = jnp.concatenate([order_N // k, jnp.zeros(tile_rows, jnp.int32)])  # a tile may run past the end
-
-    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = (i >= tile_ends_E).sum(dtype=jnp.int32)
-        row = starts_E[expert] + (i - (tile_ends_E[expert] - tiles_E[expert])) * tile_rows
-        x_BD = x_TD[lax.dynamic_slice_in_dim(token_N, row, tile_rows)]
-        y_BD = expert_mlp(x_BD, _expert(slots, table_E[expert], x_TD.dtype), activation).astype(jnp.float32)
-        # rows past this expert's end are overwritten by the next tile
-        return lax.dynamic_update_slice_in_dim(out, y_BD, row, axis=0)
-
-    out = jnp.zeros((n + tile_rows, x_TD.shape[1]), jnp.float32)
-    out = lax.fori_loop(0, tile_ends_E[-1], tile, out)
-    weights_TK = jnp.where(idx_TK < num_experts, weights_TK, 0.0)
-    return combine(out, weights_TK, order_N // k, rank_N.reshape(num_tokens, k), True)
+    return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
 
 
-def _expert(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> Weights:
-    """One slot's weights; bfloat16 is stored as its bits (see `kernels_pallas.saved.bits`)."""
+def _slot_memory(num_slots: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
+    """Zeros, each slot from a page on: XLA takes only what is aligned to 64 bytes without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = RecordBuffers(num_slots, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+    return [pages.slot(i)[:num_bytes].view(dtype).reshape(shape) for i in range(num_slots)]
 
-    def pick(name: str) -> jax.Array:
-        return lax.bitcast_convert_type(lax.dynamic_index_in_dim(slots[name], slot, 0, keepdims=False), dtype)
 
-    biased = "b_up" in slots
-    return Weights(pick("w_up"), pick("w_down"), pick("b_up") if biased else None, pick("b_down") if biased else None)
+def _as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
+    """The same memory as an array, where uint16 are the bits of bfloat16."""
+    view = memory.view(jnp.bfloat16) if memory.dtype == np.uint16 else memory
+    array = jax.device_put(view, device, may_alias=True)
+    assert array.unsafe_buffer_pointer() == memory.ctypes.data, "the memory was copied"
+    return array
+
+
+def _weights(arrays: Mapping[str, jax.Array]) -> Weights:
+    return Weights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))

@@ -1,54 +1,84 @@
 """Where the experts of a checkpoint are kept: the policy, the slots on the device, the tiers below them."""
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from jmoe.config import check
 from jmoe.inference.expert_slots import DeviceSlots, ExpertSlots, HostSlots
+from jmoe.inference.kv_cache import empty_caches
 from jmoe.inference.residency import AllResident, ChosenExperts, LayerRing, Residency
+from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import RecordLayout, RecordStore
 from jmoe.memory.tiered_store import HostRecords, TieredStore
 from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import ExpertTier, FreeMemory, MemoryPlan, ModelBytes, Policy, plan_memory
+from jmoe.planning.roofline import ExpertWeights
 
-Policy = Literal["auto", "resident", "ring", "experts"]
-ExpertTier = Literal["auto", "host", "nvme"]
 PACK_FOLDER = "jmoe_experts"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    policy: Literal["resident", "ring", "experts"]
-    num_slots: int  # expert slots
-    ring_slots: int = 0
+def memory_plan(
+    path: str | os.PathLike[str] | SplitCheckpoint,
+    *,
+    max_batch: int = 8,
+    max_seq_len: int = 2048,
+    policy: Policy = "auto",
+    ring_slots: int | None = None,
+    device_bytes: int | None = None,
+    expert_tier: ExpertTier = "auto",
+    host_cache_bytes: int | None = None,
+    dtype: Any = None,
+) -> MemoryPlan:
+    """Where an engine with these options would put the bytes of a checkpoint, from its headers and what is free now.
+
+    The arguments are those of `Engine.from_pretrained`, which raises the same errors.
+    """
+    checkpoint = path if isinstance(path, SplitCheckpoint) else SplitCheckpoint(path, dtype)
+    config = checkpoint.config
+    caches = jax.eval_shape(lambda: empty_caches(config, max_batch, max_seq_len, checkpoint.dtype))
+    weights = ExpertWeights(
+        config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
+    )
+    model = ModelBytes(
+        weights,
+        record_bytes=RecordLayout.of(checkpoint.expert_fields).record_bytes,
+        dense_bytes=checkpoint.rest_bytes,
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)),
+    )
+    return plan_memory(
+        model,
+        free_memory(jax.devices()[0]),
+        policy=policy,
+        ring_slots=ring_slots,
+        device_bytes=device_bytes,
+        expert_tier=expert_tier,
+        host_cache_bytes=host_cache_bytes,
+    )
+
+
+def free_memory(device: jax.Device) -> FreeMemory:
+    """What is free on a device and beside it now. The CPU's is the host's."""
+    host_bytes = available_bytes()
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats is None:
+        return FreeMemory(host_bytes, host_bytes, shared=True)
+    return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
 
 
 def open_experts(
     checkpoint: SplitCheckpoint,
+    plan: MemoryPlan,
     *,
-    policy: Policy,
-    ring_slots: int | None,
-    device_bytes: int | None,
-    expert_tier: ExpertTier,
-    host_cache_bytes: int | None,
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
 ) -> tuple[Residency, TieredStore | None]:
-    """The experts in their places, and the store that they come from (None: all are on the device).
-
-    The arguments are those of `Engine.from_pretrained`; all are checked before weights are read.
-    """
-    plan = _plan(checkpoint, policy, ring_slots, device_bytes)
-    tier = ("nvme" if host_cache_bytes is not None else "host") if expert_tier == "auto" else expert_tier
-    check(tier in ("host", "nvme"), "expert_tier", tier, "must be auto, host or nvme")
-    usable = host_cache_bytes is None or tier == "nvme"
-    check(usable, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
-    slots = _make_slots(plan.num_slots, checkpoint.expert_fields)
+    """The experts in their places, and the store that they come from (None: all are on the device)."""
+    slots = _make_slots(plan.expert_slots, checkpoint.expert_fields)
     config = checkpoint.config
     if plan.policy == "resident":
         record = {name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()}
@@ -56,58 +86,27 @@ def open_experts(
             checkpoint.fill_expert(index, record)
             slots.write(index, record)
         return AllResident(slots, config.num_experts), None
-    store = _open_store(checkpoint, tier, host_cache_bytes, cache_dir, bandwidth_limit_bytes_per_s)
+    store = _open_store(checkpoint, plan, cache_dir, bandwidth_limit_bytes_per_s)
     if plan.policy == "ring":
         return LayerRing(slots, store, config.num_moe_layers, config.num_experts, plan.ring_slots), store
-    return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts, plan.num_slots), store
-
-
-def _plan(checkpoint: SplitCheckpoint, policy: Policy, ring_slots: int | None, device_bytes: int | None) -> _Plan:
-    """Which way to keep the experts, and in how many slots."""
-    config = checkpoint.config
-    e, layers = config.num_experts, config.num_moe_layers
-    check(
-        policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
-    )
-    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
-    check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
-    expert_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in checkpoint.expert_fields.values())
-    fit = layers * e if device_bytes is None else device_bytes // expert_bytes
-    if policy == "auto":
-        policy = "ring" if ring_slots is not None or fit < layers * e else "resident"
-    if policy == "resident":
-        needed = f"must hold all {layers * e} experts of {expert_bytes} bytes for policy = 'resident'"
-        check(fit >= layers * e, "device_bytes", device_bytes, needed)
-        return _Plan("resident", layers * e)
-    check(fit >= e, "device_bytes", device_bytes, f"must hold the {e} experts of a layer, of {expert_bytes} bytes each")
-    if policy == "ring":
-        if ring_slots is None:
-            ring_slots = max(1, layers // 2) if device_bytes is None else min(layers, fit // e)
-        check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
-        return _Plan("ring", ring_slots * e, ring_slots)
-    return _Plan("experts", min(layers * e, fit if device_bytes is not None else max(e, layers * e // 2)))
+    return ChosenExperts(slots, store, config.num_moe_layers, config.num_experts), store
 
 
 def _open_store(
     checkpoint: SplitCheckpoint,
-    tier: ExpertTier,
-    host_cache_bytes: int | None,
+    plan: MemoryPlan,
     cache_dir: str | os.PathLike[str] | None,
     limits: Mapping[Any, float] | None,
 ) -> TieredStore:
     layout = RecordLayout.of(checkpoint.expert_fields)
-    if tier == "host":
+    if plan.expert_tier == "host":
         records = HostRecords.fill(layout, checkpoint.num_experts, checkpoint.fill_expert)
         return TieredStore(host_records=records, bandwidth_limit_bytes_per_s=limits)
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     packed = RecordStore.pack(
         folder, layout, checkpoint.num_experts, checkpoint.fill_expert, fingerprint=checkpoint.fingerprint
     )
-    cache_bytes = host_cache_bytes
-    if cache_bytes is None:  # a quarter of the records, and of this machine's memory at most
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cache_bytes = min(checkpoint.num_experts * layout.record_bytes, memory_bytes) // 4
-    return TieredStore(packed, cache_bytes=cache_bytes, bandwidth_limit_bytes_per_s=limits)
+    return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits)
 
 
 def _make_slots(num_slots: int, fields: Any) -> ExpertSlots:

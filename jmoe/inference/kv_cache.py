@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmoe.config import ModelConfig
 from kernels_pallas.matmul import dot
 from kernels_pallas.saved import bits
 
@@ -44,10 +45,36 @@ def empty_cache(
     return KVCache(make(key_dim), make(value_dim))
 
 
+def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype) -> list[KVCache]:
+    """One for each layer of a model."""
+    value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
+    sizes = (max_batch, max_seq_len, config.num_key_value_heads, config.dim_per_head, value_dim)
+    return [empty_cache(*sizes, dtype) for _ in range(config.num_hidden_layers)]
+
+
 def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
-    """The cache with this step's keys and values; positions of S or more are left out."""
-    put = lambda all_, new: all_.at[rows_P[:, None], :, positions_PC].set(bits(new), mode="drop")  # noqa: E731
-    return KVCache(put(cache.k_BGSd, k_PCGd), put(cache.v_BGSe, v_PCGe))
+    """The cache with this step's keys and values; positions of S or more are left out.
+
+    The positions of a row follow each other, so that it is written as one piece: a scatter is slow on XLA:CPU. A piece
+    that would reach past the end begins earlier, with what is there, and its padding is cut.
+    """
+    new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
+    width, real_PC = positions_PC.shape[1], positions_PC < cache.length
+
+    def row(p: jax.Array, cache: KVCache) -> KVCache:
+        start = jnp.minimum(positions_PC[p, 0], cache.length - width)
+        late = positions_PC[p, 0] - start
+        real_C1 = jnp.roll(real_PC[p], late)[:, None]
+
+        def put(all_BGSd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
+            at = (rows_P[p], 0, start, 0)
+            old = lax.dynamic_slice(all_BGSd, at, (1, all_BGSd.shape[1], width, all_BGSd.shape[3]))
+            piece = jnp.where(real_C1, jnp.roll(new_PGCd[p], late, axis=1), old[0])
+            return lax.dynamic_update_slice(all_BGSd, piece[None], at)
+
+        return jax.tree.map(put, cache, new)
+
+    return lax.fori_loop(0, rows_P.shape[0], row, cache)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -72,12 +99,29 @@ def attend(
     this many positions, its own included. sinks_H: a score of every head that takes part in the softmax and carries
     no value (gpt-oss).
     """
+    c = q_PCHd.shape[1]
+    out = [
+        _attend_rows(q_PCHd[:, i : i + BLOCK], cache, rows_P, positions_PC[:, i : i + BLOCK], scale, window, sinks_H)
+        for i in range(0, c, BLOCK)  # a block of queries ends its loop at its own last position
+    ]
+    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
+
+
+def _attend_rows(
+    q_PCHd: jax.Array,
+    cache: KVCache,
+    rows_P: jax.Array,
+    positions_PC: jax.Array,
+    scale: float,
+    window: jax.Array | None,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
     p, c, h, d = q_PCHd.shape
     g, length, e = cache.k_BGSd.shape[1], cache.length, cache.v_BGSe.shape[3]
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
     real = positions_PC < length
-    blocks = jnp.max(jnp.where(real, positions_PC, 0)) // BLOCK + 1
+    blocks = jnp.max(jnp.where(real, positions_PC, -1)) // BLOCK + 1
     first = jnp.int32(0)
     if window is not None:
         first = jnp.maximum(jnp.min(jnp.where(real, positions_PC, length)) - window + 1, 0) // BLOCK
@@ -95,7 +139,9 @@ def attend(
             seen &= at_L > at_Q - window
         s = jnp.where(seen, s, _NONE)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
-        kept, weights = jnp.exp(top - new_top), jnp.where(seen, jnp.exp(s - new_top), 0.0)
+        kept = jnp.exp(top - new_top)
+        # where a row has seen nothing yet this is 1 for what it does not see either; its first real key makes kept 0
+        weights = jnp.exp(s - new_top)
         out = out * kept + dot(weights.astype(q.dtype), block(cache.v_BGSe, i))
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 

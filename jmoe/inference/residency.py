@@ -3,7 +3,6 @@
 Legend: E experts of a layer. Record number = layer * E + expert, over layers with experts.
 """
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,10 @@ from jmoe.memory.slot_pool import SlotPool
 from jmoe.memory.tiered_store import TieredStore
 
 WAIT_LIMIT_S = 60.0
+COPY_THREADS = 2
+MIN_TRUST = 0.5  # share of right guesses from which on they are acted on
+GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
+FIRST_TRUST = 8.0  # right guesses that are assumed at first
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class ResidencyStats:
     policy: str
     waits: int = 0
     waited_s: float = 0.0
+    layers: int = 0
     hits: int = 0
     misses: int = 0
     guessed: int = 0
@@ -42,10 +46,18 @@ class Residency(ABC):
     """Which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
 
     streams = False  # slots change while the engine runs, so `release` matters
-    needs_choices = False  # `acquire` must be told which experts the step's tokens chose, and may be told guesses
+    takes_guesses = False  # `expect` is of use
+    needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
 
     def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
         self.slots, self._num_experts = slots, num_experts
+
+    def begin_step(self, *, whole_layers: bool) -> None:
+        """A step comes; its layers are acquired in order, each released before the next.
+
+        whole_layers: bring all experts of every layer, where there is a choice.
+        """
+        return
 
     @abstractmethod
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
@@ -57,6 +69,15 @@ class Residency(ABC):
     @abstractmethod
     def stats(self) -> ResidencyStats:
         """Counters since the start."""
+
+    @abstractmethod
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        """(layer, expert) of every slot, also of what is on its way there; None where there is nothing."""
+
+    @property
+    def waited_s(self) -> float:
+        """As in `stats`."""
+        return 0.0
 
     def release(self, moe_layer: int) -> None:
         """No program reads this layer's slots any more."""
@@ -86,6 +107,9 @@ class AllResident(Residency):
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
 
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        return [divmod(slot, self._num_experts) for slot in range(self.slots.num_slots)]
+
 
 class LayerRing(Residency):
     """K ring slots, each of E expert slots: whole layers pass through them in order (MoESys section 3.3.2)."""
@@ -111,6 +135,14 @@ class LayerRing(Residency):
         ring = self.ring.stats()
         return ResidencyStats("ring", ring.waits, ring.waited_s)
 
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        experts = range(self._num_experts)
+        return [None if layer is None else (layer, expert) for layer in self.ring.layers for expert in experts]
+
+    @property
+    def waited_s(self) -> float:
+        return self.ring.stats().waited_s
+
     def close(self) -> None:
         self.ring.close()
 
@@ -126,10 +158,16 @@ class LayerRing(Residency):
 class ChosenExperts(Residency):
     """M slots for single experts: a hot set by decayed hit counts, and what the step's tokens chose beside it.
 
-    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy.
+    `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy, or less if the
+    choices are known before it has begun. Guesses are only listened to while at least half of the recent ones, about
+    experts that were not there, were right: where the link is the limit a wrong one costs what a right one saves.
+
+    A step of whole layers gets all experts of each, the next layer's while one computes, and nobody asks what its
+    tokens chose. This is a ring some of whose layers stay: the hot set keeps its slots, what is left of a layer passes
+    through the others.
     """
 
-    streams, needs_choices = True, True
+    streams, takes_guesses, needs_choices = True, True, True
 
     def __init__(
         self,
@@ -137,62 +175,89 @@ class ChosenExperts(Residency):
         store: TieredStore,
         num_layers: int,
         num_experts: int,
-        num_slots: int,
-        *,
-        threads: int = 2,
     ) -> None:
+        num_slots = slots.num_slots
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
         super().__init__(slots, num_experts)
-        self._store = store
+        self._store, self._num_layers = store, num_layers
         self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="expert copy")
+        self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="expert copy")
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot
         self._pinned: dict[int, set[int]] = {}  # layer -> records
         self._guesses: dict[int, set[int]] = {}
         self._failed: Exception | None = None
-        self._used: dict[int, list[int]] = {}  # layer -> records, of the step that runs
-        self._waits, self._waited_s, self._guessed, self._guessed_right = 0, 0.0, 0, 0
+        self._used: list[int] = []  # records that the step's tokens chose
+        self._waits, self._waited_s, self._layers = 0, 0.0, 0
+        self._hits, self._misses, self._guessed, self._guessed_right = 0, 0, 0, 0
+        self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
+        self._recent_guesses = self._recent_right = FIRST_TRUST
+
+    def begin_step(self, *, whole_layers: bool) -> None:
+        if self._used:  # counts rise once a step, or layers yet to come look unused
+            self.pool.touch(self._used)
+            self._store.touch(self._used)
+            self._used = []
+        self.needs_choices = not whole_layers
+        if whole_layers:
+            self._bring(0, self._layer(0))
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
         records = self._records(moe_layer, guessed)
-        room = self.pool.num_slots - sum(map(len, self._pinned.values())) - self._num_experts
-        missing = [r for r in records if self.pool.slot_of[r] < 0][: max(0, room)]
-        self._guesses[moe_layer] = set(missing)
-        self._guessed += len(missing)
-        self._bring(moe_layer, missing)
+        if self._recent_right >= MIN_TRUST * self._recent_guesses:
+            self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, records)
+            self._guessed += len(guesses)
+        else:
+            slot_of = self.pool.slot_of
+            self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        assert chosen is not None
         if self._failed is not None:
             raise self._failed
-        records = self._records(moe_layer, chosen)
-        self._guessed_right += len(self._guesses.pop(moe_layer, set()) & set(records))
-        if moe_layer in self._used:  # a new step: counts rise once a step, or layers yet to come look unused
-            self._touch()
-        self._used[moe_layer] = records
+        records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
+        guesses, ignored = self._guesses.pop(moe_layer, set()), self._ignored.pop(moe_layer, set())
+        self._cancel(moe_layer, guesses.difference(records))
+        if chosen is not None:
+            self._count(records, guesses)
+            self._judge(guesses or ignored, records)
         self._bring(moe_layer, records)
+        if chosen is None and moe_layer + 1 < self._num_layers:
+            self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
         self._waits += any(not copy.done() for copy in copies)
         for copy in copies:
             self._finish(copy)
         self._waited_s += time.perf_counter() - begun
-        slot_E = self.pool.slot_of[self._records(moe_layer, np.arange(self._num_experts))]
+        slot_E = self.pool.slot_of[self._layer(moe_layer)]
         return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
 
     def release(self, moe_layer: int) -> None:
         for record in (pinned := self._pinned.pop(moe_layer)):
-            if record in self._copies:  # a wrong guess, still on its way
+            if record in self._copies:  # a wrong guess whose copy had begun when that was known
                 self._finish(self._copies.pop(record))
         self.pool.unpin(sorted(pinned))
 
     def stats(self) -> ResidencyStats:
-        pool = self.pool.stats()
-        hits, misses = pool.hits, pool.misses
-        return ResidencyStats("experts", self._waits, self._waited_s, hits, misses, self._guessed, self._guessed_right)
+        return ResidencyStats(
+            "experts",
+            waits=self._waits,
+            waited_s=self._waited_s,
+            layers=self._layers,
+            hits=self._hits,
+            misses=self._misses,
+            guessed=self._guessed,
+            guessed_right=self._guessed_right,
+        )
+
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        return [None if record < 0 else divmod(record, self._num_experts) for record in self.pool.record_in.tolist()]
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def _finish(self, copy: Future[None]) -> None:
         """Wait for a copy. One that fails ends the service: its slot holds nothing, but is in the pool as filled."""
@@ -202,11 +267,25 @@ class ChosenExperts(Residency):
             self._failed = error
             raise
 
-    def _touch(self) -> None:
-        used = list(itertools.chain.from_iterable(self._used.values()))
-        self.pool.touch(used)
-        self._store.touch(used)
-        self._used.clear()
+    def _count(self, records: list[int], guesses: set[int]) -> None:
+        """Note which of the chosen records were there. What came on a guess was not."""
+        slot_of = self.pool.slot_of
+        hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
+        self._layers += 1
+        self._hits += hits
+        self._misses += len(records) - hits
+        self._guessed_right += len(guesses.intersection(records))
+        self._used += records
+
+    def _judge(self, guesses: set[int], records: list[int]) -> None:
+        """Note how good guesses are of late."""
+        if guesses:
+            self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(guesses)
+            self._recent_right = GUESS_DECAY * self._recent_right + len(guesses.intersection(records))
+
+    def _layer(self, moe_layer: int) -> list[int]:
+        """All records of a layer."""
+        return list(range(moe_layer * self._num_experts, (moe_layer + 1) * self._num_experts))
 
     def _records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
@@ -215,10 +294,47 @@ class ChosenExperts(Residency):
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""
+        slot_of = self.pool.slot_of
+        try:
+            self._store.prefetch([r for r in records if slot_of[r] < 0])
+        except Exception as error:  # an earlier read that failed
+            self._failed = error
+            raise
         _, loads = self.pool.plan(records)
         mine = self._pinned.setdefault(moe_layer, set())
         fresh = [r for r in records if r not in mine]
         self.pool.pin(fresh)
         mine.update(fresh)
+        # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in a few long copies
+        size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
+        for batch in (loads[i : i + size] for i in range(0, len(loads), size)):
+            copy = self._threads.submit(self._copy, batch)
+            self._copies.update((record, copy) for record, _ in batch)
+
+    def _copy(self, loads: list[tuple[int, int]]) -> None:
         for record, slot in loads:
-            self._copies[record] = self._threads.submit(copy_record, self._store, record, self.slots, slot)
+            copy_record(self._store, record, self.slots, slot)
+
+    def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
+        """`_bring` of what there is room for while another layer is in use; returns the records to be copied.
+
+        Those that have slots are pinned too: they must not make room for the others.
+        """
+        slot_of = self.pool.slot_of
+        there = [r for r in records if slot_of[r] >= 0]
+        missing = [r for r in records if slot_of[r] < 0]
+        room = self.pool.num_slots - sum(map(len, self._pinned.values()))
+        self._bring(moe_layer, (there + missing)[:room])
+        return set(missing[: max(0, room - len(there))])
+
+    def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
+        """Do not copy, and do not read from NVMe, what was guessed and not chosen, where that has not begun."""
+        stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
+        if not stopped:
+            return
+        for record in stopped:
+            del self._copies[record]
+        self._pinned.setdefault(moe_layer, set()).difference_update(stopped)
+        self.pool.unpin(stopped)
+        self.pool.drop(stopped)
+        self._store.discard(stopped)

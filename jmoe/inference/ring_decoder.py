@@ -2,28 +2,32 @@
 
 Legend: P rows of a step, C tokens a row, T = P C, D hidden, V vocabulary, E experts of a layer, K choices a token.
 
-A layer is two programs: `attend` (attention, router, shared expert) and `experts`. They are compiled once a shape and
-serve every layer of a kind and every way of keeping the experts (`Residency`), which differ in the table alone: so
-what is streamed is, bit for bit, what is computed when everything is resident.
+A layer is a program for attention, router and shared expert, and those of `slot_mlp` for its experts. They are
+compiled once a shape and serve every layer of a kind and every way of keeping the experts (`Residency`), which differ
+in the slots alone: so what is streamed is, bit for bit, what is computed when everything is resident.
 """
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
-from jmoe.inference.expert_slots import slot_mlp
+from jmoe.inference.estimators import Estimator
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.residency import Residency
+from jmoe.inference.slot_mlp import Routed
 from jmoe.models.decoder import DecoderLayer
+from jmoe.models.module_arguments import Structure, split
 from jmoe.models.split_checkpoint import Ends
 
-PREFILL_TILE_ROWS = 64
+RECENT_STEPS = 16
+Arrays = tuple[jax.Array, ...]  # of a module
 
 
 class Tokens(NamedTuple):
@@ -34,24 +38,26 @@ class Tokens(NamedTuple):
     positions_PC: jax.Array
 
 
-class _Routed(NamedTuple):
-    h_TD: jax.Array
-    idx_TK: jax.Array
-    weights_TK: jax.Array
+class _Hidden(NamedTuple):
+    """A layer's input: x + y, y being float32 and what the feed-forward of the layer before adds."""
+
+    x_PCD: jax.Array
+    y_TD: jax.Array
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _attend(
-    graph: Any,
-    state: Any,
+    structure: Structure,
+    arrays: Arrays,
     cache: KVCache,
-    x_PCD: jax.Array,
+    hidden: _Hidden,
     rows_P: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
-) -> tuple[jax.Array, KVCache, _Routed | None]:
-    """Everything of a layer but its experts: (x + attention (+ MLP or shared expert), cache, routing)."""
-    layer = nnx.merge(graph, state)
+) -> tuple[jax.Array, KVCache, jax.Array | Routed]:
+    """Everything of a layer but its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
+    layer = structure.merge(arrays)
+    x_PCD = _add(hidden)
     dtype = x_PCD.dtype
     with jax.named_scope("attention"):
         q, k, v = layer.attention.project(layer.attention_norm(x_PCD, dtype), positions_PC)
@@ -60,50 +66,39 @@ def _attend(
         sinks_H = None if sinks is None else sinks[...]
         o = attend(q, cache, rows_P, positions_PC, scale=layer.attention.scale, window=window, sinks_H=sinks_H)
         x_PCD = x_PCD + layer.attention.output(o).astype(dtype)
-    h_PCD = layer.feed_forward_norm(x_PCD, dtype)
+    h_TD = layer.feed_forward_norm(x_PCD, dtype).reshape(-1, x_PCD.shape[-1])
     if layer.moe is None:
-        return x_PCD + layer.mlp(h_PCD).astype(dtype), cache, None
+        return x_PCD, cache, layer.mlp(h_TD)
     with jax.named_scope("router"):
-        h_TD = h_PCD.reshape(-1, h_PCD.shape[-1])
         routing = layer.moe.router(h_TD)
         real_T = positions_PC.reshape(-1) < cache.length
         idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, layer.moe.num_experts)
-    if layer.shared_expert is not None:
-        x_PCD = x_PCD + layer.shared(h_PCD).astype(dtype)
-    return x_PCD, cache, _Routed(h_TD, idx_TK, routing.topk_weights_TK)
+    y_TD = layer.shared(h_TD) if layer.shared_expert is not None else jnp.zeros(h_TD.shape, jnp.float32)
+    return x_PCD, cache, Routed(h_TD, idx_TK, routing.topk_weights_TK, y_TD)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _experts(
-    activation: str, tile_rows: int, x_PCD: jax.Array, routed: _Routed, table_E: jax.Array, slots: dict[str, jax.Array]
-) -> jax.Array:
-    """x + the weighted sum of each token's experts."""
-    with jax.named_scope("experts"):
-        y_TD = slot_mlp(*routed, slots, table_E, activation=activation, tile_rows=tile_rows)
-    return x_PCD + y_TD.reshape(x_PCD.shape).astype(x_PCD.dtype)
+def _add(hidden: _Hidden) -> jax.Array:
+    return hidden.x_PCD + hidden.y_TD.reshape(hidden.x_PCD.shape).astype(hidden.x_PCD.dtype)
+
+
+_add_alone = jax.jit(_add)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _guess(graph: Any, state: Any, h_TD: jax.Array, idx_TK: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [T, K]: what another layer's router makes of this layer's input; E where idx_TK is E."""
-    guess_TK = nnx.merge(graph, state)(h_TD).topk_idx_TK
-    return jnp.where(idx_TK < num_experts, guess_TK, num_experts)
-
-
-@partial(jax.jit, static_argnums=(0, 4))
-def _embed(graph: Any, state: Any, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> jax.Array:
-    return nnx.merge(graph, state).embed(tokens_PC, positions_PC, dtype)
+def _embed(structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> _Hidden:
+    x_PCD = structure.merge(arrays).embed(tokens_PC, positions_PC, dtype)
+    return _Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(graph: Any, state: Any, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
+def _logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
     """float32 [P, V]: the logits after token `at_P` of each row."""
-    return nnx.merge(graph, state).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
+    return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
 
 
 @partial(jax.jit, static_argnums=0)
-def _all_logits(graph: Any, state: Any, x_CD: jax.Array) -> jax.Array:
-    return nnx.merge(graph, state).logits(x_CD)
+def _all_logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
+    return structure.merge(arrays).logits(x_PCD[row])
 
 
 class RingDecoder:
@@ -117,14 +112,16 @@ class RingDecoder:
         residency: Residency,
         caches: Sequence[KVCache],
         dtype: Any,
+        estimator: Estimator | None = None,
     ) -> None:
         """ends, layers: of `without_experts`."""
-        self.config, self.residency, self.dtype = config, residency, dtype
+        self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
+        self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
+        self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
         self.caches = list(caches)
-        self._ends = nnx.split(ends)
-        self._layers = [nnx.split(layer) for layer in layers]
+        self._ends = split(ends)
+        self._layers = [split(layer) for layer in layers]
         self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
-        self._routers = [nnx.split(layer.moe.router) for layer in layers if layer.moe is not None]
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
 
@@ -137,45 +134,70 @@ class RingDecoder:
             rows_P[i] = row
             tokens_PC[i, : len(tokens)] = tokens
             positions_PC[i, : len(tokens)] = np.arange(start, start + len(tokens))
-        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC)))
+        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
     def forward(self, groups: Sequence[Tokens]) -> list[jax.Array]:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
-        for i, (graph, state) in enumerate(self._layers):
-            routed: list[_Routed] = []
+        path: list[np.ndarray] = []
+        choices: list[list[jax.Array]] = []
+        for i, layer in enumerate(self._layers):
+            added: list[jax.Array | Routed] = []
             for n, g in enumerate(groups):
-                xs[n], self.caches[i], choice = _attend(
-                    graph, state, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
+                x_PCD, self.caches[i], y = _attend(
+                    *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
                 )
-                if choice is not None:
-                    routed.append(choice)
+                xs[n] = xs[n]._replace(x_PCD=x_PCD)
+                added.append(y)
+            routed = [y for y in added if isinstance(y, Routed)]
+            ys = [y for y in added if not isinstance(y, Routed)]
             if routed:
                 self._release(held)
-                held = (self._moe_index[i], self._run_experts(self._moe_index[i], xs, routed))
-                xs = held[1][:]
+                ys = self._run_experts(self._moe_index[i], routed, path)
+                held = (self._moe_index[i], ys)
+                choices.append([r.idx_TK for r in routed])
+            xs = [_Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
-        return xs
+        self.recent_choices.append(choices)
+        return [_add_alone(x) for x in xs]
 
-    def _run_experts(self, moe_layer: int, xs: list[jax.Array], routed: list[_Routed]) -> list[jax.Array]:
-        """x + experts of every group, when the layer's experts are in place."""
-        residency, following = self.residency, moe_layer + 1
-        guesses: list[jax.Array] = []
-        chosen = None
+    def _run_experts(self, moe_layer: int, routed: list[Routed], path: list[np.ndarray]) -> list[jax.Array]:
+        """What a layer's experts add to every group, when they are in place. path: choices of the layers before."""
+        residency, chosen = self.residency, None
         if residency.needs_choices:
-            if following < len(self._routers):  # the next layer's router sees what this layer's sees
-                guesses = [_guess(*self._routers[following], r.h_TD, r.idx_TK, self.config.num_experts) for r in routed]
-            chosen = np.concatenate([np.asarray(r.idx_TK).reshape(-1) for r in routed])
+            if self.estimator is not None:
+                self.estimator.start(moe_layer, [r.h_TD for r in routed])
+            indices = [r.idx_TK for r in routed]
+            for idx_TK in indices:
+                idx_TK.copy_to_host_async()
+            jax.block_until_ready(indices)  # computing them is not part of reading them
+            begun, waited_s = time.perf_counter(), residency.waited_s
+            chosen = np.concatenate([np.asarray(idx_TK) for idx_TK in indices])
+            path.append(chosen)
         table_E = residency.acquire(moe_layer, chosen)
-        out = []
-        for x_PCD, choice in zip(xs, routed, strict=True):
-            tile = min(PREFILL_TILE_ROWS, choice.h_TD.shape[0])
-            program = partial(_experts, self.config.hidden_act, tile, x_PCD, choice, table_E)
-            out.append(residency.slots.run(program))
-        if guesses:
-            residency.expect(following, np.concatenate([np.asarray(guess).reshape(-1) for guess in guesses]))
+        if chosen is not None:
+            self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
+        out = [residency.slots.mlp(r, table_E, self.config.hidden_act) for r in routed]
+        following = (moe_layer + 1) % self.config.num_moe_layers
+        if chosen is not None and self.estimator is not None and following != moe_layer:
+            begun = time.perf_counter()
+            residency.expect(following, self.estimator.estimate(path))
+            self.estimate_s += time.perf_counter() - begun
         return out
+
+    def expert_use(self) -> np.ndarray:
+        """int64 [N, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps.
+
+        Read from the device now and not in the steps, which only keep what their routers computed.
+        """
+        experts = self.config.num_experts
+        use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
+        for layers in jax.device_get(list(self.recent_choices)):
+            for layer, indices in enumerate(layers):
+                for idx_TK in indices:
+                    use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
+        return use_NE[:, :-1]
 
     def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:
@@ -186,9 +208,9 @@ class RingDecoder:
         """Copy one row of every cache over another."""
         self.caches = [copy_row(cache, np.int32(source), np.int32(target)) for cache in self.caches]
 
-    def all_logits(self, x_1CD: jax.Array) -> jax.Array:
+    def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
         """float32 [C, V]: the logits after every token of one row."""
-        return _all_logits(*self._ends, x_1CD[0])
+        return _all_logits(*self._ends, x_PCD, np.int32(row))
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
         """float32 [P, V]: the logits after token `at_P` of each row."""

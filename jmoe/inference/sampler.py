@@ -8,7 +8,7 @@ its place or on the other rows: what a row needs decides which way it goes, and 
 (seed, position, token id). If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for less.
 
 B rows of the batch, V vocabulary, M slots, N sparse ids of a row, C candidates in falling order, W tokens of a chunk,
-K most likely tokens, T positions of a prompt.
+K most likely tokens, T positions of a prompt. A mask of tokens has W words of I bits.
 """
 
 from __future__ import annotations
@@ -157,19 +157,29 @@ def sample(
     state: SamplerState,
     slots_B: jax.Array,
     positions_B: jax.Array,
+    allowed_BW: jax.Array | None = None,
     *,
     with_logprobs: bool,
 ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
     """(tokens int32 [B], `Logprobs` with K = 20 or None, the state with the tokens counted).
 
     slots_B: int32, the rows' slots; M for padding rows. positions_B: int32, where in its sequence the drawn token
-    will stand: the prompt's length for the first. with_logprobs: static.
+    will stand: the prompt's length for the first. allowed_BW: int32, one bit a token, the lowest first: only tokens
+    whose bit is set can be drawn; None: all, in a program of its own. with_logprobs: static.
     """
 
-    def rows(logits_BV: jax.Array, params: BatchParams, slots_B: jax.Array, positions_B: jax.Array) -> Any:
+    def rows(
+        logits_BV: jax.Array,
+        params: BatchParams,
+        slots_B: jax.Array,
+        positions_B: jax.Array,
+        allowed_BW: jax.Array | None,
+    ) -> Any:
         logits_BV = logits_BV.astype(jnp.float32)
         with jax.named_scope("adjust"):
             x_BV = _adjust(logits_BV, params, state, slots_B, positions_B)
+            if allowed_BW is not None:
+                x_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
         with jax.named_scope("draw"):
             tokens_B = _draw_rows(x_BV, params, positions_B)
         if not with_logprobs:
@@ -177,7 +187,7 @@ def sample(
         with jax.named_scope("logprobs"):
             return tokens_B, _logprobs(logits_BV, tokens_B, MAX_LOGPROBS)
 
-    tokens_B, logprobs = _by_rows(rows, logits_BV, params, slots_B, positions_B)
+    tokens_B, logprobs = _by_rows(rows, logits_BV, params, slots_B, positions_B, allowed_BW)
     counts_MV = state.output_counts_MV.at[slots_B, tokens_B].add(1, mode="drop")
     return tokens_B, logprobs, SamplerState(in_prompt_MV=state.in_prompt_MV, output_counts_MV=counts_MV)
 
@@ -283,6 +293,12 @@ def _adjust(
     x_BV = lax.cond(jnp.any(params.bias_ids_BN < vocab_size), sparse, unchanged, logits_BV)
     x_BV = lax.cond(jnp.any(penalised_B), penalise, unchanged, x_BV)
     return lax.cond(jnp.any(banned_BN < vocab_size), ban, unchanged, x_BV)
+
+
+def _bits(words_BW: jax.Array, size: int) -> jax.Array:
+    """bool [B, size]: bit i of word w is element 32 w + i."""
+    bits_BWI = (words_BW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return bits_BWI.reshape(words_BW.shape[0], -1)[:, :size] != 0
 
 
 def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ Standard library only. The engine's loop is
     ...run plan.prefill and plan.decode, draw one token for each of plan.sampled_requests...
     finished = scheduler.update(plan, tokens)
 
-Every step runs all sequences that are past their prompt, one token each, and beside them at most one chunk of one
-prompt, so a long prompt never makes the others wait. The cache is [max_batch, max_seq_len]: a running request owns
-one slot, a whole row, and token i of its sequence (prompt, then output) lies in column i.
+Every step runs all sequences that are past their prompt, one token each, and beside them a chunk of every prompt that
+fits the step, so a long prompt never makes the others wait. The cache is [max_batch, max_seq_len]: a running request
+owns one slot, a whole row, and token i of its sequence (prompt, then output) lies in column i.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from jmoe.config import check
 from jmoe.inference.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+SMALLEST_WIDTH = 16  # of more than one token: a narrower program would hardly be quicker
+PREFILL_RATIO = 4
+DEFAULT_PREFILL_CHUNKS = 8  # in a step: reading every expert once must serve many tokens where experts are streamed
 
 
 def buckets(maximum: int, *, ratio: int = 2) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ class PrefillChunk:
     """Run `tokens` of the request's prompt at columns `start`, `start + 1`, ... of row `slot`.
 
     copy_from: (other slot, length): before anything of this step runs, copy columns 0 ... length - 1 of that row into
-    `slot`. is_last: the prompt ends here, so a token is drawn from the last position.
+    `slot`; several in the order of the plan. is_last: the prompt ends here, so a token is drawn from the last position.
     """
 
     request: Request
@@ -99,24 +104,28 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """One step: `decode` holds every request past its prompt, `prefill` at most one chunk. Either may be empty.
+class PrefillGroup:
+    """Chunks that run as one program, [len(chunks), width]; those that end their prompt come first."""
 
-    Padded to a bucket a chunk never reaches past the end of its row: start + bucket(len(tokens)) <= max_seq_len.
-    """
+    width: int
+    chunks: tuple[PrefillChunk, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: `decode` holds every request past its prompt, `prefill` chunks of different requests, oldest first."""
 
     decode: tuple[DecodeRow, ...]
-    prefill: PrefillChunk | None
+    prefill: tuple[PrefillChunk, ...]
 
     @property
     def is_empty(self) -> bool:
-        return not self.decode and self.prefill is None
+        return not self.decode and not self.prefill
 
     @property
     def sampled_requests(self) -> tuple[Request, ...]:
-        """Those that get a token, in the order that `update` wants them: `decode`, then a prompt that is complete."""
-        rows = tuple(row.request for row in self.decode)
-        return (*rows, self.prefill.request) if self.prefill is not None and self.prefill.is_last else rows
+        """Those that get a token, in the order that `update` wants them: `decode`, then prompts that are complete."""
+        return (*(row.request for row in self.decode), *(chunk.request for chunk in self.prefill if chunk.is_last))
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ class SchedulerStats:
 
     waiting: int  # now, without a slot
     running: int  # now, with a slot
+    kv_tokens: int  # now, of the running ones in the cache
     steps: int
     prefill_tokens: int
     decode_tokens: int
@@ -147,17 +157,25 @@ class Scheduler:
     """Gives requests slots and steps, first come, first served.
 
     max_batch: slots, requests that run at once. max_seq_len: columns; prompt and output together never exceed it.
-    prefill_chunk_tokens: the most tokens of a prompt in one step. eos_token_ids: end a request that does not ignore
-    them.
+    prefill_chunk_tokens: the most tokens of one prompt in a step. max_prefill_tokens: the most tokens of all prompts in
+    a step, each padded to one of `prefill_widths`; None: of 8 whole chunks. eos_token_ids: end a request that does not
+    ignore them.
 
     A request that ended leaves its tokens in its slot. A new one takes the free slot that shares the longest prefix
     with its prompt, the longest unused one among equals, and computes only the rest; if a running slot shares more,
-    that much is copied. At least the last token of a prompt is always run, for its logits; all of it if
-    `prompt_logprobs` are asked for. Not thread-safe.
+    that much is copied. It waits while a prompt before it computes at least half of what it needs itself, and then
+    copies that. At least the last token of a prompt is always run, for its logits; all of it if `prompt_logprobs` are
+    asked for. How a prompt is cut into chunks does not depend on the other requests. Not thread-safe.
     """
 
     def __init__(
-        self, max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, eos_token_ids: Sequence[int] = ()
+        self,
+        max_batch: int,
+        max_seq_len: int,
+        prefill_chunk_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        max_prefill_tokens: int | None = None,
     ) -> None:
         check(max_batch >= 1, "max_batch", max_batch, "must be at least 1")
         check(max_seq_len >= 2, "max_seq_len", max_seq_len, "must be at least 2, a token of prompt and one of output")
@@ -165,25 +183,36 @@ class Scheduler:
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_buckets = buckets(max_batch)
-        self.prefill_buckets = buckets(min(prefill_chunk_tokens, max_seq_len), ratio=4)
+        chunk = min(prefill_chunk_tokens, max_seq_len)
+        widths = buckets(chunk, ratio=PREFILL_RATIO)
+        self.prefill_widths = tuple(n for n in widths if n in (1, chunk) or n >= SMALLEST_WIDTH)
+        if max_prefill_tokens is None:
+            max_prefill_tokens = min(DEFAULT_PREFILL_CHUNKS, max_batch) * chunk
+        constraint = f"must be at least {chunk}, a chunk of one prompt"
+        check(max_prefill_tokens >= chunk, "max_prefill_tokens", max_prefill_tokens, constraint)
+        self.max_prefill_tokens = max_prefill_tokens
         self._slots = [_Slot(index) for index in range(max_batch)]
         self._requests: dict[str, Request] = {}  # not finished, in the order they came
         self._waiting: deque[Request] = deque()
-        self._prefilling: Request | None = None
+        self._prefilling: list[Request] = []  # in the order they came
         self._frees = 0
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
 
     def add(self, request: Request) -> None:
         """Queue a new request. `ValueError` for an empty or too long prompt, or an id that is still in use."""
-        length = len(request.prompt_token_ids)
-        check(length > 0, "prompt_token_ids", request.prompt_token_ids, "must hold at least one token")
-        constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
-        check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
+        self.check_prompt(request.prompt_token_ids)
         check(request.id not in self._requests, "id", request.id, "is that of a request that has not finished")
         assert request.state == "waiting" and request.slot is None, "a request runs once"
         self._requests[request.id] = request
         self._waiting.append(request)
+
+    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """`ValueError` if it is empty or too long."""
+        length = len(prompt_token_ids)
+        check(length > 0, "prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
+        check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
 
     def abort(self, request_id: str) -> Request | None:
         """`finish` with the reason "abort"."""
@@ -199,8 +228,8 @@ class Scheduler:
             return None
         if request.state == "waiting":
             self._waiting.remove(request)
-        if request is self._prefilling:
-            self._prefilling = None
+        if request.state == "prefill":
+            self._prefilling.remove(request)
         if request.slot is not None:
             slot = self._slots[request.slot]
             self._frees += 1
@@ -216,9 +245,35 @@ class Scheduler:
             for slot in self._slots
             if slot.request is not None and slot.request.state == "decode"
         )
-        if self._prefilling is None and self._waiting:
-            self._admit()
-        return StepPlan(decode, self._next_chunk())
+        chunks: list[PrefillChunk] = []
+        tokens = self.max_prefill_tokens
+        while len(chunks) < len(self._prefilling) or self._admit(tokens):
+            chunks.append(self._next_chunk(self._prefilling[len(chunks)]))
+            tokens -= self.width(chunks[-1])
+        assert tokens >= 0, "the chunks of a prompt never get wider, so those of prompts under way fit"
+        return StepPlan(decode, tuple(chunks))
+
+    def width(self, chunk: PrefillChunk) -> int:
+        """The tokens of a chunk, with padding."""
+        return bucket(len(chunk.tokens), self.prefill_widths)
+
+    def prefill_groups(self, plan: StepPlan) -> list[PrefillGroup]:
+        """The chunks of a plan by programs, each in one of `prefill_shapes`: no row is padding."""
+        by_width: dict[int, list[PrefillChunk]] = {}
+        for chunk in sorted(plan.prefill, key=lambda chunk: not chunk.is_last):
+            by_width.setdefault(self.width(chunk), []).append(chunk)
+        groups = []
+        for width, chunks in by_width.items():
+            for rows in reversed(self._rows(width)):
+                while len(chunks) >= rows:
+                    groups.append(PrefillGroup(width, tuple(chunks[:rows])))
+                    chunks = chunks[rows:]
+        return groups
+
+    @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, width) of every program that a prefill may need."""
+        return tuple((rows, width) for width in self.prefill_widths for rows in self._rows(width))
 
     def update(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
         """Take in the tokens drawn for `plan.sampled_requests`; returns the requests that ended with them.
@@ -233,15 +288,16 @@ class Scheduler:
         self._counts["decode_tokens"] += len(plan.decode)
         for row in plan.decode:
             self._note_computed(row.request, row.slot, row.position, [row.token])
-        if (chunk := plan.prefill) is not None:
+        for chunk in plan.prefill:
             self._counts["prefill_tokens"] += len(chunk.tokens)
             self._note_computed(chunk.request, chunk.slot, chunk.start, chunk.tokens)
         finished = []
         for request, token in zip(sampled, tokens):
             if request.state == "finished":  # in the meantime, by `finish`
                 continue
-            if request is self._prefilling:
-                request.state, self._prefilling = "decode", None
+            if request.state == "prefill":
+                self._prefilling.remove(request)
+                request.state = "decode"
             request.output_token_ids.append(int(token))
             if (reason := self._reason_to_finish(request)) is not None:
                 self.finish(request.id, reason)
@@ -258,6 +314,7 @@ class Scheduler:
         return SchedulerStats(
             waiting=len(self._waiting),
             running=len(self._requests) - len(self._waiting),
+            kv_tokens=sum(request.num_computed_tokens for request in self._requests.values()),
             steps=count["steps"],
             prefill_tokens=count["prefill_tokens"],
             decode_tokens=count["decode_tokens"],
@@ -266,17 +323,30 @@ class Scheduler:
             finished=dict(self._finished),
         )
 
-    def _admit(self) -> None:
-        """Give the longest waiting request a slot, if one is free."""
+    def _rows(self, width: int) -> list[int]:
+        """The rows of programs of this width, ascending: few, and any number of chunks is a sum of them."""
+        most = min(self.max_batch, self.max_prefill_tokens // width)
+        rows = [1]
+        while rows[-1] * PREFILL_RATIO <= most:
+            rows.append(rows[-1] * PREFILL_RATIO)
+        return rows
+
+    def _admit(self, tokens: int) -> bool:
+        """Give the longest waiting request a slot, if one is free and its first chunk fits `tokens` with padding."""
         free = [slot for slot in self._slots if slot.request is None]
-        if not free:
-            return
-        request = self._waiting.popleft()
+        if not free or not self._waiting:
+            return False
+        request = self._waiting[0]
         prompt = request.prompt_token_ids if request.sampling.prompt_logprobs is None else []
         shared = {slot.index: _common_prefix(slot.tokens, prompt[:-1]) for slot in self._slots}
         target = max(free, key=lambda slot: (shared[slot.index], -slot.freed_at))
         source = max(self._slots, key=lambda slot: shared[slot.index])
         length = shared[source.index]
+        rest = len(request.prompt_token_ids) - length
+        coming = max((_common_prefix(r.prompt_token_ids, prompt[:-1]) for r in self._prefilling), default=0)
+        if bucket(self._chunk_tokens(rest), self.prefill_widths) > tokens or 2 * (coming - length) >= rest:
+            return False
+        self._waiting.popleft()
         if length > shared[target.index]:
             request.copy_from = (source.index, length)
             self._counts["copied_tokens"] += length
@@ -285,21 +355,19 @@ class Scheduler:
         request.state, request.slot = "prefill", target.index
         request.num_computed_tokens = request.num_reused_tokens = length
         self._counts["reused_tokens"] += length
-        self._prefilling = request
+        self._prefilling.append(request)
+        return True
 
-    def _next_chunk(self) -> PrefillChunk | None:
-        request = self._prefilling
-        if request is None:
-            return None
+    def _chunk_tokens(self, rest: int) -> int:
+        """How many of the `rest` tokens of a prompt run in the next step."""
+        return min(rest, self.prefill_widths[-1])
+
+    def _next_chunk(self, request: Request) -> PrefillChunk:
         assert request.slot is not None
-        start, sizes = request.num_computed_tokens, self.prefill_buckets
-        count = min(len(request.prompt_token_ids) - start, sizes[-1])
-        if start + bucket(count, sizes) > self.max_seq_len:  # near the end of the row: a chunk without padding
-            count = max(size for size in sizes if size <= count)
-        tokens = request.prompt_token_ids[start : start + count]
-        is_last = start + count == len(request.prompt_token_ids)
-        is_first = start == request.num_reused_tokens
-        return PrefillChunk(request, request.slot, start, tokens, is_last, request.copy_from if is_first else None)
+        prompt, start = request.prompt_token_ids, request.num_computed_tokens
+        end = start + self._chunk_tokens(len(prompt) - start)
+        copy_from = request.copy_from if start == request.num_reused_tokens else None
+        return PrefillChunk(request, request.slot, start, prompt[start:end], end == len(prompt), copy_from)
 
     def _note_computed(self, request: Request, slot: int, start: int, tokens: list[int]) -> None:
         """The keys and values of `tokens` are in the slot now."""

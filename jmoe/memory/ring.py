@@ -88,6 +88,12 @@ class Ring:
     def num_slots(self) -> int:
         return len(self._uses)
 
+    @property
+    def layers(self) -> list[int | None]:
+        """The layer of every slot, also one that is being loaded; None for an empty slot."""
+        with self._changed:
+            return list(self._layer_in)
+
     def acquire(self) -> Acquired:
         """The next layer of the order, when it is in its slot."""
         with self._changed:

@@ -51,6 +51,13 @@ class SlotPool:
         view.flags.writeable = False
         return view
 
+    @property
+    def record_in(self) -> NDArray[np.int64]:
+        """The record in every slot, [num_slots]; -1 where there is none. Read-only."""
+        view = self._hot.record_in.view()
+        view.flags.writeable = False
+        return view
+
     def touch(self, indices: ArrayLike) -> None:
         """Count one step that used these records."""
         self.counts.touch(indices)

@@ -5,6 +5,7 @@ Legend: T tokens, D hidden, V vocabulary. Record number of an expert = layer wit
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.models.decoder import Decoder, DecoderLayer
 from jmoe.models.huggingface import model_config
-from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
+from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config, read_table
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Names, check_tensors, parameters
 from kernels_pallas.matmul import dot
@@ -87,9 +88,29 @@ class SplitCheckpoint:
         return self.config.num_moe_layers * self.config.num_experts
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """From generation_config.json, else config.json."""
+        file = self.folder / "generation_config.json"
+        fields = read_table(file) if file.is_file() else {}
+        found = fields.get("eos_token_id", self.fields.get("eos_token_id"))
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, list) else (int(found),)
+
+    @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """{name: (shape, dtype)} of one expert; bfloat16 as its bits, uint16."""
         return {name: (p.matrix, _stored(self._dtypes[p.path])) for name, p in self._experts.items()}
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values())
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of everything but the experts."""
+        return sum(math.prod(p.shape) * self._dtypes[p.path].itemsize for p in self._parameters if not p.experts)
 
     @property
     def fingerprint(self) -> str:

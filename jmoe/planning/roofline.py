@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Policy = Literal["resident", "ring", "expert_granular"]
+Policy = Literal["resident", "ring", "experts"]
 # Slots that a ring needs to load one layer while another is in use.
 MIN_RING_SLOTS = 2
 
@@ -20,7 +20,7 @@ def _check(ok: bool, name: str, value: object, constraint: str) -> None:
         raise ValueError(f"{name} = {value!r}: {constraint}")
 
 
-def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: int) -> float:
+def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: float) -> float:
     """Expected distinct experts that B tokens touch in a layer under uniform routing: E (1 - (1 - k/E)^B)."""
     _check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
     _check(
@@ -202,7 +202,7 @@ def predict_ring(
     )
 
 
-def predict_expert_granular(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
     """Only the experts a step's tokens chose, into slots shared with a resident hot set.
 
     A layer: t_sync + (1 - g) f + max(c, g f) with f = E_act (1 - hit) s_e / W seconds of fetching, a share g of it
@@ -221,7 +221,7 @@ def predict_expert_granular(weights: ExpertWeights, measured: Measured, device_b
     layer_s = measured.sync_s + (fetch_s - early_s) + max(measured.compute_s, early_s)
     needed = min(weights.num_experts, measured.num_tokens * weights.num_experts_per_tok)
     return Prediction(
-        "expert_granular",
+        "experts",
         slots >= needed,
         weights.num_layers * layer_s,
         weights.num_layers * layer_streamed_bytes,
@@ -241,7 +241,7 @@ def choose_policy(
     predictions = (
         predict_resident(weights, measured, device_bytes),
         predict_ring(weights, measured, device_bytes, ring_slots),
-        predict_expert_granular(weights, measured, device_bytes),
+        predict_experts(weights, measured, device_bytes),
     )
     fitting = [p for p in predictions if p.fits]
     needed = min(weights.num_experts, measured.num_tokens * weights.num_experts_per_tok) * weights.expert_bytes

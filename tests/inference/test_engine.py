@@ -1,7 +1,9 @@
 """The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
 
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.inference.engine import Completion, Engine
-from jmoe.inference.expert_slots import DeviceSlots, HostSlots, slot_mlp
+from jmoe.inference.engine import Engine
+from jmoe.inference.expert_slots import DeviceSlots, HostSlots
+from jmoe.inference.outputs import Completion
+from jmoe.inference.residency import LayerRing
 from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.slot_mlp import Routed
 from kernels_pallas.grouped_mlp.reference import activate
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
@@ -125,31 +130,103 @@ def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
             served.step()
 
 
-def test_device_slots_hold_what_is_written() -> None:
+def eight_requests() -> list[tuple[list[int], SamplingParams]]:
+    """Of many lengths; greedy, sampled, with penalties, with log-probabilities of the prompt."""
+    rng = np.random.default_rng(1)
+    fields: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}]
+    fields += [{"prompt_logprobs": 1}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2}]
+    prompts = [rng.integers(3, 60, n).tolist() for n in (16, 3, 16, 33, 1, 12, 20, 2)]
+    return [
+        (prompt, SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=2, **fields[i % len(fields)]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def serve_together(served: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    """All at once, each with its own sampling."""
+    streams = [served._streams[served.add_request(*request)] for request in requests]
+    logprobs: dict[str, list[Any]] = {s.request.id: [] for s in streams}
+    while served.has_unfinished:
+        for output in served.step():
+            logprobs[output.request_id] += output.logprobs
+    return [
+        Completion([], s.request.output_token_ids, "", "length", logprobs[s.request.id], s.prompt_logprobs)
+        for s in streams
+    ]
+
+
+def loaded_bytes(served: Engine) -> int:
+    """What its ring has loaded up to now, when the load that is under way has ended."""
+    assert isinstance(served.residency, LayerRing)
+    while not all(served.residency.ring._loaded):
+        time.sleep(0.001)
+    return served.residency.ring.stats().loads.num_bytes
+
+
+def test_prompts_prefilled_together(tmp_path: Path) -> None:
+    """Eight prompts go through the layers together, read from below once, and each gives what it gives alone."""
+    requests = eight_requests()
+    sizes = {"max_batch": 8, "max_seq_len": 64, "prefill_chunk_tokens": 16}
+    with engine("qwen3_moe", policy="resident", **sizes) as resident:
+        all_bytes = resident.stats().device_expert_bytes
+        layers = resident.config.num_moe_layers
+        together = serve_together(resident, requests)
+    with engine("qwen3_moe", policy="resident", **sizes) as resident:
+        alone = [resident.generate([prompt], sampling)[0] for prompt, sampling in requests]
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids
+        for name in ("logprobs", "prompt_logprobs"):
+            a, b = ([lp.logprob for lp in getattr(c, name)] for c in (one, other))
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    with engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
+        before = loaded_bytes(ring)
+        ids = [ring.add_request(prompt[:16]) for prompt, _ in requests]
+        assert {output.request_id for output in ring.step()} == set(ids)
+        assert loaded_bytes(ring) - before == all_bytes, "one round of the layers"
+        assert ring.stats().streamed_bytes >= all_bytes
+    with engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
+        assert same(serve_together(ring, requests), together)
+    options = {"device_bytes": all_bytes // layers, "expert_tier": "nvme", "host_cache_bytes": 1 << 20}
+    with engine("qwen3_moe", policy="experts", cache_dir=tmp_path, **options, **sizes) as streamed:
+        assert same(serve_together(streamed, requests), together)
+
+
+def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) -> None:
+    requests = [(p, replace(s, prompt_logprobs=None)) for p, s in eight_requests()]
+    plain = [(prompt[:-1] + [7], SamplingParams(max_new_tokens=3)) for prompt, _ in requests]
+    sizes = {"max_batch": 4, "max_seq_len": 64, "prefill_chunk_tokens": 16}
+    jax.clear_caches()  # what other tests compiled
+    with engine("mixtral", policy="resident", **sizes) as served, jax.log_compiles():
+        serve_together(served, [*requests[3:], *requests, *plain])
+        copied_tokens = served._scheduler.stats().copied_tokens
+    assert copied_tokens, "rows were copied, too"
+    assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
+
+
+@pytest.mark.parametrize("num_tokens", [5, 70])  # all tokens through every expert in use, tiles of sorted rows
+@pytest.mark.parametrize("num_experts", [3, 13])
+def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) -> None:
     """Slots of an accelerator and those of the CPU give the same result, whatever order experts lie in."""
     rng = np.random.default_rng(0)
-    e, d, f, t, k = 3, 8, 6, 5, 2
+    e, d, f, t, k = num_experts, 8, 6, num_tokens, 2
     fields = {"w_up": ((d, 2 * f), np.dtype(np.float32)), "w_down": ((f, d), np.dtype(np.float32))}
     records = [{n: rng.standard_normal(shape).astype(dtype) for n, (shape, dtype) in fields.items()} for _ in range(e)]
-    places = [3, 0, 2]  # of 4 slots
+    places = rng.permutation(e + 1)[:e].astype(np.int32)
     x_TD = rng.standard_normal((t, d)).astype(np.float32)
-    idx_TK = np.array([[0, 1], [1, 2], [2, 0], [e, 1], [e, e]], np.int32)  # e: no choice
+    idx_TK = np.stack([rng.permutation(e + 1)[:k] for _ in range(t)]).astype(np.int32)  # e: no choice
+    idx_TK[-1] = e
     weights_TK = rng.random((t, k)).astype(np.float32)
-    expected = np.zeros((t, d), np.float32)
-    for token in range(t):
-        for choice in range(k):
-            if idx_TK[token, choice] < e:
-                r = records[idx_TK[token, choice]]
-                h = np.asarray(activate(jnp.asarray(x_TD[token] @ r["w_up"]), "swiglu"))
-                expected[token] += weights_TK[token, choice] * (h @ r["w_down"])
-    for slots in (HostSlots(4, fields), DeviceSlots(4, fields, jax.devices()[0])):
-        for record, place in zip(records, places, strict=True):
+    y_TD = rng.standard_normal((t, d)).astype(np.float32)
+    expected = y_TD.copy()
+    for token, choice in np.argwhere(idx_TK < e):
+        r = records[idx_TK[token, choice]]
+        h = np.asarray(activate(jnp.asarray(x_TD[token] @ r["w_up"]), "swiglu"))
+        expected[token] += weights_TK[token, choice] * (h @ r["w_down"])
+    for slots in (HostSlots(e + 1, fields), DeviceSlots(e + 1, fields, jax.devices()[0])):
+        for record, place in zip(records, places.tolist(), strict=True):
             slots.write(place, record)
-        table_E = np.array(places, np.int32)
-        mlp = jax.jit(slot_mlp, static_argnames=("activation", "tile_rows"))
-        choices = (x_TD, idx_TK, weights_TK)
-        got = slots.run(lambda arrays: mlp(*choices, arrays, table_E, activation="swiglu", tile_rows=2))  # noqa: B023
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+        got = slots.mlp(Routed(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu")
+        np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +241,7 @@ def test_device_slots_hold_what_is_written() -> None:
         ({"policy": "ring", "expert_tier": "host", "host_cache_bytes": 9}, "host_cache_bytes = 9: needs expert_tier"),
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16"),
         ({"max_seq_len": 1}, "max_seq_len = 1: must be at least 2"),
+        ({"max_prefill_tokens": 3}, "max_prefill_tokens = 3: must be at least 4, a chunk of one prompt"),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:

@@ -463,3 +463,26 @@ def test_width_of_sparse_ids() -> None:
 def test_token_outside_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="a token of logit_bias = 50: must be below vocab_size = 50"):
         params_of([SamplingParams(logit_bias={50: 1.0})], 50)
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    """A mask of bits, greedy and not, of every row by itself; a full one changes nothing; logprobs ignore it."""
+    rng = np.random.default_rng(0)
+    logits_BV = rng.normal(size=(4, 70)).astype(np.float32)
+    rows = [
+        SamplingParams(logprobs=1),
+        *(SamplingParams(temperature=1.0, top_k=k, seed=1, logprobs=1) for k in (0, 3, 0)),
+    ]
+    allowed = [{3, 40}, {69}, {0, 31, 32, 64}, set(range(70))]
+    bits_BV = np.array([[token in row for token in range(96)] for row in allowed])
+    allowed_BW = np.packbits(bits_BV, axis=1, bitorder="little").view(np.int32)
+    common = (logits_BV, params_of(rows, 70))
+    at = (np.arange(4, dtype=np.int32), np.full(4, 1, np.int32))
+    free, free_logprobs, _ = run(*common, new_state(4, 70), *at, with_logprobs=True)
+    full, _, _ = run(*common, new_state(4, 70), *at, np.full((4, 3), -1, np.int32), with_logprobs=True)
+    tokens, logprobs, _ = run(*common, new_state(4, 70), *at, allowed_BW, with_logprobs=True)
+    assert full.tolist() == free.tolist()
+    assert all(int(token) in row for token, row in zip(tokens, allowed, strict=True))
+    assert tokens[0] == max(allowed[0], key=lambda token: logits_BV[0, token]) and tokens[3] == free[3]
+    assert logprobs is not None and free_logprobs is not None
+    np.testing.assert_array_equal(logprobs.top_BK, free_logprobs.top_BK)

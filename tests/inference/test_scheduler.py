@@ -52,24 +52,23 @@ class Engine:
     def run(self, plan: StepPlan) -> list[int]:
         """The tokens for `plan.sampled_requests`, each from what its row of the cache holds."""
         self.plans.append(plan)
-        tokens = []
-        if plan.prefill is not None and plan.prefill.copy_from is not None:
-            source, length = plan.prefill.copy_from
-            assert source != plan.prefill.slot
-            self.cache[plan.prefill.slot][:length] = self.cache[source][:length]
+        for chunk in plan.prefill:
+            if chunk.copy_from is not None:
+                source, _ = chunk.copy_from
+                assert source != chunk.slot
+                self.cache[chunk.slot][:] = self.cache[source]  # all of the row: more than was asked for
         for row in plan.decode:
             self.cache[row.slot][row.position] = row.token
-            tokens.append(next_token(self.cache[row.slot][: row.position + 1]))
-        if plan.prefill is not None:
-            tokens += self.run_chunk(plan.prefill)
+        for chunk in plan.prefill:
+            self.cache[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] = chunk.tokens
+        tokens = [next_token(self.cache[row.slot][: row.position + 1]) for row in plan.decode]
+        for chunk in plan.prefill:
+            tokens += self.read_chunk(chunk)
         return tokens
 
-    def run_chunk(self, chunk: PrefillChunk) -> list[int]:
-        padded = bucket(len(chunk.tokens), self.scheduler.prefill_buckets)
+    def read_chunk(self, chunk: PrefillChunk) -> list[int]:
         end = chunk.start + len(chunk.tokens)
         row = self.cache[chunk.slot]
-        assert chunk.start + padded <= len(row)
-        row[chunk.start : chunk.start + padded] = chunk.tokens + [GARBAGE] * (padded - len(chunk.tokens))
         assert row[:end] == chunk.request.prompt_token_ids[:end], "reused or copied tokens are the prompt's"
         assert chunk.is_last == (end == len(chunk.request.prompt_token_ids))
         return [next_token(row[:end])] if chunk.is_last else []
@@ -96,7 +95,7 @@ class Watch:
 
     def plan(self, plan: StepPlan) -> None:
         slots = [row.slot for row in plan.decode]
-        slots += [plan.prefill.slot] if plan.prefill is not None else []
+        slots += [chunk.slot for chunk in plan.prefill]
         assert len(set(slots)) == len(slots), "a slot belongs to one request"
         assert all(0 <= slot < self.scheduler.max_batch for slot in slots)
         assert {row.request.id for row in plan.decode} == set(self.decoding), "every running sequence in every step"
@@ -105,8 +104,22 @@ class Watch:
             assert row.position == len(sequence) - 1 == self.next_position[row.request.id]
             assert row.token == sequence[row.position]
             self.next_position[row.request.id] += 1
-        if plan.prefill is not None:
-            self.chunk(plan.prefill)
+        self.groups(plan)
+        for chunk in plan.prefill:
+            self.chunk(chunk)
+
+    def groups(self, plan: StepPlan) -> None:
+        """Every chunk runs once, in a program that exists, and no row of it is padding."""
+        groups = self.scheduler.prefill_groups(plan)
+        ran = [chunk for group in groups for chunk in group.chunks]
+        assert sorted(chunk.request.id for chunk in ran) == sorted(chunk.request.id for chunk in plan.prefill)
+        assert {(len(group.chunks), group.width) for group in groups} <= set(self.scheduler.prefill_shapes)
+        assert sum(len(group.chunks) * group.width for group in groups) <= self.scheduler.max_prefill_tokens
+        for group in groups:
+            narrower = [width for width in self.scheduler.prefill_widths if width < group.width]
+            assert all(max(narrower, default=0) < len(chunk.tokens) <= group.width for chunk in group.chunks)
+            ends = [chunk.is_last for chunk in group.chunks]
+            assert ends == sorted(ends, reverse=True), "rows that get a token come first"
 
     def chunk(self, chunk: PrefillChunk) -> None:
         request = chunk.request
@@ -117,7 +130,8 @@ class Watch:
             assert reused or request.num_reused_tokens == 0
         else:
             assert chunk.copy_from is None, "copied once"
-        assert 1 <= len(chunk.tokens) <= self.scheduler.prefill_buckets[-1]
+        rest = len(request.prompt_token_ids) - chunk.start
+        assert len(chunk.tokens) == min(rest, self.scheduler.prefill_widths[-1]), "cut the same whatever else runs"
         assert chunk.start == self.next_position[request.id]
         assert chunk.tokens == request.prompt_token_ids[chunk.start : chunk.start + len(chunk.tokens)]
         self.next_position[request.id] += len(chunk.tokens)
@@ -142,13 +156,25 @@ def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: l
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "max_seq_len", "prefill_chunk_tokens", "seed"),
-    [(1, 40, 8, 0), (3, 64, 16, 1), (8, 50, 5, 2), (6, 33, 1, 3), (4, 61, 1000, 4)],
+    ("max_batch", "max_seq_len", "prefill_chunk_tokens", "max_prefill_tokens", "seed"),
+    [
+        (1, 40, 8, None, 0),
+        (3, 64, 16, 40, 1),
+        (8, 50, 5, 23, 2),
+        (6, 33, 1, 3, 3),
+        (4, 61, 1000, None, 4),
+        (20, 70, 20, None, 5),
+        (8, 61, 7, 7, 6),
+    ],
 )
-def test_simulation(max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, seed: int) -> None:
+def test_simulation(
+    max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, max_prefill_tokens: int | None, seed: int
+) -> None:
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (0, 3, 11, 30, 45)]
-    scheduler = Scheduler(max_batch, max_seq_len, prefill_chunk_tokens, eos_token_ids=(EOS,))
+    scheduler = Scheduler(
+        max_batch, max_seq_len, prefill_chunk_tokens, eos_token_ids=(EOS,), max_prefill_tokens=max_prefill_tokens
+    )
     engine, watch = Engine(scheduler), Watch(scheduler)
     requests: dict[str, Request] = {}
     aborted: set[str] = set()
@@ -172,7 +198,7 @@ def test_simulation(max_batch: int, max_seq_len: int, prefill_chunk_tokens: int,
         if len(requests) < 250 and rng.random() < 0.4:
             add(rng.randrange(4))
         abort()
-        watch.update(StepPlan((), None))
+        watch.update(StepPlan((), ()))
         plan = scheduler.schedule()
         assert scheduler.schedule() == plan, "nothing changes until update"
         assert plan.is_empty == (not scheduler.has_unfinished)
@@ -195,7 +221,7 @@ def test_simulation(max_batch: int, max_seq_len: int, prefill_chunk_tokens: int,
 
 def check_stats(scheduler: Scheduler, engine: Engine, requests: dict[str, Request], aborted: set[str]) -> None:
     stats = scheduler.stats()
-    chunks = [plan.prefill for plan in engine.plans if plan.prefill is not None]
+    chunks = [chunk for plan in engine.plans for chunk in plan.prefill]
     assert stats.waiting == stats.running == 0
     assert stats.steps == sum(not plan.is_empty for plan in engine.plans)
     assert stats.prefill_tokens == sum(len(chunk.tokens) for chunk in chunks)
@@ -217,9 +243,9 @@ def admitted(engine: Engine, new: Request) -> PrefillChunk:
     engine.scheduler.add(new)
     while True:
         engine.step()
-        chunk = engine.plans[-1].prefill
-        if chunk is not None and chunk.request is new:
-            return chunk
+        for chunk in engine.plans[-1].prefill:
+            if chunk.request is new:
+                return chunk
 
 
 def test_decode_never_waits_for_a_long_prompt() -> None:
@@ -230,11 +256,81 @@ def test_decode_never_waits_for_a_long_prompt() -> None:
         engine.step()
         plan = engine.plans[-1]
         assert [row.request.id for row in plan.decode] == ["short"]
-        assert plan.prefill is not None
-        assert (plan.prefill.start, len(plan.prefill.tokens)) == (10 * step, 10)
-        assert plan.prefill.is_last == (step == 89)
+        (chunk,) = plan.prefill
+        assert (chunk.start, len(chunk.tokens)) == (10 * step, 10)
+        assert chunk.is_last == (step == 89)
     engine.step()
     assert {row.request.id for row in engine.plans[-1].decode} == {"short", "long"}
+
+
+def group_shapes(engine: Engine) -> list[tuple[int, int]]:
+    groups = engine.scheduler.prefill_groups(engine.plans[-1])
+    return sorted((len(group.chunks), group.width) for group in groups)
+
+
+def test_many_prompts_in_a_step() -> None:
+    """One long chunk does not widen the short ones, and no row is padding."""
+    engine = Engine(Scheduler(8, 1000, 512))
+    assert engine.scheduler.prefill_widths == (1, 16, 64, 256, 512)
+    for index, length in enumerate([600, 3, 3, 3, 3, 3, 3, 3]):
+        engine.scheduler.add(request(str(index), [index] * length))
+    engine.step()
+    assert [len(chunk.tokens) for chunk in engine.plans[-1].prefill] == [512, 3, 3, 3, 3, 3, 3, 3]
+    assert group_shapes(engine) == [(1, 16), (1, 16), (1, 16), (1, 512), (4, 16)]
+    assert [r.id for r in engine.plans[-1].sampled_requests] == list("1234567")
+    engine.step()
+    assert group_shapes(engine) == [(1, 256)]
+    assert [row.request.id for row in engine.plans[-1].decode] == list("1234567")
+
+
+def test_what_does_not_fit_the_step_waits_and_nobody_overtakes() -> None:
+    engine = Engine(Scheduler(8, 1000, 64, max_prefill_tokens=150))
+    for index, length in enumerate([100, 60, 60, 5, 5]):
+        engine.scheduler.add(request(str(index), [index] * length))
+    ran = []
+    while any(r.state != "decode" for r in engine.scheduler._requests.values()):
+        engine.step()
+        ran.append([(chunk.request.id, len(chunk.tokens)) for chunk in engine.plans[-1].prefill])
+    assert ran == [[("0", 64), ("1", 60)], [("0", 36), ("2", 60), ("3", 5)], [("4", 5)]]
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
+    engine = Engine(Scheduler(8, 64, 8))
+    prefix = list(range(20))
+    for index in range(4):
+        engine.scheduler.add(request(f"long {index}", [*prefix, 40 + index, 1, 2]))
+    engine.scheduler.add(request("other", [49] * 5))
+    starts = []
+    while not engine.plans or engine.plans[-1].prefill:
+        engine.step()
+        starts.append([(chunk.request.id, chunk.start) for chunk in engine.plans[-1].prefill])
+    assert starts[:3] == [[("long 0", 0)], [("long 0", 8)], [("long 0", 16)]]
+    assert starts[3:] == [[("long 1", 20), ("long 2", 20), ("long 3", 20), ("other", 0)], []]
+    engine = Engine(Scheduler(8, 64, 8))
+    for index in range(4):  # to wait for 7 of 20 tokens would not pay
+        engine.scheduler.add(request(str(index), [*range(7), *[40 + index] * 13]))
+    engine.step()
+    assert [chunk.start for chunk in engine.plans[-1].prefill] == [0] * 4
+    engine.run_to_end()
+    assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished.values())
+
+
+def test_rows_are_copied_before_anything_runs_over_them() -> None:
+    """A row that is copied from may be given away before the copy is made: copies come first, in the plan's order."""
+    engine = Engine(Scheduler(3, 64, 64))
+    source = request("source", list(range(20)), max_new_tokens=40)
+    row = admitted(engine, source).slot
+    engine.scheduler.add(request("copies", [*range(20), 41]))
+    assert engine.scheduler.schedule().prefill[0].copy_from == (row, 20)
+    engine.scheduler.abort("source")
+    engine.scheduler.add(request("overwrites", [*range(3), *[42] * 30]))
+    engine.scheduler.add(request("fills", [43] * 30))
+    plan = engine.scheduler.schedule()
+    assert [(c.request.id, c.start) for c in plan.prefill] == [("copies", 20), ("overwrites", 3), ("fills", 0)]
+    assert row in (plan.prefill[1].slot, plan.prefill[2].slot)
+    engine.run_to_end()
+    assert len(engine.finished) == 3
+    assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished.values())
 
 
 def test_a_finished_request_leaves_its_prefix() -> None:
@@ -246,7 +342,7 @@ def test_a_finished_request_leaves_its_prefix() -> None:
     turn = first.prompt_token_ids + first.output_token_ids + [1, 2]
     second = request("second", turn)
     chunk = admitted(engine, second)
-    assert (chunk.slot, chunk.start, chunk.copy_from) == (engine.plans[0].prefill.slot, 23, None)  # type: ignore[union-attr]
+    assert (chunk.slot, chunk.start, chunk.copy_from) == (engine.plans[0].prefill[0].slot, 23, None)
     assert chunk.tokens == turn[23:]
     assert second.num_reused_tokens == 23
     engine.run_to_end()
@@ -308,8 +404,7 @@ def test_an_aborted_copy_is_not_taken_for_done() -> None:
     admitted(engine, request("running", list(range(20)), max_new_tokens=40))
     engine.scheduler.add(request("never", [*range(20), 1]))
     plan = engine.scheduler.schedule()
-    assert plan.prefill is not None
-    assert plan.prefill.copy_from is not None
+    assert plan.prefill[0].copy_from is not None
     engine.scheduler.abort("never")  # before the step ran
     engine.scheduler.abort("running")
     chunk = admitted(engine, request("next", [*range(20), 2]))
@@ -330,7 +425,7 @@ def test_stop_string_found_by_the_engine() -> None:
 
 
 def test_abort_in_every_state() -> None:
-    scheduler = Scheduler(1, 64, 2)
+    scheduler = Scheduler(1, 64, 2)  # one row: the others wait
     engine = Engine(scheduler)
     first, second, third = (request(id_, list(range(10))) for id_ in "abc")
     for new in (first, second, third):
@@ -385,6 +480,12 @@ def test_id_in_use() -> None:
 def test_bad_sizes(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} = 0: must be at least"):
         Scheduler(**{"max_batch": 2, "max_seq_len": 10, "prefill_chunk_tokens": 4, name: 0})
+
+
+def test_a_step_holds_a_chunk() -> None:
+    with pytest.raises(ValueError, match="max_prefill_tokens = 9: must be at least 10, a chunk of one prompt"):
+        Scheduler(2, 10, 512, max_prefill_tokens=9)
+    assert Scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
 
 
 def test_buckets() -> None:

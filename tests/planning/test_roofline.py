@@ -11,7 +11,7 @@ from jmoe.planning.roofline import (
     choose_policy,
     distinct_experts,
     expert_granular_wins,
-    predict_expert_granular,
+    predict_experts,
     predict_resident,
     predict_ring,
     ring_step_time_s,
@@ -88,21 +88,21 @@ def test_ring() -> None:
 def test_expert_granular() -> None:
     quarter = 128 * 10**6
     measured = dataclasses.replace(DECODE, sync_s=0.001, hit_rate=0.5)
-    predicted = predict_expert_granular(WEIGHTS, measured, quarter)
+    predicted = predict_experts(WEIGHTS, measured, quarter)
     # 2 experts, half of them there: 1 ms to fetch, 1 ms to read back, 2 ms to compute.
     assert predicted.step_s == pytest.approx(8 * 0.004)
     assert predicted.streamed_bytes == pytest.approx(8e6)
     assert (predicted.expert_slots, predicted.fits) == (128, True)
-    early = predict_expert_granular(WEIGHTS, dataclasses.replace(measured, early_fraction=0.75), quarter)
+    early = predict_experts(WEIGHTS, dataclasses.replace(measured, early_fraction=0.75), quarter)
     assert early.step_s == pytest.approx(8 * (0.001 + 0.00025 + 0.002))
     # without a measured hit rate: 128 slots less the 2 that a layer passes through, of 512 experts
-    unmeasured = predict_expert_granular(WEIGHTS, DECODE, quarter)
+    unmeasured = predict_experts(WEIGHTS, DECODE, quarter)
     assert unmeasured.streamed_bytes == pytest.approx(8 * 2 * (1 - 126 / 512) * 1e6)
-    skewed = predict_expert_granular(WEIGHTS, dataclasses.replace(DECODE, active_experts=1.0, hit_rate=0.0), quarter)
+    skewed = predict_experts(WEIGHTS, dataclasses.replace(DECODE, active_experts=1.0, hit_rate=0.0), quarter)
     assert skewed.streamed_bytes == pytest.approx(8e6)
-    assert not predict_expert_granular(WEIGHTS, PREFILL, 63 * 10**6).fits  # a layer may need all 64
-    assert predict_expert_granular(WEIGHTS, DECODE, 2 * 10**6).fits
-    assert not predict_expert_granular(WEIGHTS, DECODE, 10**6).fits
+    assert not predict_experts(WEIGHTS, PREFILL, 63 * 10**6).fits  # a layer may need all 64
+    assert predict_experts(WEIGHTS, DECODE, 2 * 10**6).fits
+    assert not predict_experts(WEIGHTS, DECODE, 10**6).fits
 
 
 @pytest.mark.parametrize(
@@ -110,18 +110,18 @@ def test_expert_granular() -> None:
     [
         (DECODE, 512 * 10**6, "resident"),
         (PREFILL, 512 * 10**6, "resident"),
-        (DECODE, 256 * 10**6, "expert_granular"),
+        (DECODE, 256 * 10**6, "experts"),
         (PREFILL, 256 * 10**6, "ring"),  # every expert is used anyway: the ring hides what it moves
         (dataclasses.replace(DECODE, num_tokens=256, hit_rate=0.2), 256 * 10**6, "ring"),
         (dataclasses.replace(DECODE, sync_s=0.060), 256 * 10**6, "ring"),  # the read-back eats the gain
-        (dataclasses.replace(DECODE, num_tokens=256, hit_rate=0.9), 256 * 10**6, "expert_granular"),
-        (DECODE, 100 * 10**6, "expert_granular"),  # no room for two layers
+        (dataclasses.replace(DECODE, num_tokens=256, hit_rate=0.9), 256 * 10**6, "experts"),
+        (DECODE, 100 * 10**6, "experts"),  # no room for two layers
     ],
 )
 def test_choice(measured: Measured, device_bytes: int, policy: str) -> None:
     plan = choose_policy(WEIGHTS, measured, device_bytes)
     assert plan.policy == policy
-    assert [p.policy for p in plan.predictions] == ["resident", "ring", "expert_granular"]
+    assert [p.policy for p in plan.predictions] == ["resident", "ring", "experts"]
     assert plan.chosen == min((p for p in plan.predictions if p.fits), key=lambda p: p.step_s)
 
 
@@ -141,7 +141,7 @@ def test_choice_agrees_with_the_formula(num_tokens: int, hit_rate: float, sync_s
         sync_s=sync_s,
     )
     plan = choose_policy(WEIGHTS, measured, 256 * 10**6, ring_slots=4)
-    assert plan.policy == ("expert_granular" if wins else "ring")
+    assert plan.policy == ("experts" if wins else "ring")
 
 
 def test_nothing_fits() -> None:

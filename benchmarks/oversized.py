@@ -1,0 +1,99 @@
+"""Decode speed, batch 1, of a model that does not fit memory; the last line is one JSON object.
+
+    python benchmarks/oversized.py --model DIR --text FILE --device-bytes 350e6 --host-cache-bytes 80e6
+
+Run it under a memory limit that counts the page cache. The tokens are those of a text and not the model's own, so
+that a random model cannot repeat itself and keep to a few experts: every step is a request for the text so far, whose
+prefix is in the cache but for the last token. `--prepare` packs the experts and ends.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jmoe.runtime
+
+
+def evict(folder: Path) -> None:
+    """Drop the pages of a folder's files from the page cache."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def disk_read_bytes() -> int:
+    """Bytes that this process has read from disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--prompt", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--policy", choices=("ring", "experts"), default="experts")
+    parser.add_argument("--ring-slots", type=int)
+    parser.add_argument("--device-bytes", type=float)
+    parser.add_argument("--host-cache-bytes", type=float, required=True)
+    parser.add_argument("--estimator", choices=("router", "counts", "none"), default="router")
+    parser.add_argument("--prepare", action="store_true")
+    a = parser.parse_args()
+    import jax
+
+    from jmoe.inference.engine import Engine
+
+    evict(a.model)
+    options: dict[str, Any] = {"ring_slots": a.ring_slots, "expert_tier": "nvme"}
+    options["device_bytes"] = None if a.device_bytes is None else int(a.device_bytes)
+    options["host_cache_bytes"] = int(a.host_cache_bytes)
+    options["estimator"] = None if a.estimator == "none" else a.estimator
+    sizes = {"max_batch": 1, "max_seq_len": a.prompt + a.new_tokens + 1, "prefill_chunk_tokens": a.prompt}
+    with Engine.from_pretrained(a.model, policy=a.policy, **sizes, **options) as engine:
+        if a.prepare:
+            print(json.dumps({"packed": str(a.model)}))
+            return
+        text = engine.tokenizer.encode(a.text.read_text()[:100_000]).ids
+        engine.generate([text[: a.prompt]], max_new_tokens=1)
+        engine.reset_stats()
+        read_bytes, seconds = disk_read_bytes(), []
+        for n in range(a.prompt + 1, a.prompt + a.new_tokens + 1):
+            begun = time.perf_counter()
+            engine.generate([text[:n]], max_new_tokens=1)
+            seconds.append(time.perf_counter() - begun)
+        stats = engine.stats()
+        read_bytes = disk_read_bytes() - read_bytes
+    assert stats.tokens == a.new_tokens, "a step must run one token"
+    result = {
+        "decode_tokens_per_s": round(a.new_tokens / sum(seconds), 3),
+        "median_tokens_per_s": round(1 / statistics.median(seconds), 3),
+        "disk_read_bytes_per_token": round(read_bytes / a.new_tokens),
+        "streamed_bytes_per_token": round(stats.bytes_per_token),
+        "nvme_bytes_per_s": round(stats.nvme_bytes / stats.nvme_s) if stats.nvme_s else 0,
+        "hit_rate": round(stats.hit_rate, 4),
+        "waited_fraction": round(stats.waited_s / stats.step_s, 4),
+        "guessed": stats.guessed,
+        "guessed_right": stats.guessed_right,
+        "device_expert_bytes": stats.device_expert_bytes,
+        "host_expert_bytes": stats.host_expert_bytes,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "seconds": [round(s, 4) for s in seconds],
+        "args": {key: str(v) if isinstance(v, Path) else v for key, v in vars(a).items()},
+        "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    jmoe.runtime.start_anew()
+    main()

@@ -1,0 +1,100 @@
+"""Which experts the next layer's tokens will probably choose, so that they are fetched before they are asked for.
+
+Legend: T tokens of a step, K choices a token, D hidden, E experts of a layer, N layers with experts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jmoe.inference.residency import Residency
+from jmoe.layers.router import Router
+from jmoe.memory.hot_set import HitCounts
+from jmoe.models.decoder import DecoderLayer
+from jmoe.models.module_arguments import Structure, split
+
+EstimatorName = Literal["router", "counts"]
+RECENT = 0.9  # what a step's number of experts keeps of its weight a step later
+
+
+class Estimator(ABC):
+    """Guesses about the layer after the one that runs; a wrong one costs a fetch, never a wrong answer.
+
+    For every layer of a step, in order: `start`, then `estimate`. Guesses may come from hidden states (`start`), from
+    what this step's tokens chose so far (`path`), or from what earlier steps chose.
+    """
+
+    def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
+        """Begin what runs on the device; do not wait. hidden: what the layer's router sees, [T, D] a group of rows."""
+        return
+
+    @abstractmethod
+    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+        """The experts that layer len(path) will be asked for, in any order; of N layers the next is the first again.
+
+        path[l]: int32 [T, K], what the tokens of this step, of all groups, chose in layer l; E for none (padding).
+        Called while the device computes the layer's experts.
+        """
+
+
+class RouterEstimator(Estimator):
+    """The next layer's router, applied to what this layer's router sees."""
+
+    def __init__(self, routers: Sequence[Router], num_experts: int) -> None:
+        self._routers = [split(router) for router in routers]
+        self._num_experts = num_experts
+        self._guesses: list[jax.Array] = []
+
+    def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
+        self._guesses = []
+        if moe_layer + 1 < len(self._routers):
+            self._guesses = [_route(*self._routers[moe_layer + 1], h_TD) for h_TD in hidden]
+        for guess_TK in self._guesses:
+            guess_TK.copy_to_host_async()
+
+    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+        if not self._guesses:
+            return np.zeros(0, np.int32)
+        guess_TK = np.concatenate([np.asarray(guess) for guess in self._guesses])
+        return guess_TK[path[-1][:, 0] < self._num_experts]
+
+
+@partial(jax.jit, static_argnums=0)
+def _route(structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array) -> jax.Array:
+    """int32 [T, K]: what a router makes of another layer's input."""
+    choice: jax.Array = structure.merge(arrays)(h_TD).topk_idx_TK
+    return choice
+
+
+class CountEstimator(Estimator):
+    """The experts that recent steps used most in the next layer, as many as they needed; nothing to read back."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._counts = [HitCounts(num_experts) for _ in range(num_layers)]
+        self._needed = [0.0] * num_layers
+
+    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+        layer, following = len(path) - 1, len(path) % len(self._counts)
+        counts, chosen = self._counts[layer], np.unique(path[-1])
+        chosen = chosen[chosen < counts.num_records]
+        if chosen.size:
+            counts.touch(chosen)
+            before = self._needed[layer]
+            self._needed[layer] = RECENT * before + (1 - RECENT) * chosen.size if before else float(chosen.size)
+        scores_E = self._counts[following].scores
+        most_used = np.argsort(-scores_E, kind="stable")[: round(self._needed[following])]
+        return most_used[scores_E[most_used] > 0]
+
+
+def make_estimator(
+    name: EstimatorName | None, residency: Residency, layers: Sequence[DecoderLayer], num_experts: int
+) -> Estimator | None:
+    """The estimator of a name; None without one, or where nobody would listen to it."""
+    routers = [moe.router for layer in layers if (moe := layer.moe) is not None and isinstance(moe.router, Router)]
+    if name is None or not residency.takes_guesses:
+        return None
+    return RouterEstimator(routers, num_experts) if name == "router" else CountEstimator(len(routers), num_experts)

@@ -1,0 +1,202 @@
+"""The experts' MLP over weights that lie in slots: two forms, each exact for any routing.
+
+Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a tile, A experts a
+bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
+
+Which slot holds which expert is not part of any compiled program, so that the same program runs whether all experts
+lie in slots or a few pass through them. `table_mlp` reads one array of slots through a table: for devices whose
+kernels read a part of an array in place. XLA:CPU would copy each expert out of it; there `bundled_mlp` is given the
+arrays of a few experts at a time as arguments.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kernels_pallas.grouped_mlp.xla import Weights, expert_mlp
+from kernels_pallas.token_permute import combine
+
+BUNDLE = 8
+FEW_TOKENS = 32  # up to here every expert in use runs on all tokens: its weights take longer to read than that takes
+TILE_FACTOR = 1.25  # rows of a tile / a fair share of the assignments
+
+
+class Routed(NamedTuple):
+    """Tokens on their way to their experts.
+
+    idx_TK: E for a choice that is none (padding). y_TD: float32, what the experts' outputs are added to.
+    """
+
+    h_TD: jax.Array
+    idx_TK: jax.Array
+    weights_TK: jax.Array
+    y_TD: jax.Array
+
+
+class _Sorted(NamedTuple):
+    """Assignments sorted by expert. token_N runs on for a tile, since a tile may run past the end."""
+
+    token_N: jax.Array
+    rank_TK: jax.Array
+    starts_E: jax.Array
+    sizes_E: jax.Array
+
+
+def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
+    num_tokens, k = idx_TK.shape
+    n, idx_N = num_tokens * k, idx_TK.reshape(-1)
+    order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
+    rank_N = jnp.zeros(n, jnp.int32).at[order_N].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
+    sizes_E = (idx_N[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
+    token_N = jnp.concatenate([order_N // k, jnp.zeros(tile_rows, jnp.int32)])
+    return _Sorted(token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E)
+
+
+def _combine(out: jax.Array, routed: Routed, by_expert: _Sorted) -> jax.Array:
+    """y + the weighted sum of each token's rows."""
+    num_experts = by_expert.sizes_E.shape[0]
+    weights_TK = jnp.where(routed.idx_TK < num_experts, routed.weights_TK, 0.0)
+    src_N = by_expert.token_N[: routed.idx_TK.size]
+    return routed.y_TD + combine(out, weights_TK, src_N, by_expert.rank_TK, True)
+
+
+def _tile(
+    out: jax.Array, h_TD: jax.Array, by_expert: _Sorted, row: jax.Array, expert: Weights, activation: str
+) -> jax.Array:
+    """`out` with one expert's rows from `row` on; rows past its end are overwritten by the next tile."""
+    tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
+    x_BD = h_TD[lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)]
+    return lax.dynamic_update_slice_in_dim(out, expert_mlp(x_BD, expert, activation).astype(jnp.float32), row, axis=0)
+
+
+# From one array of slots, through a table
+
+
+def table_mlp(
+    routed: Routed, slots: Mapping[str, jax.Array], table_E: jax.Array, *, activation: str, tile_rows: int
+) -> jax.Array:
+    """float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
+
+    slots: by name, [M, ...]; bfloat16 as its bits. Assignments are sorted by expert and cut into tiles of one expert;
+    the loop runs once a tile in use, so that an expert without tokens costs nothing and its slot may hold anything.
+    """
+    h_TD, num_experts = routed.h_TD, table_E.shape[0]
+    by_expert = _sort(routed.idx_TK, num_experts, tile_rows)
+    tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows
+    ends_E = jnp.cumsum(tiles_E)
+
+    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert = (i >= ends_E).sum(dtype=jnp.int32)
+        row = by_expert.starts_E[expert] + (i - (ends_E[expert] - tiles_E[expert])) * tile_rows
+        mine = _at_slot(slots, table_E[expert], h_TD.dtype)
+        return _tile(out, h_TD, by_expert, row, mine, activation)
+
+    out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
+    return _combine(lax.fori_loop(0, ends_E[-1], tile, out), routed, by_expert)
+
+
+def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> Weights:
+    def pick(name: str) -> jax.Array:
+        return lax.bitcast_convert_type(lax.dynamic_index_in_dim(slots[name], slot, 0, keepdims=False), dtype)
+
+    biased = "b_up" in slots
+    return Weights(pick("w_up"), pick("w_down"), pick("b_up") if biased else None, pick("b_down") if biased else None)
+
+
+# From the arrays of single experts, a bundle at a time
+
+
+def bundled_mlp(routed: Routed, experts: Sequence[Weights], activation: str) -> jax.Array:
+    """float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
+
+    experts: all E; what no token chose may be anything.
+    """
+    num_tokens, k = routed.idx_TK.shape
+    bundles = _bundles(routed.idx_TK, experts)
+    if num_tokens <= FEW_TOKENS:
+        y_TD = routed.y_TD
+        for numbers_A, weights in bundles:
+            y_TD = _few_tokens(activation, y_TD, *routed[:3], numbers_A, weights)
+        return y_TD
+    tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
+    by_expert, out = _begin(len(experts), tile_rows, routed)
+    for numbers_A, weights in bundles:
+        out = _many_tokens(activation, tile_rows, out, routed.h_TD, by_expert, numbers_A, weights)
+    return _end(out, routed, by_expert)
+
+
+def _bundles(idx_TK: jax.Array, experts: Sequence[Weights]) -> Iterator[tuple[np.ndarray, tuple[Weights, ...]]]:
+    """(numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of experts.
+
+    All experts where the tokens will choose most of them; else those chosen, which the host has to read.
+    """
+    numbers = np.arange(len(experts), dtype=np.int32)
+    if idx_TK.shape[0] <= FEW_TOKENS:
+        chosen = np.unique(np.asarray(idx_TK))
+        numbers = chosen[chosen < len(experts)]
+    if not numbers.size:  # padding alone, to warm up: every size, of nobody's choice, so that none is compiled later
+        for size in (8, 4, 2, 1):
+            if size <= len(experts):
+                yield np.full(size, -1, np.int32), tuple(experts[:size])
+    at = 0
+    while at < numbers.size:
+        size = min(BUNDLE, 2 ** ((numbers.size - at).bit_length() - 1))
+        some = numbers[at : at + size]
+        yield some, tuple(experts[n] for n in some)
+        at += size
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _few_tokens(
+    activation: str,
+    y_TD: jax.Array,
+    h_TD: jax.Array,
+    idx_TK: jax.Array,
+    weights_TK: jax.Array,
+    numbers_A: jax.Array,
+    experts: Sequence[Weights],
+) -> jax.Array:
+    """y + the outputs of a bundle's experts, each run on all tokens."""
+    for a, expert in enumerate(experts):
+        mine_TK = idx_TK == numbers_A[a]
+        gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
+        out_TD = expert_mlp(h_TD, expert, activation).astype(jnp.float32)
+        y_TD = y_TD + jnp.where(mine_TK.any(axis=1, keepdims=True), gate_T1 * out_TD, 0.0)
+    return y_TD
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _begin(num_experts: int, tile_rows: int, routed: Routed) -> tuple[_Sorted, jax.Array]:
+    out = jnp.zeros((routed.idx_TK.size + tile_rows, routed.h_TD.shape[1]), jnp.float32)
+    return _sort(routed.idx_TK, num_experts, tile_rows), out
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _many_tokens(
+    activation: str,
+    tile_rows: int,
+    out: jax.Array,
+    h_TD: jax.Array,
+    by_expert: _Sorted,
+    numbers_A: jax.Array,
+    experts: Sequence[Weights],
+) -> jax.Array:
+    """`out` with the rows of a bundle's experts."""
+    for a, expert in enumerate(experts):
+        start = by_expert.starts_E[numbers_A[a]]
+        size = by_expert.sizes_E[numbers_A[a]]
+
+        def tile(i: jax.Array, out: jax.Array, expert: Weights = expert, start: jax.Array = start) -> jax.Array:
+            return _tile(out, h_TD, by_expert, start + i * tile_rows, expert, activation)
+
+        out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, tile, out)
+    return out
+
+
+_end = jax.jit(_combine)

@@ -1,0 +1,130 @@
+"""How fast this machine computes a model's layers and moves its experts, measured before the first request.
+
+Legend: E experts of a layer, P rows of a step, C tokens a row, D hidden.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from jmoe.inference.expert_slots import ExpertSlots
+from jmoe.inference.residency import COPY_THREADS, Residency, ResidencyStats, copy_record
+from jmoe.inference.ring_decoder import RingDecoder, Tokens
+from jmoe.memory.link import LinkStats
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.planning.streaming import Speeds
+
+COPY_BYTES = 256 << 20  # experts that are copied, a layer's at least
+FILL_S = 1.0  # but no longer than this, beyond the one layer
+COPY_S = 0.1  # for the bandwidth they are copied again, for so long
+RUN_S = 0.5  # a program runs up to MAX_RUNS times, and no longer than this
+MAX_RUNS = 3
+
+
+class _Filled(Residency):
+    """Any layer's experts are what the first slots hold: as much to compute, and nothing to wait for."""
+
+    def __init__(self, slots: ExpertSlots, num_experts: int, num_filled: int, streams: bool) -> None:
+        super().__init__(slots, num_experts)
+        self._num_filled, self.streams = num_filled, streams
+
+    def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
+        first = moe_layer * self._num_experts
+        return np.arange(first, first + self._num_experts, dtype=np.int32) % np.int32(self._num_filled)
+
+    def stats(self) -> ResidencyStats:
+        return ResidencyStats("resident")
+
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        return []
+
+
+def measure_speeds(
+    decoder: RingDecoder,
+    store: TieredStore | None,
+    draw: Callable[[jax.Array], object],
+    *,
+    max_batch: int,
+    prefill_tokens: int,
+    position: int,
+) -> Speeds:
+    """Speeds of decode steps of 1 and of `max_batch` tokens at `position`, and of a prompt's first `prefill_tokens`.
+
+    All shapes must be compiled. The rows of the cache are written to; what is in them must not be needed. draw: logits
+    and tokens of hidden states [P, 1, D]. Tokens are random: routers choose as they choose, experts are real ones.
+    """
+    residency, layers = decoder.residency, decoder.config.num_moe_layers
+    speeds = Speeds((), ())
+    num_filled = residency.slots.num_slots
+    if store is not None:
+        num_filled, speeds = _copies(store, residency.slots, decoder.config.num_experts)
+        before_s = decoder.readback_s
+        decoder.forward([decoder.tokens([], 1, 1)])  # of padding: it needs no expert
+        speeds = replace(speeds, sync_s=(decoder.readback_s - before_s) / layers)
+    decoder.residency = _Filled(residency.slots, decoder.config.num_experts, num_filled, residency.streams)
+    tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
+    decode_rows = [(row, position, [tokens[row]]) for row in range(max_batch)]
+    batch = decoder.tokens(decode_rows, max_batch, 1)
+    by_tokens = {
+        prefill_tokens: _forward_s(decoder, decoder.tokens([(0, 0, tokens[:prefill_tokens])], 1, prefill_tokens)),
+        max_batch: _forward_s(decoder, batch),
+        1: _forward_s(decoder, decoder.tokens(decode_rows[:1], 1, 1)),
+    }
+    (x_P1D,) = decoder.forward([batch])
+    decoder.residency = residency
+    steps = sorted(by_tokens)
+    return replace(
+        speeds,
+        step_tokens=tuple(steps),
+        layer_s=tuple(by_tokens[n] / layers for n in steps),
+        rest_s=_median_s(lambda: draw(x_P1D)),
+    )
+
+
+def _forward_s(decoder: RingDecoder, group: Tokens) -> float:
+    return _median_s(lambda: jax.block_until_ready(decoder.forward([group])))
+
+
+def _median_s(run: Callable[[], object]) -> float:
+    seconds: list[float] = []
+    while len(seconds) < MAX_RUNS and sum(seconds) < RUN_S:
+        begun = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Speeds]:
+    """(slots filled, bandwidths) of copying experts as a step copies them.
+
+    The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is that of later ones.
+    """
+    wanted = min(max(num_experts, -(-COPY_BYTES // store.layout.data_bytes)), slots.num_slots, store.num_records)
+    num_filled, begun, empty = 0, time.perf_counter(), store.stats()
+    with ThreadPoolExecutor(COPY_THREADS) as threads:
+
+        def copy(first: int, end: int) -> None:
+            store.prefetch(np.arange(first, end))
+            list(threads.map(lambda i: copy_record(store, i, slots, i), range(first, end)))
+
+        while num_filled < num_experts or (num_filled < wanted and time.perf_counter() - begun < FILL_S):
+            filled = min(num_filled + num_experts, wanted)
+            copy(num_filled, filled)
+            num_filled = filled
+        before, begun = store.stats(), time.perf_counter()
+        while time.perf_counter() - begun < COPY_S:
+            copy(0, num_filled)
+    nvme, host = _between(empty.nvme, before.nvme), _between(before.host, store.stats().host)
+    return num_filled, Speeds((), (), bandwidth_bytes_per_s=host, nvme_bytes_per_s=nvme)
+
+
+def _between(then: LinkStats, now: LinkStats) -> float:
+    """Bytes per second; infinite if nothing moved."""
+    moved_bytes = now.num_bytes - then.num_bytes
+    return moved_bytes / (now.seconds - then.seconds) if moved_bytes else math.inf

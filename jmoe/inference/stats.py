@@ -1,0 +1,201 @@
+"""What an engine did and what it moved, counted where it happens and put together when somebody asks."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, Self
+
+from jmoe.inference.residency import Residency
+from jmoe.inference.ring_decoder import RingDecoder
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.planning.streaming import Seen, StreamingPlan
+
+SEEN_STEPS = 32  # decode steps in a row that tell enough of routing
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class PhaseStats:
+    """Steps with a chunk of a prompt in them (prefill), or without (decode).
+
+    tokens: run in these steps, of all requests. step_s: mean; predicted_step_s: of a step of the mean number of
+    tokens, by the engine's plan, which also says what `policy` such a step takes; None where nothing was measured.
+    """
+
+    policy: str
+    steps: int
+    tokens: int
+    step_s: float
+    predicted_step_s: float | None
+    streamed_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine did and what it moved.
+
+    tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
+    device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in
+    which the device had nothing to do because experts were on their way. hit_rate: of the distinct experts that a
+    step's tokens chose in a layer, those on the device before anything was copied for them, where choices are read
+    back (policy `experts`). guessed, guessed_right: experts copied on a guess, and chosen afterwards.
+    readback_s: copying routers' choices to the host once they are computed, and finding the experts' slots, without
+    the wait for experts: time in which the device waits for the host. estimate_s: the host's time for guesses about
+    the next layer, their copy to the host included, while the device computes.
+    roofline_fraction: streamed_s / step_s, 1 where the link is the limit and always busy.
+    """
+
+    policy: str
+    device_expert_bytes: int
+    host_expert_bytes: int
+    steps: int
+    step_s: float
+    tokens: int
+    streamed_bytes: int
+    streamed_s: float
+    nvme_bytes: int
+    nvme_s: float
+    bytes_per_token: float
+    waited_s: float
+    hit_rate: float
+    guessed: int
+    guessed_right: int
+    readback_s: float
+    estimate_s: float
+    roofline_fraction: float
+    prefill: PhaseStats
+    decode: PhaseStats
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Counters that only rise."""
+
+    streamed_bytes: int = 0
+    streamed_s: float = 0.0
+    nvme_bytes: int = 0
+    nvme_s: float = 0.0
+    waited_s: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    guessed: int = 0
+    guessed_right: int = 0
+    readback_s: float = 0.0
+    estimate_s: float = 0.0
+
+    def since(self, then: Self) -> Self:
+        return type(self)(*(getattr(self, f.name) - getattr(then, f.name) for f in fields(self)))
+
+
+@dataclass
+class _Steps:
+    """Sums over the steps of a phase."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    streamed_bytes: int = 0
+
+
+class Meter:
+    """Counts the steps of an engine, and reads the counters of its parts."""
+
+    def __init__(
+        self, decoder: RingDecoder, residency: Residency, store: TieredStore | None, plan: StreamingPlan
+    ) -> None:
+        self._decoder, self._residency, self._store, self.plan = decoder, residency, store, plan
+        self._forget_seen()
+        self.reset()
+
+    def reset(self) -> None:
+        """Let `stats` count from here on."""
+        self._since = self._totals()
+        self._streamed_bytes = self._since.streamed_bytes
+        self._phases: dict[Phase, _Steps] = {"prefill": _Steps(), "decode": _Steps()}
+
+    def note_step(self, phase: Phase, tokens: int, seconds: float) -> None:
+        if phase == "decode":
+            self._decode_steps += 1
+            self._decode_tokens += tokens
+        else:  # its choices are of another kind
+            self._forget_seen()
+        steps = self._phases[phase]
+        steps.steps += 1
+        steps.tokens += tokens
+        steps.seconds += seconds
+        if self._store is not None:
+            now = self._store.stats().host.num_bytes
+            steps.streamed_bytes += now - self._streamed_bytes
+            self._streamed_bytes = now
+
+    def seen(self, max_tokens: int) -> Seen | None:
+        """What decode steps told of routing since this was last asked; None if they were too few."""
+        if self._decode_steps < SEEN_STEPS:
+            return None
+        now, then = self._residency.stats(), self._seen_residency
+        tokens, steps = self._decode_tokens, self._decode_steps
+        self._forget_seen()
+        layers, misses = now.layers - then.layers, now.misses - then.misses
+        chosen = now.hits - then.hits + misses
+        if chosen == 0:
+            return None
+        early = (now.guessed_right - then.guessed_right) / misses if misses else 0.0
+        return Seen(max_tokens, tokens / steps, chosen / layers, 1 - misses / chosen, early)
+
+    def _forget_seen(self) -> None:
+        self._decode_steps = self._decode_tokens = 0
+        self._seen_residency = self._residency.stats()
+
+    def stats(self) -> EngineStats:
+        total, store = self._totals().since(self._since), self._store
+        phases = self._phases.values()
+        step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
+        chosen = total.hits + total.misses
+        return EngineStats(
+            policy=self.plan.memory.policy,
+            device_expert_bytes=self._residency.slots.num_bytes,
+            host_expert_bytes=0 if store is None else store.host_bytes,
+            steps=sum(p.steps for p in phases),
+            step_s=step_s,
+            tokens=tokens,
+            streamed_bytes=total.streamed_bytes,
+            streamed_s=total.streamed_s,
+            nvme_bytes=total.nvme_bytes,
+            nvme_s=total.nvme_s,
+            bytes_per_token=total.streamed_bytes / tokens if tokens else 0.0,
+            waited_s=total.waited_s,
+            hit_rate=total.hits / chosen if chosen else 0.0,
+            guessed=total.guessed,
+            guessed_right=total.guessed_right,
+            readback_s=total.readback_s,
+            estimate_s=total.estimate_s,
+            roofline_fraction=total.streamed_s / step_s if step_s else 0.0,
+            prefill=self._phase("prefill"),
+            decode=self._phase("decode"),
+        )
+
+    def _phase(self, phase: Phase) -> PhaseStats:
+        p = self._phases[phase]
+        mean_tokens = max(1, round(p.tokens / max(1, p.steps)))
+        return PhaseStats(
+            policy=self.plan.policy(mean_tokens),
+            steps=p.steps,
+            tokens=p.tokens,
+            step_s=p.seconds / max(1, p.steps),
+            predicted_step_s=self.plan.predicted_step_s(mean_tokens),
+            streamed_bytes=p.streamed_bytes,
+        )
+
+    def _totals(self) -> _Totals:
+        residency, tiers = self._residency.stats(), None if self._store is None else self._store.stats()
+        return _Totals(
+            streamed_bytes=0 if tiers is None else tiers.host.num_bytes,
+            streamed_s=0.0 if tiers is None else tiers.host.seconds,
+            nvme_bytes=0 if tiers is None else tiers.nvme.num_bytes,
+            nvme_s=0.0 if tiers is None else tiers.nvme.seconds,
+            waited_s=residency.waited_s,
+            hits=residency.hits,
+            misses=residency.misses,
+            guessed=residency.guessed,
+            guessed_right=residency.guessed_right,
+            readback_s=self._decoder.readback_s,
+            estimate_s=self._decoder.estimate_s,
+        )

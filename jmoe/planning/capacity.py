@@ -1,0 +1,172 @@
+"""Which tier holds what of a model that is served, and whether it fits: numbers in, plan out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.planning.roofline import ExpertWeights
+
+Policy = Literal["auto", "resident", "ring", "experts"]
+ExpertTier = Literal["auto", "host", "nvme"]
+# Of free memory: what programs need to compute in, and what the system around them may want meanwhile.
+RESERVE = 0.1
+MIN_CACHE_RECORDS = 2
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """A model's needs. record_bytes: of an expert below the device. dense_bytes: all weights but the experts.
+
+    cache_bytes: keys and values.
+    """
+
+    weights: ExpertWeights
+    record_bytes: int
+    dense_bytes: int
+    cache_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers together."""
+        return self.weights.num_layers * self.weights.num_experts
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Bytes that are free. shared: the device is the CPU, and both are the same memory."""
+
+    device_bytes: int
+    host_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the bytes go.
+
+    policy: `auto` where experts are streamed and each step goes the way that measurement will say. expert_tier: where
+    they come from; None if nothing is streamed. expert_slots: on the device, for one expert each; ring_slots: for a
+    layer each (policy `ring`). host_bytes: of expert records in host memory, all of them or a cache; nvme_bytes: on
+    disk.
+    """
+
+    policy: Policy
+    expert_tier: Literal["host", "nvme"] | None
+    model: ModelBytes
+    expert_slots: int
+    ring_slots: int
+    host_bytes: int
+    nvme_bytes: int
+
+    @property
+    def device_expert_bytes(self) -> int:
+        return self.expert_slots * self.model.weights.expert_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything on the device."""
+        return self.device_expert_bytes + self.model.dense_bytes + self.model.cache_bytes
+
+    def __str__(self) -> str:
+        rows = [
+            ("device", self.device_bytes),
+            ("  experts", self.device_expert_bytes),
+            ("  other weights", self.model.dense_bytes),
+            ("  keys and values", self.model.cache_bytes),
+            ("host", self.host_bytes),
+            ("nvme", self.nvme_bytes),
+        ]
+        weights = self.model.weights
+        head = (
+            f"policy {self.policy}, experts from {self.expert_tier or 'the device'}: {self.expert_slots} slots for "
+            f"{weights.num_layers} x {weights.num_experts} experts of {weights.expert_bytes} bytes"
+        )
+        return "\n".join([head, *(f"{name:<18}{size / 1e6:>14.1f} MB" for name, size in rows)])
+
+
+def plan_memory(
+    model: ModelBytes,
+    free: FreeMemory,
+    *,
+    policy: Policy = "auto",
+    ring_slots: int | None = None,
+    device_bytes: int | None = None,
+    expert_tier: ExpertTier = "auto",
+    host_cache_bytes: int | None = None,
+) -> MemoryPlan:
+    """A plan for the options of `Engine.from_pretrained`; `ValueError` naming the field if there is none.
+
+    device_bytes: of expert slots. None: for `auto` what `free` leaves; for the others what they need, half of the
+    experts for `ring` and `experts`. host_cache_bytes: of the tier `nvme`; None: a quarter of the records, or as much
+    of it as fits.
+    """
+    layers, e = model.weights.num_layers, model.weights.num_experts
+    _check(
+        policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
+    )
+    _check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
+    _check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
+    _check(expert_tier in ("auto", "host", "nvme"), "expert_tier", expert_tier, "must be auto, host or nvme")
+    usable = host_cache_bytes is None or expert_tier != "host"
+    _check(usable, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
+    if policy == "resident" or (policy == "auto" and ring_slots is None):
+        room_bytes = _device_room(model, free) if device_bytes is None else device_bytes
+        fits = room_bytes >= model.weights.total_bytes or (policy == "resident" and device_bytes is None)
+        needed = f"must hold all {model.num_experts} experts of {model.weights.expert_bytes} bytes for 'resident'"
+        _check(fits or policy == "auto", "device_bytes", device_bytes, needed)
+        if fits:
+            return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
+    if device_bytes is None:
+        device_bytes = _slot_bytes(model, free, policy, ring_slots, host_cache_bytes)
+    fit = device_bytes // model.weights.expert_bytes
+    needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
+    _check(fit >= e, "device_bytes", device_bytes, needed)
+    if policy == "ring" or ring_slots is not None:
+        policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
+        _check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
+    slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
+    tier, host_bytes = _below(model, free, slots, expert_tier, host_cache_bytes)
+    nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
+    return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
+
+
+def _device_room(model: ModelBytes, free: FreeMemory) -> int:
+    """What free memory leaves for experts on the device."""
+    return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
+
+
+def _slot_bytes(
+    model: ModelBytes, free: FreeMemory, policy: Policy, ring_slots: int | None, host_cache_bytes: int | None
+) -> int:
+    """Bytes for slots where nobody said how many."""
+    if ring_slots is not None:
+        return ring_slots * model.weights.layer_bytes
+    if policy == "ring":
+        return max(1, model.weights.num_layers // 2) * model.weights.layer_bytes
+    if policy == "experts":
+        return max(model.weights.num_experts, model.num_experts // 2) * model.weights.expert_bytes
+    room_bytes = _device_room(model, free)
+    if free.shared:  # the cache of records takes its part of the same memory
+        room_bytes -= room_bytes // 4 if host_cache_bytes is None else host_cache_bytes
+    return max(0, room_bytes)
+
+
+def _below(
+    model: ModelBytes, free: FreeMemory, slots: int, expert_tier: ExpertTier, host_cache_bytes: int | None
+) -> tuple[Literal["host", "nvme"], int]:
+    """The tier that holds all records, and the bytes of records in host memory."""
+    room_bytes = int(free.host_bytes * (1 - RESERVE))
+    if free.shared:
+        room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
+    all_bytes = model.num_experts * model.record_bytes
+    if expert_tier == "host" or (expert_tier == "auto" and host_cache_bytes is None and all_bytes <= room_bytes):
+        needed = f"needs {all_bytes} bytes of host memory, and {max(0, room_bytes)} are free"
+        _check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)
+        return "host", all_bytes
+    if host_cache_bytes is None:
+        host_cache_bytes = max(min(all_bytes // 4, room_bytes), MIN_CACHE_RECORDS * model.record_bytes)
+    return "nvme", min(host_cache_bytes, all_bytes)
+
+
+def _check(ok: bool, name: str, value: object, constraint: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} = {value!r}: {constraint}")

@@ -1,0 +1,125 @@
+"""How a model is served in memory that may be too small for it: the plan, what it was made from, what it predicts."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from jmoe.planning.capacity import MemoryPlan, Policy
+from jmoe.planning.roofline import (
+    Measured,
+    Prediction,
+    distinct_experts,
+    predict_experts,
+    predict_resident,
+    predict_ring,
+)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured of machine and model at the start.
+
+    step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes. rest_s: of a step,
+    beside its layers. sync_s: to read a layer's choices back. bandwidth_bytes_per_s: from host memory into slots;
+    nvme_bytes_per_s: from NVMe into host memory. Infinite where nothing moves.
+    """
+
+    step_tokens: tuple[int, ...]
+    layer_s: tuple[float, ...]
+    rest_s: float = 0.0
+    sync_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    nvme_bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What recent steps of at most `max_tokens` tokens, on average `num_tokens`, told of routing; means over layers.
+
+    active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on the device.
+    early_fraction: share of the others that were guessed.
+    """
+
+    max_tokens: int
+    num_tokens: float
+    active_experts: float
+    hit_rate: float
+    early_fraction: float
+
+
+@dataclass(frozen=True)
+class StreamingPlan:
+    """Where the experts are and how steps get them.
+
+    speeds: None where the policy was given, so that nothing had to be measured. seen: of steps that ran; None: routing
+    is taken as uniform.
+    """
+
+    memory: MemoryPlan
+    speeds: Speeds | None = None
+    seen: Seen | None = None
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Of the tier that holds the experts, to the slots: of NVMe reads, which a cache in host memory saves some."""
+        assert self.speeds is not None
+        all_bytes = self.memory.model.num_experts * self.memory.model.record_bytes
+        missed = 0.0 if self.memory.expert_tier != "nvme" else 1 - self.memory.host_bytes / all_bytes
+        nvme = self.speeds.nvme_bytes_per_s / missed if missed > 0 else math.inf
+        return min(self.speeds.bandwidth_bytes_per_s, nvme)
+
+    def measured(self, num_tokens: int) -> Measured:
+        """For a step of so many tokens."""
+        assert self.speeds is not None
+        layer_s = float(np.interp(num_tokens, self.speeds.step_tokens, self.speeds.layer_s))
+        uniform = Measured(self.bandwidth_bytes_per_s, layer_s, num_tokens, sync_s=self.speeds.sync_s)
+        seen, weights = self.seen, self.memory.model.weights
+        if seen is None or num_tokens > seen.max_tokens:
+            return uniform
+        touched = partial(distinct_experts, weights.num_experts, weights.num_experts_per_tok)
+        active = seen.active_experts * touched(num_tokens) / touched(seen.num_tokens)
+        return replace(
+            uniform,
+            active_experts=min(weights.num_experts, active),
+            hit_rate=seen.hit_rate,
+            early_fraction=seen.early_fraction,
+        )
+
+    def policy(self, num_tokens: int) -> Policy:
+        """What a step of so many tokens does: with the memory plan's policy `auto`, the faster one of two.
+
+        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose.
+        """
+        if self.memory.policy != "auto":
+            return self.memory.policy
+        if self.speeds is None:
+            return "experts"
+        _, ring, experts = self.predictions(num_tokens)
+        return "ring" if ring.fits and ring.step_s <= experts.step_s else "experts"
+
+    def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
+        """Of every policy that comes into question; none where nothing was measured."""
+        if self.speeds is None:
+            return ()
+        measured, weights = self.measured(num_tokens), self.memory.model.weights
+        device_bytes = self.memory.device_expert_bytes
+        resident = predict_resident(weights, measured, device_bytes)
+        if self.memory.policy == "resident":
+            return (resident,)
+        return resident, predict_ring(weights, measured, device_bytes), predict_experts(weights, measured, device_bytes)
+
+    def predicted_step_s(self, num_tokens: int) -> float | None:
+        """Of a step of so many tokens, logits and sampling included."""
+        policy, speeds = self.policy(num_tokens), self.speeds
+        found = [p.step_s for p in self.predictions(num_tokens) if p.policy == policy]
+        return found[0] + speeds.rest_s if found and speeds is not None else None
+
+    def describe(self, num_tokens: int) -> str:
+        """One line about steps of so many tokens."""
+        said = ", ".join(
+            f"{p.policy} {p.step_s * 1e3:.1f} ms" + ("" if p.fits else " (does not fit)")
+            for p in self.predictions(num_tokens)
+        )
+        return f"{num_tokens} tokens a step: {self.policy(num_tokens)}" + (f" of {said}" if said else "")

@@ -1,0 +1,189 @@
+"""The application: every route, with its errors in OpenAI's shape."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import FileResponse, Response
+
+from jmoe.config.serving import ServeConfig
+from jmoe.inference.engine import Engine
+from jmoe.serving.chat import chat_router
+from jmoe.serving.chat_template import ChatTemplate
+from jmoe.serving.completions import completions_router
+from jmoe.serving.engine_loop import EngineLoop, View
+from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
+from jmoe.serving.front import Front
+from jmoe.serving.grammar import Grammars
+from jmoe.serving.metrics import Metrics
+from jmoe.serving.schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Live,
+    ModelCard,
+    ModelList,
+    Status,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jmoe.serving.service import Service
+from jmoe.serving.tokens import TokenTexts
+
+PAGE = Path(__file__).with_name("page.html")
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request is not valid"},
+    401: {"description": "An API key is needed"},
+    404: {"description": "There is no such model or path"},
+    413: {"description": "The body is too large"},
+    429: {"description": "The queue is full; Retry-After says when to try again"},
+    500: {"description": "The engine failed"},
+    503: {"description": "The server is shutting down, or the engine has failed"},
+    504: {"description": "The request took too long"},
+}
+
+
+def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -> Service:
+    """Everything but HTTP. The folder must hold a tokenizer.json."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None, "checked before the weights were read"
+    metrics = Metrics(name)
+    loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
+    metrics.watch(loop)
+    texts = TokenTexts(tokenizer)
+    grammars = Grammars(tokenizer, engine.config.vocab_size, engine.eos_token_ids)
+    return Service(config, name, loop, metrics, tokenizer, texts, ChatTemplate.from_folder(folder), grammars)
+
+
+def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
+    """The application for one service; the engine's loop runs while the application does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.loop.start()
+        yield
+        await service.loop.stop()
+
+    responses = {status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()}
+    app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.add_middleware(Front, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
+    for router in (completions_router, chat_router, tokens_router, state_router):
+        app.include_router(router(service))
+
+    def openapi() -> dict[str, Any]:
+        """Without the 422 that FastAPI adds: what is not valid gets 400."""
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def tokens_router(service: Service) -> APIRouter:
+    """Tokens of text and text of tokens."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """The tokens that a prompt or a chat becomes."""
+        service.check_model(body.model)
+        if body.messages is not None:
+            text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+            tokens = await service.encode(text, add_special_tokens=False)
+        else:
+            tokens = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        strs = [service.texts.text(token) for token in tokens] if body.return_token_strs else None
+        return TokenizeResponse(count=len(tokens), max_model_len=service.max_seq_len, tokens=tokens, token_strs=strs)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of tokens."""
+        service.check_model(body.model)
+        vocab_size = service.loop.engine.config.vocab_size
+        for token in body.tokens:
+            if token >= vocab_size:
+                raise ApiError(400, f"a token of tokens = {token}: must be below {vocab_size}", param="tokens")
+        return DetokenizeResponse(prompt=service.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+    return router
+
+
+def state_router(service: Service) -> APIRouter:
+    """The models, the state of the server, and the page."""
+    router = APIRouter()
+    card = ModelCard(id=service.name, created=service.created, max_model_len=service.max_seq_len)
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        """The model that is served."""
+        return ModelList(data=[card])
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> ModelCard:
+        """One model."""
+        service.check_model(model)
+        return card
+
+    @router.get("/health")
+    async def health() -> Status:
+        """The process lives and its engine too; 503 asks for a restart."""
+        if service.loop.failure is not None:
+            service.loop.check_ready()
+        return Status()
+
+    @router.get("/ready")
+    async def ready() -> Status:
+        """Requests are taken in."""
+        service.loop.check_ready()
+        return Status()
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
+    async def metrics() -> Response:
+        """For Prometheus."""
+        await service.loop.view()  # for the load of experts
+        return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
+
+    @router.get("/live")
+    async def live() -> Live:
+        """For the page."""
+        return live_view(service, await service.loop.view())
+
+    @router.get("/", response_class=FileResponse, include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE, media_type="text/html")
+
+    return router
+
+
+def live_view(service: Service, view: View) -> Live:
+    """What the machine does."""
+    engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
+    return Live(
+        model=service.name,
+        policy=engine.policy,
+        uptime_s=time.time() - service.created,
+        requests_running=scheduler.running,
+        requests_waiting=scheduler.waiting,
+        kv_tokens_used=scheduler.kv_tokens,
+        kv_tokens_total=service.loop.kv_tokens_total,
+        prompt_tokens_total=service.metrics.prompt_tokens_total,
+        generation_tokens_total=service.metrics.generation_tokens_total,
+        tokens_per_s=service.loop.tokens_per_s,
+        slots=[None if slot is None else list(slot) for slot in view.slots],
+        streamed_bytes_total=engine.streamed_bytes,
+        nvme_bytes_total=engine.nvme_bytes,
+        hit_rate=engine.hit_rate,
+        waited_s=engine.waited_s,
+        roofline_fraction=engine.roofline_fraction,
+        expert_counts=view.expert_counts,
+    )

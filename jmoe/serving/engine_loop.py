@@ -1,0 +1,328 @@
+"""The one thread that owns the engine, and what the event loop hears from it.
+
+Handlers submit sequences and read what the engine drew for them; commands go to the thread through a queue and are
+taken in between two steps. Every attribute of `EngineLoop` that is not said to be the thread's belongs to the event
+loop.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from jmoe.inference.engine import Engine
+from jmoe.inference.outputs import Output
+from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.scheduler import SchedulerStats
+from jmoe.inference.stats import EngineStats
+from jmoe.serving.errors import ApiError
+from jmoe.serving.grammar import JsonConstraint
+from jmoe.serving.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+RATE_WINDOW_S = 5.0
+VIEW_S = 1.0
+MAX_RETRY_AFTER_S = 60
+JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt and how its output is drawn."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    constraint: JsonConstraint | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine between two steps."""
+
+    engine: EngineStats
+    scheduler: SchedulerStats
+
+
+@dataclass(frozen=True)
+class View:
+    """What lies where, which takes longer to find out. slots: (layer, expert) of each, or None; empty: all stay."""
+
+    slots: list[tuple[int, int] | None]
+    expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
+
+
+@dataclass
+class Progress:
+    """Of one sequence."""
+
+    num_tokens: int = 0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Open:
+    """A sequence that has not ended."""
+
+    generation: "Generation"
+    index: int
+
+
+class Generation:
+    """The sequences of one HTTP request: an async iterator of (index, `Output`) to the end of all of them.
+
+    Use it as a context manager: what has not ended when it is left is aborted, at the latest after the step that runs.
+    Iterating raises `ApiError` where the engine failed, or the request took too long.
+    """
+
+    def __init__(self, owner: "EngineLoop", jobs: Sequence[Job], timeout_s: float) -> None:
+        self._owner, self.jobs = owner, jobs
+        self.ids = [owner._new_id() for _ in jobs]
+        self._unfinished = len(jobs)
+        self._items: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
+        self.begun_s = time.monotonic()
+        self.progress = [Progress() for _ in jobs]
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """Drawn so far."""
+        return sum(progress.num_tokens for progress in self.progress)
+
+    def put(self, index: int, output: Output) -> None:
+        self._items.put_nowait((index, output))
+
+    def fail(self, error: ApiError) -> None:
+        """Let the reader raise `error`."""
+        self._items.put_nowait(error)
+
+    def _time_out(self, timeout_s: float) -> None:
+        self._owner._abort(self.ids)
+        self.fail(ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout"))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Output]:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, ApiError):
+            raise item
+        index, output = item
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+            constraint = self.jobs[index].constraint
+            if constraint is not None and constraint.error:
+                raise ApiError(400, f"response_format: {constraint.error}", param="response_format")
+        return item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        self._owner._abort(self.ids)
+
+
+@dataclass
+class _Rate:
+    """Tokens a second over the last `RATE_WINDOW_S`."""
+
+    _events: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, now_s: float, count: int) -> None:
+        self._events.append((now_s, count))
+        self._forget(now_s)
+
+    def value(self, now_s: float) -> float:
+        self._forget(now_s)
+        return sum(count for _, count in self._events) / RATE_WINDOW_S
+
+    def _forget(self, now_s: float) -> None:
+        while self._events and self._events[0][0] < now_s - RATE_WINDOW_S:
+            self._events.popleft()
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own from `start` to `stop`.
+
+    max_waiting: sequences beyond `engine.max_batch` that are taken in. request_timeout_s: from submission to the end.
+    """
+
+    def __init__(self, engine: Engine, metrics: Metrics, *, max_waiting: int, request_timeout_s: float) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._capacity = engine.max_batch + max_waiting
+        self._request_timeout_s = request_timeout_s
+        self._open: dict[str, _Open] = {}
+        self._numbers = itertools.count()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._rate = _Rate()
+        self._finish_times: deque[float] = deque(maxlen=32)
+        self.draining = False
+        self.failure: str | None = None
+        self.snapshot = self._look()
+        self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
+
+    def start(self) -> None:
+        """Begin, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after the step that runs."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join, JOIN_LIMIT_S)
+
+    # The event loop's side
+
+    @property
+    def engine(self) -> Engine:
+        """For what any thread may ask of it."""
+        return self._engine
+
+    @property
+    def kv_tokens_total(self) -> int:
+        """What the cache holds at most."""
+        return self._engine.max_batch * self._engine.max_seq_len
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Drawn in the last seconds."""
+        return self._rate.value(time.monotonic())
+
+    async def view(self) -> View:
+        """Not older than a second, unless a step takes longer than that or the engine has failed."""
+        if self.failure is None and time.monotonic() - self._viewed_s > VIEW_S:
+            self._viewed_s = time.monotonic()
+            done = asyncio.Event()
+            self._commands.put(lambda: self._refresh_view(done))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), VIEW_S)
+        return self.last_view
+
+    def check_ready(self) -> None:
+        """`ApiError` 503 if no request is taken in any more."""
+        if self.failure is not None:
+            raise ApiError(503, f"the engine has failed: {self.failure}", code="engine_failed")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    def submit(self, jobs: Sequence[Job]) -> Generation:
+        """Queue jobs, all or none; `ApiError` 503, 429 or 400."""
+        self.check_ready()
+        count = len(jobs)
+        if count > self._capacity:
+            raise ApiError(400, f"{count} sequences in one request: at most {self._capacity} run and wait here")
+        if len(self._open) + count > self._capacity:
+            self._metrics.rejected.labels("queue").inc()
+            message = f"{len(self._open)} sequences run and wait, {self._capacity} can: try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(self._retry_after_s())})
+        generation = Generation(self, jobs, self._request_timeout_s)
+        for index, (request_id, job) in enumerate(zip(generation.ids, jobs, strict=True)):
+            self._open[request_id] = _Open(generation, index)
+            self._commands.put(lambda i=request_id, j=job: self._add(i, j))  # type: ignore[misc]
+        return generation
+
+    def drain(self, timeout_s: float) -> None:
+        """Take in nothing more; what still runs after `timeout_s` fails."""
+        self.draining = True
+        error = ApiError(503, f"the server is shutting down; the request did not end in {timeout_s:g} s")
+        self._loop.call_later(timeout_s, self._fail_all, error)
+
+    def _new_id(self) -> str:
+        return f"sequence-{next(self._numbers)}"
+
+    def _retry_after_s(self) -> int:
+        """About when the next place becomes free, from the last ends of sequences."""
+        times = self._finish_times
+        mean_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+        return max(1, min(MAX_RETRY_AFTER_S, round(mean_s)))
+
+    def _abort(self, ids: list[str]) -> None:
+        for request_id in ids:
+            if self._open.pop(request_id, None) is not None:
+                self._metrics.finished.labels("abort").inc()
+                self._commands.put(lambda i=request_id: self._engine.abort(i))  # type: ignore[misc]
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        now = time.monotonic()
+        self._rate.add(now, len(outputs))
+        for output in outputs:
+            if (found := self._open.get(output.request_id)) is None:
+                continue
+            self._metrics.observe(found.generation, found.index, output, now)
+            if output.finish_reason is not None:
+                del self._open[output.request_id]
+                self._finish_times.append(now)
+            found.generation.put(found.index, output)
+
+    def _fail(self, request_id: str, error: ApiError) -> None:
+        if (found := self._open.pop(request_id, None)) is not None:
+            found.generation.fail(error)
+
+    def _fail_all(self, error: ApiError) -> None:
+        for generation in {found.generation: None for found in self._open.values()}:
+            generation.fail(error)
+
+    def _engine_failed(self, reason: str) -> None:
+        self.failure = reason
+        self._metrics.finished.labels("error").inc(len(self._open))
+        self._fail_all(ApiError(500, f"the engine has failed: {reason}", code="engine_failed"))
+        self._open.clear()
+
+    # The thread's side
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                outputs = self._engine.step()
+                self.snapshot = self._look()
+                self._loop.call_soon_threadsafe(self._deliver, outputs)
+        except Exception as error:
+            log.exception("the engine has failed; no request is served any more")
+            self._loop.call_soon_threadsafe(self._engine_failed, f"{type(error).__name__}: {error}")
+
+    def _take_commands(self) -> bool:
+        """Carry out what waits; without unfinished requests wait for more. False at the end."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_unfinished)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            if self._commands.empty():
+                self.snapshot = self._look()
+
+    def _add(self, request_id: str, job: Job) -> None:
+        try:
+            self._engine.add_request(
+                job.prompt_token_ids, job.sampling, request_id=request_id, constraint=job.constraint
+            )
+        except ValueError as error:
+            self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
+
+    def _refresh_view(self, done: asyncio.Event) -> None:
+        self.last_view = self._look_closely()
+        self._loop.call_soon_threadsafe(done.set)
+
+    def _look_closely(self) -> View:
+        streams = self._engine.residency.streams
+        return View(self._engine.residency.occupancy() if streams else [], self._engine.expert_use().tolist())
+
+    def _look(self) -> Snapshot:
+        return Snapshot(self._engine.stats(), self._engine.scheduler_stats())

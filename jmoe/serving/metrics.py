@@ -1,0 +1,138 @@
+"""`/metrics` for Prometheus: vLLM's names where the meaning is the same, `jmoe:` for what only jmoe has.
+
+https://docs.vllm.ai/en/latest/usage/metrics
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from jmoe.inference.outputs import Output
+
+if TYPE_CHECKING:
+    from jmoe.serving.engine_loop import EngineLoop, Generation
+
+LABEL = "model_name"
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+BUSIEST = "Tokens of a layer's busiest expert in the last steps, as a multiple of the mean; 0: no tokens."
+
+
+class Metrics:
+    """What is counted while requests are served."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry, self.model_name = CollectorRegistry(), model_name
+        self.prompt_tokens_total = self.generation_tokens_total = 0
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            found = Histogram(name, text, [LABEL], registry=self.registry, buckets=buckets)
+            return found.labels(model_name)
+
+        def counter(name: str, text: str, *labels: str) -> "_Labelled":
+            return _Labelled(Counter(name, text, [LABEL, *labels], registry=self.registry), model_name)
+
+        self.time_to_first_token = histogram(
+            "vllm:time_to_first_token_seconds", "From the arrival of a request to its first token.", SECONDS
+        )
+        self.inter_token_latency = histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", SECONDS
+        )
+        self.time_per_output_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time of a token after the first.", SECONDS
+        )
+        self.latency = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
+        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.request_generation_tokens = histogram("vllm:request_generation_tokens", "Tokens drawn.", TOKENS)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels()
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.").labels()
+        self.finished = counter("vllm:request_success", "Sequences that ended.", "finished_reason")
+        self.rejected = counter("jmoe:requests_rejected", "Requests that were not taken in.", "reason")
+
+    def observe(self, generation: "Generation", index: int, output: Output, now_s: float) -> None:
+        """A token of a sequence."""
+        self.generation_tokens.inc(len(output.token_ids))
+        self.generation_tokens_total += len(output.token_ids)
+        progress = generation.progress[index]
+        if not progress.num_tokens:
+            self.time_to_first_token.observe(now_s - generation.begun_s)
+            self.prompt_tokens.inc(len(generation.jobs[index].prompt_token_ids))
+            self.prompt_tokens_total += len(generation.jobs[index].prompt_token_ids)
+            progress.first_token_s = now_s
+        else:
+            self.inter_token_latency.observe(now_s - progress.last_token_s)
+        progress.num_tokens += len(output.token_ids)
+        progress.last_token_s = now_s
+        if output.finish_reason is not None:
+            self.finished.labels(output.finish_reason).inc()
+            self.latency.observe(now_s - generation.begun_s)
+            self.request_prompt_tokens.observe(len(generation.jobs[index].prompt_token_ids))
+            self.request_generation_tokens.observe(progress.num_tokens)
+            if progress.num_tokens > 1:
+                mean_s = (now_s - progress.first_token_s) / (progress.num_tokens - 1)
+                self.time_per_output_token.observe(mean_s)
+
+    def watch(self, loop: "EngineLoop") -> None:
+        """Also give what the engine counts itself."""
+        self.registry.register(_EngineCollector(loop, self.model_name))
+
+    def text(self) -> bytes:
+        """In Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class _Labelled:
+    """A counter with the model's name filled in."""
+
+    def __init__(self, counter: Counter, model_name: str) -> None:
+        self._counter, self._model_name = counter, model_name
+
+    def labels(self, *values: str) -> Counter:
+        return self._counter.labels(self._model_name, *values)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, loop: "EngineLoop", model_name: str) -> None:
+        self._loop, self._model_name = loop, model_name
+
+    def collect(self) -> Iterable[Any]:
+        snapshot = self._loop.snapshot
+        engine, scheduler = snapshot.engine, snapshot.scheduler
+        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
+        gauges = {
+            "vllm:num_requests_running": ("Sequences that run.", scheduler.running),
+            "vllm:num_requests_waiting": ("Sequences that wait for a place.", scheduler.waiting),
+            "vllm:kv_cache_usage_perc": ("Part of the cache in use, 0 to 1.", kv_usage),
+            "jmoe:expert_hit_rate": ("Of the experts that tokens chose, those in a slot.", engine.hit_rate),
+            "jmoe:roofline_fraction": ("Part of the time in which experts were copied.", engine.roofline_fraction),
+            "jmoe:device_expert_bytes": ("Memory of the slots.", engine.device_expert_bytes),
+            "jmoe:host_expert_bytes": ("Host memory of experts.", engine.host_expert_bytes),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=[LABEL])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        load = GaugeMetricFamily("jmoe:expert_load_max", BUSIEST, labels=[LABEL, "layer"])
+        for layer, counts in enumerate(self._loop.last_view.expert_counts):
+            load.add_metric([self._model_name, str(layer)], max(counts) * len(counts) / max(1, sum(counts)))
+        yield load
+        counters = {
+            "vllm:prefix_cache_hits": ("Prompt tokens that were not computed again.", scheduler.reused_tokens),
+            "jmoe:steps": ("Steps of the engine.", engine.steps),
+            "jmoe:step_seconds": ("Time in steps.", engine.step_s),
+            "jmoe:waited_seconds": ("Time in which the device waited for experts.", engine.waited_s),
+        }
+        for name, (text, value) in counters.items():
+            yield self._counter(name, text, [], [([], value)])
+        moved = [(["host"], engine.streamed_bytes), (["nvme"], engine.nvme_bytes)]
+        yield self._counter("jmoe:tier_bytes", "Read from this tier.", ["tier"], moved)
+
+    def _counter(self, name: str, text: str, labels: list[str], values: Sequence[tuple[list[str], float]]) -> Any:
+        counter = CounterMetricFamily(name, text, labels=[LABEL, *labels])
+        for value_labels, value in values:
+            counter.add_metric([self._model_name, *value_labels], value)
+        return counter

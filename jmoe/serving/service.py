@@ -1,0 +1,169 @@
+"""What every handler needs: the model that is served, its tokenizer and template, and the engine's loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from jmoe.config.serving import ServeConfig
+from jmoe.inference.sampling import SamplingParams
+from jmoe.serving.chat_template import ChatTemplate
+from jmoe.serving.engine_loop import EngineLoop, Generation, Job
+from jmoe.serving.errors import ApiError, printable
+from jmoe.serving.grammar import Grammars
+from jmoe.serving.metrics import Metrics
+from jmoe.serving.schemas import Envelope, GenerationBody, Message, Usage
+from jmoe.serving.tokens import TokenTexts
+
+T = TypeVar("T")
+
+DISCONNECTED = 499  # nginx's status for a client that has gone; nobody reads it
+PING_S = 15
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
+
+
+@dataclass
+class Service:
+    """One model behind HTTP."""
+
+    config: ServeConfig
+    name: str
+    loop: EngineLoop
+    metrics: Metrics
+    tokenizer: Tokenizer
+    texts: TokenTexts
+    chat_template: ChatTemplate | None
+    grammars: Grammars
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.loop.engine.max_seq_len
+
+    def check_model(self, name: str | None) -> None:
+        """`ApiError` 404 for another model."""
+        if name not in (None, self.name):
+            raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, in a thread: a long prompt must not hold up the others."""
+        if printable(text) != text:
+            raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
+        encoded = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        """The prompt of a chat."""
+        if self.chat_template is None:
+            raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
+        given = [message.for_template() for message in messages]
+        try:
+            return self.chat_template.render(given, add_generation_prompt=add_generation_prompt, **variables)
+        except ValueError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+
+    def max_new_tokens(self, prompt_token_ids: Sequence[int], asked: int | None, default: int | None) -> int:
+        """Tokens to draw at most; `ApiError` 400 with both numbers if prompt and output do not fit."""
+        length, limit = len(prompt_token_ids), self.max_seq_len
+        if length + max(1, asked or 1) > limit:
+            output = f" and {asked} of output" if asked else ""
+            message = f"the prompt has {length} tokens{output}; together at most {limit} fit"
+            raise ApiError(400, message, param="max_tokens" if length < limit else None, code="context_length_exceeded")
+        room = limit - length
+        return max(1, asked) if asked is not None else min(room, default or room)
+
+    async def jobs(
+        self, body: GenerationBody, prompts: Sequence[list[int]], make: Callable[[list[int], int], SamplingParams]
+    ) -> list[Job]:
+        """Choice i of prompt p has number p * n + i. `ApiError` 400 for what the engine would refuse."""
+        try:
+            jobs = [Job(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)]
+            for job in jobs[:: body.n]:
+                self.loop.engine.check_request(job.prompt_token_ids, job.sampling)
+            if body.json_schema is not None:
+                constraints = await asyncio.to_thread(self.grammars.constraints, body.json_schema, len(jobs))
+                jobs = [replace(job, constraint=found) for job, found in zip(jobs, constraints, strict=True)]
+        except ValueError as error:
+            raise ApiError.from_value_error(error) from error
+        return jobs
+
+    async def answer(self, request: Request, generation: Generation, make: Awaitable[T]) -> T | Response:
+        """What `make` gives, which is cancelled if the client disconnects before."""
+        answer = asyncio.ensure_future(make)
+        gone = asyncio.ensure_future(_disconnected(request))
+        with generation:
+            try:
+                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+                return answer.result() if answer.done() else Response(status_code=DISCONNECTED)
+            finally:
+                answer.cancel()
+                gone.cancel()
+                request.state.note(f"{generation.num_tokens} drawn")
+
+    def stream(self, body: GenerationBody, generation: Generation, chunks: AsyncIterator[BaseModel]) -> Response:
+        """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end."""
+        without = None if body.includes_usage else {"usage"}
+
+        async def events() -> AsyncIterator[dict[str, str]]:
+            try:
+                async for chunk in chunks:
+                    yield {"data": chunk.model_dump_json(exclude=without)}
+            except ApiError as error:
+                yield {"data": error.body.model_dump_json()}
+                return
+            yield {"data": "[DONE]"}
+
+        return _Stream(generation, events())
+
+    def envelope(self, request: Request, prefix: str) -> Envelope:
+        """What all chunks of one response share."""
+        return Envelope(id=f"{prefix}-{request.state.request_id}", model=self.name)
+
+
+class _Stream(EventSourceResponse):
+    """Server-sent events that end a generation with them, however they end."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[dict[str, str]]) -> None:
+        super().__init__(events, ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                scope["state"]["note"](f"{self._generation.num_tokens} drawn")
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def usage(prompts: Sequence[Sequence[int]], generation: Generation, *, drawn: bool = True) -> Usage:
+    """drawn: False where the one token that was drawn is not part of the answer."""
+    prompt_tokens = sum(map(len, prompts))
+    completion_tokens = generation.num_tokens if drawn else 0
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
+
+
+def note_prompts(
+    service: Service, request: Request, token_ids: Sequence[Sequence[int]], prompts: Sequence[object], choices: int
+) -> None:
+    """For the log: how many tokens and choices, and the prompts themselves only where that is asked for."""
+    request.state.note(f"{sum(map(len, token_ids))} prompt tokens, {choices} choices")
+    if service.config.log_prompts:
+        request.state.note(repr(prompts))

@@ -1,0 +1,85 @@
+"""What single tokens are: bytes, which need not be whole characters; and log-probabilities as OpenAI gives them."""
+
+import json
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from jmoe.inference.outputs import TokenLogprob
+from jmoe.serving.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in the tokens of a byte-level BPE (GPT-2's `bytes_to_unicode`)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenTexts:
+    """The bytes and the text of each token of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.get_added_tokens_decoder())
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+        self._alphabet = _byte_level_alphabet() if byte_level else None
+
+    def bytes(self, token_id: int) -> bytes:
+        """b"" for an id that the tokenizer does not have; models have more rows than tokenizers tokens."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special:
+            return token.encode()
+        if self._alphabet is not None:
+            return bytes(self._alphabet[char] for char in token)
+        if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(found[1], 16)])
+        return token.replace("▁", " ").encode()
+
+    def text(self, token_id: int) -> str:
+        r"""The text, or as OpenAI writes a part of a character, e.g. `bytes:\xf0\x9f`."""
+        data = self.bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def completion_logprobs(
+        self, prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], offset: int
+    ) -> CompletionLogprobs:
+        """Of tokens that begin at character `offset`. prompt_token_ids: only the first, if the tokens begin with it."""
+        first = [self.text(token) for token in prompt_token_ids]
+        texts = first + [self.text(lp.token_id) for lp in logprobs]
+        offsets = []
+        for text, token in zip(texts, [*prompt_token_ids, *(lp.token_id for lp in logprobs)], strict=True):
+            offsets.append(offset)
+            offset += len(text) if not text.startswith("bytes:") else len(self.bytes(token).decode(errors="ignore"))
+        return CompletionLogprobs(
+            tokens=texts,
+            token_logprobs=[*[None for _ in first], *(lp.logprob for lp in logprobs)],
+            top_logprobs=[*[None for _ in first], *(self._top(lp) for lp in logprobs)],
+            text_offset=offsets,
+        )
+
+    def chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+        content = []
+        for lp in logprobs:
+            drawn, *top = (self._described(*pair) for pair in ((lp.token_id, lp.logprob), *lp.top))
+            content.append(ChatLogprob(**dict(drawn), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        """The most likely tokens and the one drawn; of several with the same text the most likely."""
+        top: dict[str, float] = {}
+        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            top.setdefault(self.text(token), value)
+        return top
+
+    def _described(self, token_id: int, logprob: float) -> TopLogprob:
+        data = self.bytes(token_id)
+        return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))

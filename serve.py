@@ -1,0 +1,138 @@
+"""Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option VALUE ...].
+
+MODEL is a Hugging Face folder, or the output folder of a run of train.py.
+"""
+
+from jmoe.runtime import start_anew
+
+if __name__ == "__main__":
+    start_anew()  # before JAX is imported
+
+import dataclasses
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+import jmoe
+from jmoe.config import CheckpointConfig, check
+from jmoe.config.serving import ServeConfig
+from jmoe.inference.engine import Engine
+from jmoe.inference.expert_tiers import memory_plan
+from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.planning.capacity import MemoryPlan
+from jmoe.serving.app import make_app, make_service
+from jmoe.serving.front import read_api_keys
+from jmoe.serving.http_server import HttpServer, bind
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.export import export_run
+
+EXPORTED = "exported"
+DEFAULT_MAX_SEQ_LEN = 2048
+
+
+def parse(arguments: Sequence[str]) -> ServeConfig:
+    """The settings on the command line."""
+    return tyro.cli(
+        ServeConfig,
+        args=arguments,
+        prog="serve.py",
+        description=(__doc__ or "") + (ServeConfig.__doc__ or ""),
+        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def hugging_face_folder(given: str) -> Path:
+    """The folder itself, or the newest checkpoint of a run, exported once; `ValueError` if it is neither."""
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"model = {given!r}: is no folder; `make train` leaves a model in runs/tiny")
+    if not (folder / "checkpoints").is_dir():
+        return folder
+    with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
+        step = checkpoints.latest_step()
+    if step is None:
+        raise ValueError(f"model = {given!r}: the run has no checkpoint yet")
+    exported = folder / EXPORTED / f"step-{step}"
+    if not exported.is_dir():
+        shutil.rmtree(folder / EXPORTED, ignore_errors=True)
+        partial = folder / EXPORTED / "partial"
+        export_run(folder, partial)
+        partial.rename(exported)
+    print(f"step {step} of {folder} is in {exported}", flush=True)
+    return exported
+
+
+def plan(folder: Path, config: ServeConfig) -> tuple[MemoryPlan, ServeConfig]:
+    """What will lie where, by the headers alone, and the settings with the length that the model allows."""
+    with SplitCheckpoint(folder, config.dtype) as checkpoint:
+        most = min(DEFAULT_MAX_SEQ_LEN, checkpoint.config.max_position_embeddings)
+        config = dataclasses.replace(config, max_seq_len=config.max_seq_len or most)
+        memory = memory_plan(
+            checkpoint,
+            max_batch=config.max_batch,
+            max_seq_len=config.max_seq_len or most,
+            policy=config.policy,
+            ring_slots=config.ring_slots,
+            device_bytes=config.device_bytes,
+            expert_tier=config.expert_tier,
+            host_cache_bytes=config.host_cache_bytes,
+        )
+    check((folder / "tokenizer.json").is_file(), "model", str(folder), "must hold a tokenizer.json")
+    return memory, config
+
+
+def load(folder: Path, config: ServeConfig) -> Engine:
+    """The engine, ready for requests."""
+    return Engine.from_pretrained(
+        folder,
+        max_batch=config.max_batch,
+        max_seq_len=config.max_seq_len or DEFAULT_MAX_SEQ_LEN,
+        policy=config.policy,
+        ring_slots=config.ring_slots,
+        device_bytes=config.device_bytes,
+        expert_tier=config.expert_tier,
+        host_cache_bytes=config.host_cache_bytes,
+        cache_dir=config.cache_dir,
+        dtype=config.dtype,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Plan, load, serve."""
+    config = parse(arguments)
+    api_keys = read_api_keys(config.api_key_file)
+    folder = hugging_face_folder(config.model)
+    name = config.served_model_name or Path(config.model).expanduser().resolve().name
+    memory, config = plan(folder, config)
+    print(f"{name} from {folder}: {config.max_batch} sequences at once, {config.max_seq_len:,} tokens each", flush=True)
+    if config.dry_run:
+        print(memory)
+        return
+    listening = bind(config.host, config.port)
+    host, port = listening.getsockname()[:2]
+    with load(folder, config) as engine:
+        service = make_service(engine, config, folder, name)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        server = HttpServer(
+            make_app(service, api_keys, jmoe.__version__),
+            service.loop,
+            config.drain_timeout_s,
+            lambda: print(f"serving {url} (the API under {url}/v1)", flush=True),
+        )
+        server.run(sockets=[listening])
+    print("stopped", flush=True)
+
+
+if __name__ == "__main__":
+    # force: a library imported here has set handlers of its own
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("jmoe").setLevel(logging.INFO)
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"serve.py: {error}")

@@ -1,0 +1,141 @@
+"""Policy auto: what it chooses, that it computes what resident computes, and what it says about bytes."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jmoe.inference.engine import Engine
+from jmoe.inference.expert_tiers import memory_plan
+from jmoe.inference.outputs import Completion
+from jmoe.planning.roofline import choose_policy
+from jmoe.planning.streaming import StreamingPlan
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], [20, 21, 22, 23, 24]]
+SIZES = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    """What is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def engine(name: str, **options: Any) -> Engine:
+    return Engine.from_pretrained(FOLDER / name, **(SIZES | options))
+
+
+def run(engine: Engine) -> list[Completion]:
+    return engine.generate(PROMPTS, max_new_tokens=10, ignore_eos=True, logprobs=2)
+
+
+def layer_bytes(name: str) -> int:
+    return memory_plan(FOLDER / name, dtype="float32").model.weights.layer_bytes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_auto_computes_what_resident_computes(
+    name: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(name) as resident:
+        assert resident.plan.memory.policy == "resident"  # tiny, it fits
+        expected, use = run(resident), resident.expert_use()
+        assert resident.stats().prefill.predicted_step_s is not None
+    options = {"device_bytes": layer_bytes(name) * 7 // 4, "expert_tier": tier, "cache_dir": tmp_path}
+    options |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
+    # whole layers as auto says, for steps with a chunk of a prompt, for all, for none
+    for estimator, whole in (("router", None), ("router", 3), ("counts", 3), ("counts", 1), (None, 100)):
+        with engine(name, estimator=estimator, **options) as streamed, monkeypatch.context() as patch:
+            if whole is not None:
+                patch.setattr(StreamingPlan, "policy", lambda _, n, whole=whole: "ring" if n >= whole else "experts")
+            known = streamed.residency.stats().layers
+            found = run(streamed)
+            same = [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
+            assert same, (estimator, whole)
+            np.testing.assert_array_equal(streamed.expert_use(), use)
+            stats = streamed.stats()
+            assert stats.policy == "auto"
+            assert stats.device_expert_bytes == streamed.plan.memory.device_expert_bytes <= options["device_bytes"]
+            assert stats.streamed_bytes > 0
+            assert (stats.nvme_bytes > 0) == (tier == "nvme")
+            known = streamed.residency.stats().layers - known
+            layers = streamed.config.num_moe_layers
+            if whole == 1:  # no choice was read back, and every layer was there whole
+                assert (known, stats.readback_s) == (0, 0)
+                assert stats.streamed_bytes >= stats.steps * layers * layer_bytes(name) // 4
+            elif whole == 100:
+                assert known == stats.steps * layers
+
+
+def test_use_of_experts_is_counted_in_tokens() -> None:
+    with engine("mixtral") as served:
+        served.generate([[5, 6, 7, 8, 9, 10]], max_new_tokens=5, ignore_eos=True)  # 10 tokens run, in 6 steps
+        use = served.expert_use()
+        assert use.shape == (2, 4)
+        assert use.sum(axis=1).tolist() == [20, 20]
+
+
+def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """2.5 of 3 layers fit. A link that costs nothing: whole layers, no read-back. A slow one: what tokens chose."""
+    device_bytes = layer_bytes("qwen3_moe") * 5 // 2
+    caplog.set_level(logging.INFO, logger="jmoe")
+    with engine("qwen3_moe", device_bytes=device_bytes) as fast:
+        assert fast.plan.policy(1) == fast.plan.policy(4) == "ring"
+        run(fast)
+        stats = fast.stats()
+        assert (stats.prefill.policy, stats.decode.policy, stats.readback_s) == ("ring", "ring", 0)
+    limit = 2e5  # 15 ms an expert
+    for tier in ("host", "nvme"):
+        cache = {"host_cache_bytes": 1 << 14, "cache_dir": tmp_path} if tier == "nvme" else {}
+        limits = {"bandwidth_limit_bytes_per_s": {tier: limit}}
+        with engine("qwen3_moe", device_bytes=device_bytes, expert_tier=tier, **cache, **limits) as slow:
+            plan, speeds = slow.plan, slow.plan.speeds
+            assert speeds is not None
+            measured = speeds.bandwidth_bytes_per_s if tier == "host" else speeds.nvme_bytes_per_s
+            assert measured <= 1.1 * limit
+            assert plan.policy(1) == "experts"
+            for num_tokens in range(1, 7):
+                at = plan.measured(num_tokens)
+                chosen = choose_policy(plan.memory.model.weights, at, plan.memory.device_expert_bytes)
+                assert plan.policy(num_tokens) == chosen.policy
+            slow.generate([[5]], max_new_tokens=36, ignore_eos=True)
+            assert slow.plan.seen is not None  # 35 decode steps of 1 token: 2 of 4 experts, some on the device
+            assert slow.plan.seen.active_experts == 2 and 0 < slow.plan.seen.hit_rate <= 1
+            stats = slow.stats()
+            assert stats.decode.policy == "experts" and stats.readback_s > 0
+            assert stats.decode.predicted_step_s is not None and stats.decode.step_s > 0
+            assert stats.streamed_bytes < stats.steps * 3 * layer_bytes("qwen3_moe")
+    assert "policy auto, experts from nvme: 10 slots for 3 x 4 experts of 3072 bytes" in caplog.text
+    assert "1 tokens a step: experts of resident" in caplog.text
+    assert "decode: " in caplog.text and "ms a step, predicted" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["resident", "ring", "experts"])
+def test_a_given_policy_is_not_measured(policy: str) -> None:
+    with engine("mixtral", policy=policy) as served:
+        assert served.plan.memory.policy == policy and served.plan.speeds is None
+        served.generate([[5]], max_new_tokens=2, ignore_eos=True)
+        assert served.stats().decode.predicted_step_s is None
+
+
+def test_plan_without_weights(tmp_path: Path) -> None:
+    """What the headers tell is what the engine then takes."""
+    options = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 20_000}
+    plan = memory_plan(FOLDER / "olmoe", max_batch=2, max_seq_len=40, dtype="float32", **options)
+    with engine("olmoe", cache_dir=tmp_path, **options) as served:
+        assert served.plan.memory == plan
+        assert served.stats().device_expert_bytes == plan.device_expert_bytes
+        (records,) = tmp_path.glob("records-*.bin")
+        assert records.stat().st_size >= plan.nvme_bytes
+        weights = sum(x.nbytes for layer in served._decoder._layers for x in jax.tree.leaves(layer[1]))
+        weights += sum(x.nbytes for x in jax.tree.leaves(served._decoder._ends[1]))
+        assert weights == plan.model.dense_bytes
+        assert sum(x.nbytes for x in jax.tree.leaves(served._decoder.caches)) == plan.model.cache_bytes

@@ -1,0 +1,94 @@
+"""Guesses about the next layer: what they are, and that no guess changes a token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.inference.engine import Engine
+from jmoe.inference.estimators import CountEstimator, RouterEstimator
+from jmoe.inference.outputs import Completion
+from jmoe.layers.router import Router
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22]]
+
+
+def test_counts_of_recent_steps() -> None:
+    estimator = CountEstimator(num_layers=2, num_experts=6)
+    none = np.array([[6, 6]], np.int32)  # padding
+    assert estimator.estimate([none]).size == 0  # nothing is known of layer 1
+    for _ in range(3):
+        first, second = np.array([[0, 1], [1, 2]], np.int32), np.array([[3, 5], [3, 6]], np.int32)
+        estimator.estimate([first])
+        after = estimator.estimate([first, second])  # the last layer's next is the first layer of the next step
+        assert sorted(after.tolist()) == [0, 1, 2]
+    assert sorted(estimator.estimate([first]).tolist()) == [3, 5]
+    for _ in range(30):  # the choice changes: layer 1 now needs one expert, another one
+        estimator.estimate([first])
+        estimator.estimate([first, np.array([[4, 4], [4, 4]], np.int32)])
+    assert estimator.estimate([first]).tolist() == [4]
+
+
+def test_next_router_on_this_input() -> None:
+    d, e, k = 8, 6, 2
+    routers = [Router(d, e, k, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    estimator = RouterEstimator(routers, e)
+    hidden = [jax.random.normal(jax.random.key(i), (t, d), jnp.float32) for i, t in enumerate((4, 3))]
+    path = [np.zeros((7, k), np.int32)]
+    path[0][5] = e  # a token that pads its group
+    for layer in range(2):
+        estimator.start(layer, hidden)
+        expected = np.concatenate([np.asarray(routers[layer + 1](h).topk_idx_TK) for h in hidden])
+        np.testing.assert_array_equal(estimator.estimate(path), np.delete(expected, 5, axis=0))
+    estimator.start(2, hidden)
+    assert estimator.estimate(path).size == 0  # no router comes after the last
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    """What is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def run(name: str, **options: Any) -> tuple[list[Completion], Any]:
+    sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
+    with Engine.from_pretrained(FOLDER / name, **(sizes | options)) as engine:
+        found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
+        return found, engine.stats()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3_yarn", "gpt_oss"])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_guess_changes_no_token(name: str, tier: str, tmp_path: Path) -> None:
+    resident, stats = run(name, policy="resident")
+    layers = 3 if name == "gpt_oss" else 2
+    options: dict[str, Any] = {"policy": "experts", "expert_tier": tier, "cache_dir": tmp_path}
+    options |= {"device_bytes": stats.device_expert_bytes * 3 // (2 * layers)}  # one and a half layers
+    options |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
+    guessed = {}
+    for estimator in ("router", "counts", None):
+        streamed, stats = run(name, estimator=estimator, **options)
+        same = [(c.token_ids, c.logprobs) for c in streamed] == [(c.token_ids, c.logprobs) for c in resident]
+        assert same, estimator
+        assert 0 < stats.readback_s < stats.step_s
+        assert stats.prefill.steps + stats.decode.steps == stats.steps
+        assert stats.prefill.streamed_bytes + stats.decode.streamed_bytes <= stats.streamed_bytes
+        guessed[estimator] = stats.guessed, stats.guessed_right
+    assert guessed[None] == (0, 0)
+    for estimator in ("router", "counts"):
+        guesses, right = guessed[estimator]
+        assert 0 <= right <= guesses
+        assert guesses > 0 or name == "mixtral", "whose slots have no room beside what a batch chose"
+
+
+def test_unknown_estimator() -> None:
+    with pytest.raises(ValueError, match="estimator = 'oracle': must be router, counts or None"):
+        run("mixtral", estimator="oracle")

@@ -1,0 +1,70 @@
+"""Keys and values written piece by piece, and attention over them, against the plain forms of both."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.inference.kv_cache import BLOCK, KVCache, attend, empty_cache, write
+
+G, D, E = 2, 4, 3
+LENGTH = 2 * BLOCK
+
+
+def step(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype, seed: int) -> tuple[np.ndarray, ...]:
+    """(rows_P, positions_PC, k_PCGd, v_PCGe) of (row, first position, number of tokens), padded to `width`."""
+    rng = np.random.default_rng(seed)
+    positions_PC = np.full((len(rows), width), LENGTH, np.int32)
+    for p, (_, start, count) in enumerate(rows):
+        positions_PC[p, :count] = np.arange(start, start + count)
+    draw = lambda dim: rng.standard_normal((len(rows), width, G, dim)).astype(dtype)  # noqa: E731
+    return np.array([row for row, _, _ in rows], np.int32), positions_PC, draw(D), draw(E)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        ([(0, 0, 1), (2, 17, 1), (1, LENGTH - 1, 1)], 1),
+        ([(1, 5, 9), (0, 0, 0), (2, 0, 16)], 16),  # a row of padding alone writes nothing
+        ([(0, LENGTH - 7, 7), (1, LENGTH - 16, 16), (2, LENGTH - 1, 1)], 16),  # padding reaches past the end
+    ],
+)
+def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -> None:
+    cache = empty_cache(3, LENGTH, G, D, E, jnp.dtype(dtype))
+    expected = [np.zeros((3, G, LENGTH, dim), dtype) for dim in (D, E)]
+    for seed in range(2):  # the second time over what is there
+        rows_P, positions_PC, k, v = step(rows, width, jnp.dtype(dtype), seed)
+        cache = jax.jit(write)(cache, rows_P, positions_PC, k, v)
+        for all_, new in zip(expected, (k, v), strict=True):
+            for p, (row, start, count) in enumerate(rows):
+                all_[row, :, start : start + count] = new[p, :count].swapaxes(0, 1)
+    got = [np.asarray(x).view(dtype) for x in (cache.k_BGSd, cache.v_BGSe)]
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attend(window: int | None, sinks: bool) -> None:
+    """A chunk longer than a block of queries, beside a short one and one of padding."""
+    rng, heads, width = np.random.default_rng(0), 4, BLOCK + 30
+    k, v = (rng.standard_normal((3, G, LENGTH, dim)).astype(np.float32) for dim in (D, E))
+    rows = [(2, 90, width), (0, 0, 5), (1, 0, 0)]
+    rows_P, positions_PC, _, _ = step(rows, width, jnp.dtype(jnp.float32), 0)
+    q = rng.standard_normal((3, width, heads, D)).astype(np.float32)
+    sinks_H = rng.standard_normal(heads).astype(np.float32) if sinks else None
+    seen = None if window is None else np.int32(window)
+    cache = KVCache(jnp.asarray(k), jnp.asarray(v))
+    got = attend(jnp.asarray(q), cache, rows_P, positions_PC, scale=0.5, window=seen, sinks_H=sinks_H)
+    assert np.isfinite(got).all()
+    for p, (row, start, count) in enumerate(rows):
+        for c in range(count):
+            first = 0 if window is None else max(0, start + c - window + 1)
+            for h in range(heads):
+                g = h * G // heads
+                score = 0.5 * k[row, g, first : start + c + 1] @ q[p, c, h]
+                weight = np.exp(score - score.max())
+                total = weight.sum() + (np.exp(sinks_H[h] - score.max()) if sinks_H is not None else 0)
+                expected = weight @ v[row, g, first : start + c + 1] / total
+                np.testing.assert_allclose(got[p, c, h], expected, atol=2e-5)

@@ -1,0 +1,77 @@
+"""Where bytes go, on numbers worked out by hand."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
+from jmoe.planning.roofline import ExpertWeights
+
+MB = 10**6
+# 4 layers of 8 experts of 1 MB, records of 1.1 MB, 2 MB of other weights and 1 MB of keys and values
+MODEL = ModelBytes(ExpertWeights(4, 8, 2, MB), record_bytes=1_100_000, dense_bytes=2 * MB, cache_bytes=MB)
+GPU = FreeMemory(device_bytes=40 * MB, host_bytes=100 * MB, shared=False)
+SMALL_GPU = dataclasses.replace(GPU, device_bytes=20 * MB)
+CPU = FreeMemory(device_bytes=100 * MB, host_bytes=100 * MB, shared=True)
+SMALL_CPU = FreeMemory(device_bytes=30 * MB, host_bytes=30 * MB, shared=True)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "policy", "tier", "slots", "host_bytes"),
+    [
+        (GPU, {}, "resident", None, 32, 0),  # 40 - 10 % - 3 = 33 MB of room
+        (dataclasses.replace(GPU, device_bytes=38 * MB), {}, "auto", "host", 31, 35_200_000),
+        (SMALL_GPU, {}, "auto", "host", 15, 35_200_000),
+        (SMALL_GPU, {"device_bytes": 9 * MB}, "auto", "host", 9, 35_200_000),
+        (SMALL_GPU, {"device_bytes": 32 * MB}, "resident", None, 32, 0),  # the user knows better
+        (SMALL_GPU, {"host_cache_bytes": 5 * MB}, "auto", "nvme", 15, 5 * MB),
+        (dataclasses.replace(SMALL_GPU, host_bytes=30 * MB), {}, "auto", "nvme", 15, 8_800_000),
+        (dataclasses.replace(SMALL_GPU, host_bytes=MB), {}, "auto", "nvme", 15, 2_200_000),
+        (CPU, {}, "resident", None, 32, 0),
+        (SMALL_CPU, {}, "auto", "nvme", 18, 6 * MB),  # 24 MB of room, a quarter of it for the cache of records
+        (SMALL_CPU, {"host_cache_bytes": 4 * MB}, "auto", "nvme", 20, 4 * MB),
+        (CPU, {"device_bytes": 16 * MB}, "auto", "host", 16, 35_200_000),
+        (GPU, {"policy": "resident"}, "resident", None, 32, 0),
+        (GPU, {"policy": "ring"}, "ring", "host", 16, 35_200_000),
+        (GPU, {"policy": "ring", "ring_slots": 3}, "ring", "host", 24, 35_200_000),
+        (GPU, {"ring_slots": 1}, "ring", "host", 8, 35_200_000),
+        (GPU, {"policy": "ring", "device_bytes": 25 * MB}, "ring", "host", 24, 35_200_000),
+        (GPU, {"policy": "experts"}, "experts", "host", 16, 35_200_000),
+        (GPU, {"policy": "experts", "device_bytes": 99 * MB}, "experts", "host", 32, 35_200_000),
+        (GPU, {"policy": "experts", "expert_tier": "nvme"}, "experts", "nvme", 16, 35_200_000 // 4),
+    ],
+)
+def test_plan(
+    free: FreeMemory, options: dict[str, Any], policy: str, tier: str | None, slots: int, host_bytes: int
+) -> None:
+    plan = plan_memory(MODEL, free, **options)
+    assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == (policy, tier, slots, host_bytes)
+    assert plan.nvme_bytes == (35_200_000 if tier == "nvme" else 0)
+    assert plan.device_bytes == slots * MB + 3 * MB
+    assert plan.ring_slots == (slots // 8 if policy == "ring" else 0)
+    if not {"device_bytes", "policy", "ring_slots"} & options.keys():  # what nobody asked for must fit
+        assert plan.device_bytes <= free.device_bytes
+        assert plan.device_bytes * free.shared + plan.host_bytes <= max(free.host_bytes, 2_200_000)
+    assert f"policy {policy}" in str(plan) and f"{plan.device_bytes / MB:.1f} MB" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "words"),
+    [
+        (GPU, {"policy": "rings"}, "policy = 'rings': must be auto, resident, ring or experts"),
+        (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
+        (GPU, {"policy": "experts", "ring_slots": 2}, "ring_slots = 2: needs policy = 'ring'"),
+        (GPU, {"ring_slots": 3, "device_bytes": 23 * MB}, "ring_slots = 3: 24 experts do not fit device_bytes"),
+        (GPU, {"expert_tier": "tape"}, "expert_tier = 'tape': must be auto, host or nvme"),
+        (GPU, {"expert_tier": "host", "host_cache_bytes": 1}, "host_cache_bytes = 1: needs expert_tier = 'nvme'"),
+        (GPU, {"policy": "resident", "device_bytes": 31 * MB}, "device_bytes = 31000000: must hold all 32 experts"),
+        (GPU, {"device_bytes": 7 * MB}, "device_bytes = 7000000: must hold the 8 experts of a layer"),
+        (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "device_bytes = 6000000: must hold the 8 experts"),
+        (SMALL_CPU, {"expert_tier": "host"}, "expert_tier = 'host': needs 35200000 bytes of host memory"),
+        (SMALL_CPU, {"policy": "ring", "expert_tier": "host"}, "expert_tier = 'host': needs .* and 8000000 are free"),
+    ],
+)
+def test_no_plan(free: FreeMemory, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan_memory(MODEL, free, **options)

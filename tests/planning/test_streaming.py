@@ -1,0 +1,78 @@
+"""The plan of an engine: what each number of tokens does, and what it is expected to take."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
+from jmoe.planning.roofline import ExpertWeights, choose_policy
+from jmoe.planning.streaming import Seen, Speeds, StreamingPlan
+
+# 8 layers of 64 experts of 1 MB; half of them fit
+MODEL = ModelBytes(ExpertWeights(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0)
+FREE = FreeMemory(10**10, 10**10, shared=False)
+HALF = plan_memory(MODEL, FREE, device_bytes=256 * 10**6)
+SPEEDS = Speeds((1, 8, 512), (0.002, 0.003, 0.1), rest_s=0.01, sync_s=0.001, bandwidth_bytes_per_s=1e9)
+
+
+def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
+    plan = StreamingPlan(HALF, SPEEDS)
+    policies = [plan.policy(num_tokens) for num_tokens in range(1, 521)]
+    whole = 1 + policies.index("ring")
+    assert 8 < whole < 512
+    assert policies == ["experts"] * (whole - 1) + ["ring"] * (521 - whole)
+    for num_tokens in (1, 2, 8, whole - 1, whole, whole + 1, 300, 520):
+        chosen = choose_policy(MODEL.weights, plan.measured(num_tokens), HALF.device_expert_bytes)
+        assert plan.policy(num_tokens) == chosen.policy
+        assert plan.predictions(num_tokens) == chosen.predictions
+        assert plan.predicted_step_s(num_tokens) == pytest.approx(chosen.chosen.step_s + 0.01)
+    assert plan.measured(8).compute_s == 0.003
+    assert plan.measured(260).compute_s == pytest.approx(0.0515)  # halfway from 8 to 512
+    assert plan.measured(1000).compute_s == 0.1
+    # 512 tokens: compute of 100 ms hides what moves, 6 of 8 layers' 64 ms
+    assert plan.predicted_step_s(512) == pytest.approx(8 * 0.1 + 0.01)
+    assert plan.describe(512).startswith("512 tokens a step: ring of resident 800.0 ms (does not fit), ring 800.0 ms")
+
+
+def test_what_bandwidth_does_to_the_choice() -> None:
+    slow = StreamingPlan(HALF, dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=1e6))
+    fast = StreamingPlan(HALF, dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=1e13))
+    assert slow.policy(1) == slow.policy(8) == "experts"
+    assert fast.policy(1) == fast.policy(512) == "ring"  # nothing to save, and the read-back to lose
+    no_ring = plan_memory(MODEL, FREE, device_bytes=100 * 10**6)  # no room for two layers
+    assert StreamingPlan(no_ring, SPEEDS).policy(512) == "experts"
+
+
+def test_what_steps_told_of_routing() -> None:
+    """It counts for decode steps; prefill ones are predicted as before."""
+    seen = Seen(max_tokens=32, num_tokens=8, active_experts=10.0, hit_rate=0.9, early_fraction=0.5)
+    uniform, plan = StreamingPlan(HALF, SPEEDS), StreamingPlan(HALF, SPEEDS, seen)
+    assert plan.measured(8).active_experts == 10.0
+    # 1 of 10 experts is fetched, 1 ms, half of it early: 1 ms to read back, 0.5 ms to wait, 3 ms to compute
+    assert plan.predicted_step_s(8) == pytest.approx(8 * 0.0045 + 0.01)
+    at_one = plan.measured(1).active_experts
+    assert at_one is not None and 1 < at_one < 2  # 2 choices, as skewed as those of 8 tokens
+    assert plan.measured(100) == uniform.measured(100)
+    mostly_wrong = dataclasses.replace(seen, active_experts=60.0, hit_rate=0.0, early_fraction=0.0)
+    assert StreamingPlan(HALF, SPEEDS, mostly_wrong).policy(8) == "ring"
+    assert uniform.policy(8) == plan.policy(8) == "experts"
+
+
+def test_a_cache_in_host_memory_saves_reads() -> None:
+    nvme = plan_memory(MODEL, FREE, device_bytes=256 * 10**6, host_cache_bytes=128 * 10**6)
+    plan = StreamingPlan(nvme, dataclasses.replace(SPEEDS, nvme_bytes_per_s=3e8))
+    assert plan.bandwidth_bytes_per_s == pytest.approx(4e8)  # a quarter is read from the cache
+    everything = plan_memory(MODEL, FREE, device_bytes=256 * 10**6, host_cache_bytes=10**9)
+    plan = StreamingPlan(everything, dataclasses.replace(SPEEDS, nvme_bytes_per_s=3e8))
+    assert plan.bandwidth_bytes_per_s == 1e9
+
+
+def test_resident_and_given_policies() -> None:
+    resident = StreamingPlan(plan_memory(MODEL, FREE), Speeds((1, 512), (0.002, 0.1), rest_s=0.01))
+    assert resident.policy(1) == "resident"
+    assert resident.bandwidth_bytes_per_s == math.inf
+    assert resident.predicted_step_s(1) == pytest.approx(8 * 0.002 + 0.01)
+    given = StreamingPlan(plan_memory(MODEL, FREE, policy="ring"))
+    assert (given.policy(1), given.predictions(1), given.predicted_step_s(1)) == ("ring", (), None)
+    assert given.describe(1) == "1 tokens a step: ring"

@@ -1,0 +1,135 @@
+"""Chat templates: what transformers renders, read from a folder in every form, and nothing that leaves the sandbox."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jmoe.serving.chat_template import ChatTemplate
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "chat_templates"
+CONVERSATIONS = json.loads((FIXTURES / "conversations.json").read_text())
+RENDERINGS = json.loads((FIXTURES / "renderings.json").read_text())
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat_template(text: str) -> ChatTemplate:
+    return ChatTemplate({"default": text}, {"bos_token": "<s>"}, "models/some")
+
+
+@pytest.mark.parametrize("conversation", sorted(CONVERSATIONS))
+@pytest.mark.parametrize("family", sorted(RENDERINGS))
+def test_equals_transformers(family: str, conversation: str) -> None:
+    template = ChatTemplate.from_folder(FIXTURES / family)
+    assert template is not None
+    expected = RENDERINGS[family][conversation]
+    if "error" in expected:
+        with pytest.raises(ValueError) as raised:
+            template.render(**CONVERSATIONS[conversation])
+        assert str(raised.value).endswith(expected["error"])
+        assert str(FIXTURES / family) in str(raised.value)
+    else:
+        text = template.render(**CONVERSATIONS[conversation])
+        assert text.replace(date.today().isoformat(), "<today>") == expected["text"]
+
+
+def test_input_is_left_as_it_was() -> None:
+    conversation = CONVERSATIONS["tools"]
+    before = json.dumps(conversation)
+    template = ChatTemplate.from_folder(FIXTURES / "gpt_oss")
+    assert template is not None
+    template.render(**conversation)
+    assert json.dumps(conversation) == before
+
+
+def test_folder_without_template(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "chat_template": null}')
+    assert ChatTemplate.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ("{", "tokenizer_config.json: not readable JSON"),
+        ("[]", "tokenizer_config.json: must be a JSON object"),
+        ('{"chat_template": 1}', "chat_template must be a string or a list of {name, template}"),
+        ('{"chat_template": [{"name": "default"}]}', "chat_template must be a string or a list of {name, template}"),
+        ('{"chat_template": [{"name": "rag", "template": ""}]}', r"\['rag'\]: one must be named 'default'"),
+        ('{"chat_template": "\\n{% if %}"}', "chat template of .*: line 2: Expected an expression"),
+        ('{"chat_template": "{% for x in y %}"}', "chat template of .*: line 1: Unexpected end of template"),
+    ],
+)
+def test_damaged_folder_is_refused(tmp_path: Path, config: str, complaint: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match=complaint):
+        ChatTemplate.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ (messages | attr('__class__')).mro() }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+        "{{ '%s' | format(self.__init__.__globals__) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(__html__=1) }}",
+        "{{ namespace({'_x': 1}) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ messages.clear() }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_way_out_of_the_sandbox_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^chat template of models/some: "):
+        chat_template(text).render(HELLO)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ ''['__class__'] }}", "{{ raise_exception.__globals__ }}", "{{ '{0.__class__.__init__}'.format(messages) }}"],
+)
+def test_what_the_sandbox_hides_is_undefined(text: str) -> None:
+    assert chat_template(text).render(HELLO) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{{ raise_exception('Conversation roles must alternate') }}", "Conversation roles must alternate"),
+        ("{{ messages[5].content + 'x' }}", "list object has no element 5"),
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_failure_says_which_template_and_why(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=r"^chat template of models/some: ") as raised:
+        chat_template(text).render(HELLO)
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [object(), Path("/"), b"bytes", {1, 2}])
+def test_objects_never_reach_a_template(value: Any) -> None:
+    with pytest.raises(ValueError, match="not JSON values"):
+        chat_template("{{ messages }}").render([{"role": "user", "content": value}])
+    with pytest.raises(ValueError, match="not JSON values"):
+        chat_template("{{ x }}").render(HELLO, x=value)
+
+
+def test_no_messages() -> None:
+    with pytest.raises(ValueError, match=r"messages = \[\]: must not be empty"):
+        chat_template("x").render([])
+
+
+def test_variables_replace_special_tokens() -> None:
+    assert chat_template("{{ bos_token }}").render(HELLO) == "<s>"
+    assert chat_template("{{ bos_token }}").render(HELLO, bos_token="<b>") == "<b>"

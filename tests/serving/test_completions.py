@@ -1,0 +1,245 @@
+"""/v1/completions over HTTP against the engine in this process; OpenAI's own client reads the answers."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_servers import LIMIT_S, HttpProcess, events
+
+from jmoe.inference.engine import Engine
+
+PROMPTS = ["The quick brown fox", "def f(x):\n    return", "日本語 🎉"]
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def servers(serve: Callable[..., HttpProcess]) -> dict[str, HttpProcess]:
+    return {
+        "resident": serve("--policy", "resident"),
+        "ring": serve("--policy", "ring", "--ring-slots", "1"),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(servers: dict[str, HttpProcess]) -> HttpProcess:
+    return servers["resident"]
+
+
+@pytest.fixture(scope="module")
+def client(server: HttpProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(model_folder, max_batch=4, max_seq_len=256, prefill_chunk_tokens=32) as engine:
+        yield engine
+
+
+def streamed(server: HttpProcess, **body: Any) -> list[Any]:
+    """The events of a stream."""
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response.iter_lines()))
+
+
+@pytest.mark.parametrize("policy", ["resident", "ring"])
+def test_streamed_text_is_the_engines(servers: dict[str, HttpProcess], engine: Engine, policy: str) -> None:
+    """The same seeds give the same text and tokens, streamed, whole and from `generate`, whatever else runs."""
+    server = servers[policy]
+    for prompt in PROMPTS:
+        (expected,) = engine.generate([prompt], max_new_tokens=40, logprobs=0, **SAMPLED)
+        body = {"prompt": prompt, "max_tokens": 40, **SAMPLED}
+        *chunks, last, done = streamed(server, **body, logprobs=0, stream_options={"include_usage": True})
+        assert done == "[DONE]" and last["choices"] == []
+        counts = {"prompt_tokens": len(expected.prompt_token_ids), "completion_tokens": len(expected.token_ids)}
+        assert last["usage"] == counts | {"total_tokens": sum(counts.values())}
+        assert all(chunk["usage"] is None for chunk in chunks)
+        pieces = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(piece["text"] for piece in pieces) == expected.text
+        assert [p["finish_reason"] for p in pieces] == [None] * (len(pieces) - 1) + [expected.finish_reason]
+        logprobs = [value for piece in pieces for value in piece["logprobs"]["token_logprobs"]]
+        assert logprobs == pytest.approx([lp.logprob for lp in expected.logprobs], abs=1e-5)
+        whole = server.post("/v1/completions", **body).json()
+        assert whole["choices"][0]["text"] == expected.text
+        assert whole["choices"][0]["finish_reason"] == expected.finish_reason
+        assert whole["usage"] == last["usage"]
+    assert (server.get("/live").json()["streamed_bytes_total"] > 0) == (policy == "ring")
+
+
+def test_several_prompts_and_choices(client: openai.OpenAI, engine: Engine) -> None:
+    """Choice i of a prompt is what the seed + i gives; usage counts each prompt once and all choices."""
+    answer = client.completions.create(model="tiny-moe", prompt=PROMPTS[:2], n=2, max_tokens=12, temperature=1, seed=5)
+    found = {choice.index: choice for choice in answer.choices}
+    assert sorted(found) == [0, 1, 2, 3]
+    drawn = 0
+    for i, prompt in enumerate(PROMPTS[:2]):
+        for j in range(2):
+            (expected,) = engine.generate([prompt], max_new_tokens=12, temperature=1.0, seed=5 + j)
+            assert found[2 * i + j].text == expected.text
+            assert found[2 * i + j].finish_reason == expected.finish_reason
+            drawn += len(expected.token_ids)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == drawn
+    assert answer.usage.prompt_tokens == sum(len(engine.tokenizer.encode(p).ids) for p in PROMPTS[:2])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_logprobs(client: openai.OpenAI, engine: Engine, max_tokens: int) -> None:
+    """As lm_eval asks for log-likelihoods: those of the prompt, null for its first token, then what was drawn."""
+    prompt = engine.tokenizer.encode(PROMPTS[2]).ids
+    (expected,) = engine.generate([prompt], max_new_tokens=1, logprobs=1, prompt_logprobs=1)
+    answer = client.completions.create(
+        model="tiny-moe", prompt=prompt, max_tokens=max_tokens, temperature=0, echo=True, logprobs=1
+    )
+    choice = answer.choices[0]
+    assert choice.text == PROMPTS[2] + (expected.text if max_tokens else "")
+    assert choice.finish_reason == "length" and choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None and choice.logprobs.top_logprobs is not None
+    wanted = expected.prompt_logprobs + expected.logprobs * max_tokens
+    assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx([lp.logprob for lp in wanted], abs=1e-5)
+    for top, lp in zip(choice.logprobs.top_logprobs[1:], wanted, strict=True):
+        assert max(top.values()) == pytest.approx(lp.top[0][1], abs=1e-5)
+        assert len(top) == (1 if lp.top[0][0] == lp.token_id else 2)
+    assert choice.logprobs.tokens is not None and choice.logprobs.text_offset is not None
+    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)  # parts of characters
+    assert choice.logprobs.text_offset[0] == 0
+    assert answer.usage is not None and answer.usage.completion_tokens == max_tokens
+
+
+def test_a_stop_string_never_leaks(server: HttpProcess, engine: Engine) -> None:
+    (free,) = engine.generate([PROMPTS[0]], max_new_tokens=60, ignore_eos=True, **SAMPLED)
+    body = {"prompt": PROMPTS[0], "max_tokens": 60, "ignore_eos": True, **SAMPLED}
+    for begin in (5, 20):
+        stop = free.text[begin : begin + 4]
+        expected = free.text[: free.text.index(stop)]
+        *chunks, done = streamed(server, **body, stop=["never", stop])
+        assert done == "[DONE]"
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        whole = server.post("/v1/completions", **body, stop=stop).json()
+        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (expected, "stop")
+
+
+def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> None:
+    options = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    common = options | SAMPLED | {"ignore_eos": True}
+    (expected,) = engine.generate(
+        [PROMPTS[1]], max_new_tokens=20, min_new_tokens=3, logit_bias={40: 3.0}, stop_token_ids=(7,), **common
+    )
+    limits = {"max_tokens": 20, "min_tokens": 3, "logit_bias": {"40": 3}, "stop_token_ids": [7]}
+    answer = server.post("/v1/completions", prompt=PROMPTS[1], **limits, **common).json()
+    assert answer["choices"][0]["text"] == expected.text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words", "param"),
+    [
+        ({"suffix": "x"}, 400, "suffix: is not a parameter that this server supports", "suffix"),
+        ({"best_of": 2}, 400, "best_of: is not a parameter that this server supports", "best_of"),
+        ({"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
+        ({"max_tokens": "5"}, 400, "valid integer", "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens = 0 needs echo = true", None),
+        ({"logit_bias": {"399999": 1}}, 400, "must be below vocab_size = 400", None),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options needs stream = true", None),
+        ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
+        ({"prompt": []}, 400, "must hold at least one token", None),
+        ({"prompt": [1, 999]}, 400, "a token of prompt = 999: must be at least 0 and below 400", None),
+        ({"prompt": [1] * 300}, 400, "the prompt has 300 tokens; together at most 256 fit", None),
+        ({"prompt": [1] * 250, "max_tokens": 7}, 400, "250 tokens and 7 of output; together at most 256", "max_tokens"),
+        ({"model": "other"}, 404, "the model 'other' is not served here", "model"),
+        ({"n": 128}, 400, "128 sequences in one request: at most 68", None),
+    ],
+)
+def test_what_is_refused(server: HttpProcess, body: dict[str, Any], status: int, words: str, param: str | None) -> None:
+    response = server.post("/v1/completions", **({"prompt": "x"} | body))
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert words in error["message"] and set(error) == {"message", "type", "param", "code"}
+    assert param is None or error["param"] == param
+
+
+def test_null_is_not_given_and_names_of_clients_change_nothing(server: HttpProcess) -> None:
+    plain = server.post("/v1/completions", prompt="x", max_tokens=4, temperature=0).json()
+    extra = {"suffix": None, "best_of": None, "stop": None, "user": "me", "metadata": {"a": "b"}}
+    assert (
+        server.post("/v1/completions", prompt="x", max_tokens=4, temperature=0, **extra).json()["choices"]
+        == (plain["choices"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "words"),
+    [
+        (b"{", "application/json", "the body is not JSON"),
+        (b"[]", "application/json", "the body must be a JSON object"),
+        (b'{"prompt": "x"}', "text/plain", "sent as Content-Type: application/json"),
+        (b'{"prompt": "\\ud800"}', "application/json", "the prompt holds half of a surrogate pair"),
+        (b'{"prompt": "x", "\\ud800": 1}', "application/json", "the body must be a JSON object"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "application/json", "error parsing the body"),
+        (b"[" * 100_000, "application/json", "error parsing the body"),
+    ],
+)
+def test_a_body_that_is_no_proper_json(server: HttpProcess, content: bytes, kind: str, words: str) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
+    assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+
+
+def test_openai_raises_what_it_is_told(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny-moe", prompt="x", suffix="y")
+
+
+def test_an_abandoned_stream_frees_its_slot(server: HttpProcess) -> None:
+    """Concurrent clients that leave, in mid-stream or while they wait, leave nothing behind."""
+
+    async def leave(client: openai.AsyncOpenAI, number: int) -> None:
+        stream = await client.completions.create(
+            model="tiny-moe", prompt=f"{number}", max_tokens=240, stream=True, extra_body={"ignore_eos": True}
+        )
+        if number % 3:
+            async for _ in stream:
+                break
+        await stream.close()
+
+    async def all_leave() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+            await asyncio.gather(*(leave(client, i) for i in range(12)))
+            whole = asyncio.create_task(
+                client.completions.create(model="tiny-moe", prompt="x", max_tokens=250, extra_body={"ignore_eos": True})
+            )
+            await asyncio.sleep(0.05)
+            whole.cancel()
+
+    asyncio.run(all_leave())
+    server.until("/live", lambda r: r.json()["requests_running"] + r.json()["requests_waiting"] == 0)
+    assert server.get("/live").json()["kv_tokens_used"] == 0
+    text = server.get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="tiny-moe"} 0.0' in text
+    assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny-moe"}' in text
+
+
+def test_async_streams_beside_each_other(server: HttpProcess, engine: Engine) -> None:
+    """More clients than places: all are served, each with its own text."""
+    expected = {i: engine.generate([f"{i}"], max_new_tokens=10, **SAMPLED)[0].text for i in range(10)}
+
+    async def read(client: openai.AsyncOpenAI, number: int) -> str:
+        stream = await client.completions.create(
+            model="tiny-moe", prompt=f"{number}", max_tokens=10, stream=True, **SAMPLED
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def read_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+            return await asyncio.gather(*(read(client, i) for i in expected))
+
+    assert dict(enumerate(asyncio.run(read_all()))) == expected

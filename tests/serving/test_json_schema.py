@@ -1,0 +1,86 @@
+"""`response_format`: a random model, which would never write JSON by itself, writes what the schema says."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from http_servers import LIMIT_S, HttpProcess, events
+
+WORD = "日本語 🎉 👩‍👩‍👧"
+MANY = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"const": WORD}, "n": {"enum": [1, 22]}, "many": MANY},
+    "required": ["word", "n"],
+    "additionalProperties": False,
+}
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., HttpProcess]) -> HttpProcess:
+    return serve()
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": 1, "top_k": 3}]
+)
+def test_answers_follow_the_schema(server: HttpProcess, options: dict[str, Any]) -> None:
+    """Each of several choices by itself, while others beside them are free."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+    free = client.completions.create(model="tiny-moe", prompt="x", max_tokens=200, stream=True)
+    answer = client.chat.completions.create(
+        model="tiny-moe",
+        messages=[{"role": "user", "content": "x"}],
+        response_format=response_format(SCHEMA),  # type: ignore[arg-type]
+        n=3,
+        logprobs=True,
+        extra_body=options,
+    )
+    for choice in answer.choices:
+        found = json.loads(choice.message.content or "")
+        assert found["word"] == WORD and found["n"] in (1, 22) and len(found.get("many", [])) <= 2
+        assert choice.finish_reason == "stop"
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        # of the model's own distribution, which did not expect this
+        assert min(token.logprob for token in choice.logprobs.content) < -2
+    free.close()
+
+
+def test_characters_of_many_tokens_come_whole(server: HttpProcess) -> None:
+    """Each chunk is valid text, though a character is several tokens."""
+    body = {"prompt": "x", "max_tokens": 200, "stream": True, "response_format": response_format({"const": WORD})}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        *chunks, done = events(response.iter_lines())
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert done == "[DONE]" and json.loads("".join(texts)) == WORD
+    assert not any("\ufffd" in text for text in texts) and "" in texts and "🎉" in "".join(texts)
+
+
+def test_json_object(server: HttpProcess) -> None:
+    answer = server.post(
+        "/v1/completions", prompt="x", max_tokens=2, temperature=0, response_format={"type": "json_object"}
+    ).json()["choices"][0]
+    assert answer["text"].startswith("{") and answer["finish_reason"] == "length"
+    text = server.post("/v1/completions", prompt="x", max_tokens=2, response_format={"type": "text"})
+    assert text.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"response_format": response_format({"type": "nonsense"})}, "Invalid type: nonsense"),
+        ({"response_format": response_format({"$ref": "http://nowhere/x"})}, "does not fetch resources"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
+        ({"response_format": {"type": "grammar"}}, "Input should be"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "do not go with response_format"),
+    ],
+)
+def test_what_is_refused(server: HttpProcess, given: dict[str, Any], words: str) -> None:
+    response = server.post("/v1/completions", prompt="x", **given)
+    assert response.status_code == 400 and words in response.json()["error"]["message"]

@@ -1,0 +1,108 @@
+"""Keys, limits and time-outs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from http_servers import LIMIT_S, HttpProcess, events
+
+KEYS = ("first key of all", "second-key")
+HEADERS = {"authorization": f"Bearer {KEYS[1]}"}
+LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., HttpProcess], tmp_path_factory: pytest.TempPathFactory) -> HttpProcess:
+    keys: Path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("\n\n".join(KEYS) + "\n")
+    limits = ("--max-body-bytes", 20_000, "--request-timeout-s", 2, "--max-waiting", 1, "--max-batch", 1)
+    return serve("--api-key-file", keys, *limits, "--max-seq-len", 8192, "--log-prompts")
+
+
+@pytest.fixture
+def client(server: HttpProcess) -> Iterator[httpx.Client]:
+    with server.client(headers=HEADERS) as client:
+        yield client
+    server_is_idle(server)
+
+
+def server_is_idle(server: HttpProcess) -> None:
+    with server.client(headers=HEADERS) as client:
+        for _ in range(1000):
+            live = client.get("/live").json()
+            if live["requests_running"] + live["requests_waiting"] == 0:
+                return
+    raise AssertionError(live)
+
+
+def test_keys(server: HttpProcess) -> None:
+    for key in KEYS:
+        (model,) = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).models.list()
+        assert model.id == "tiny-moe"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="second-keY", max_retries=0).models.list()
+    for headers in ({}, {"authorization": KEYS[1]}, {"authorization": f"Basic {KEYS[1]}"}, {"authorization": "Bearer"}):
+        for path in ("/v1/models", "/metrics", "/live", "/openapi.json", "/nothing"):
+            response = httpx.get(server.url + path, headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    assert server.get("/health").status_code == server.get("/ready").status_code == 200
+    assert server.post("/v1/completions", prompt="x").status_code == 401
+
+
+def test_a_body_that_is_too_large(client: httpx.Client) -> None:
+    """Refused by what it declares, and by what comes where it declares nothing."""
+    body = b'{"prompt": "' + b"x" * 30_000 + b'"}'
+    headers = {"content-type": "application/json"}
+    declared = client.post("/v1/completions", content=body, headers=headers)
+    chunks = (body[i : i + 1000] for i in range(0, len(body), 1000))
+    undeclared = client.post("/v1/completions", content=chunks, headers=headers)
+    for response in (declared, undeclared):
+        assert response.status_code == 413
+        assert "at most 20000 are allowed" in response.json()["error"]["message"]
+    small = client.post("/v1/completions", content=iter([b'{"prompt": "x", ', b'"max_tokens": 1}']), headers=headers)
+    assert small.status_code == 200
+
+
+def test_a_prompt_that_does_not_fit(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": [1] * 8190, "max_tokens": 3})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "8190" in error["message"] and "8192" in error["message"]
+
+
+def test_a_full_queue(server: HttpProcess, client: httpx.Client) -> None:
+    """One runs, one waits, the third is told when to come again; the first two are not harmed."""
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 300}) as running:
+        first = events(running.iter_lines())
+        assert next(first)["choices"]
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 3}) as waiting:
+            refused = client.post("/v1/completions", json=LONG)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert list(first)[-1] == "[DONE]"
+            assert list(events(waiting.iter_lines()))[-1] == "[DONE]"
+    assert 'jmoe:requests_rejected_total{model_name="tiny-moe",reason="queue"} 1.0' in client.get("/metrics").text
+
+
+def test_a_request_that_takes_too_long(server: HttpProcess, client: httpx.Client) -> None:
+    """504, or an error in the stream; its place is free then."""
+    whole = client.post("/v1/completions", json=LONG)
+    assert whole.status_code == 504 and whole.json()["error"]["type"] == "timeout_error"
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=LIMIT_S) as response:
+        *chunks, error = events(response.iter_lines())
+    assert chunks and error["error"]["message"] == "the request took longer than 2 s"
+    base = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0, timeout=LIMIT_S)
+    stream = base.completions.create(
+        model="tiny-moe", prompt="x", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+    )
+    with pytest.raises(openai.APIError, match="took longer than 2 s"):
+        list(stream)
+
+
+def test_prompts_are_logged_where_asked(server: HttpProcess, client: httpx.Client) -> None:
+    client.post("/v1/completions", json={"prompt": "once upon", "max_tokens": 1})
+    assert "once upon" in server.log.read_text()

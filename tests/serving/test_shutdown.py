@@ -1,0 +1,79 @@
+"""How a server ends: by a signal while it streams, and by an engine that fails."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_servers import HttpProcess, events
+
+LONG = ("--max-seq-len", 8192)
+
+
+def stream_of(client: httpx.Client, max_tokens: int) -> Any:
+    body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    return client.stream("POST", "/v1/completions", json=body)
+
+
+def refuses_connections(server: HttpProcess) -> None:
+    """Until it does, it says that it is not ready, or has not heard the signal yet."""
+    for _ in range(1000):
+        try:
+            assert server.get("/ready").status_code in (200, 503)
+        except httpx.TransportError:
+            return
+    pytest.fail("the server still listens")
+
+
+def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
+    server = serve(*LONG)
+    with server.client() as client, stream_of(client, 1500) as response:
+        chunks = events(response.iter_lines())
+        assert next(chunks)["choices"]
+        server.process.terminate()
+        refuses_connections(server)
+        *_, last, done = chunks
+    assert last["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+    assert server.process.wait(20) == 0
+    assert server.log.read_text().splitlines()[-1] == "stopped"
+
+
+def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> None:
+    server = serve(*LONG, "--drain-timeout-s", 0.3)
+    with server.client() as client, stream_of(client, 8000) as response:
+        chunks = events(response.iter_lines())
+        assert next(chunks)["choices"]
+        server.process.terminate()
+        *_, last = chunks
+    assert "shutting down; the request did not end in 0.3 s" in last["error"]["message"]
+    assert server.process.wait(20) == 0
+
+
+def test_an_idle_server_ends_at_once(serve: Callable[..., HttpProcess]) -> None:
+    server = serve()
+    assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    assert server.terminate() == 0
+
+
+def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path) -> None:
+    """Its records on NVMe are cut while it streams: what runs and waits gets its error, nothing hangs, one log."""
+    tier = ("--expert-tier", "nvme", "--host-cache-bytes", 40_000, "--cache-dir", tmp_path)
+    server = serve("--policy", "ring", "--ring-slots", 1, *tier, *LONG, "--max-batch", 1)
+    with server.client() as client, stream_of(client, 8000) as running, stream_of(client, 8000) as waiting:
+        chunks = events(running.iter_lines())
+        assert next(chunks)["choices"]
+        (records,) = tmp_path.glob("records-*.bin")
+        os.truncate(records, 4096)
+        *_, last = chunks
+        assert last["error"]["code"] == "engine_failed" and "records-" in last["error"]["message"]
+        assert [e["error"]["code"] for e in events(waiting.iter_lines())] == ["engine_failed"]
+    for path in ("/ready", "/health"):
+        assert server.get(path).status_code == 503
+    refused = server.post("/v1/completions", prompt="x")
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_failed"
+    assert server.get("/metrics").status_code == server.get("/live").status_code == 200
+    log = server.log.read_text()
+    assert log.count("the engine has failed; no request is served any more") == log.count("Traceback") == 1
+    assert server.terminate() == 0

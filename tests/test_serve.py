@@ -1,0 +1,103 @@
+"""serve.py from the command line: the plan, mistakes, and a run of train.py that is served."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from train_runs import TrainRuns
+
+import serve
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+FOLDER = Path(__file__).parent / "fixtures" / "checkpoints"
+START_LIMIT_S = 240.0
+
+
+def mixtral(tmp_path: Path) -> Path:
+    """A model with what stands for a tokenizer as long as nothing is loaded."""
+    folder = tmp_path / "mixtral"
+    shutil.copytree(FOLDER / "mixtral", folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_the_plan_needs_no_weights(run_python: Run, tmp_path: Path) -> None:
+    """--dry-run: from the headers alone; no byte of a weight is read."""
+    folder = mixtral(tmp_path)
+    weights = next(folder.glob("*.safetensors"))
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    with weights.open("r+b") as file:  # a hole where the weights were
+        size = os.fstat(file.fileno()).st_size
+        file.truncate(header)
+        file.truncate(size)
+    options = ("--policy", "ring", "--ring-slots", 1, "--max-batch", 3)
+    done = run_python(["serve.py", folder, "--dry-run", *map(str, options)])
+    assert done.returncode == 0, done.stderr
+    assert f"mixtral from {folder}: 3 sequences at once, 64 tokens each" in done.stdout
+    assert "policy ring, experts from host" in done.stdout and "keys and values" in done.stdout
+
+
+def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told in a line, before anything is loaded."""
+    keys = tmp_path / "keys"
+    keys.write_text("\n")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    model = str(mixtral(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for arguments, message in (
+            ([tmp_path / "nothing"], "is no folder; `make train` leaves a model in runs/tiny"),
+            ([tmp_path], "config.json: is missing"),
+            ([tmp_path / "run"], "the run has no checkpoint yet"),
+            ([FOLDER / "olmoe"], "must hold a tokenizer.json"),
+            ([model, "--ring-slots", "9"], "ring_slots = 9: must be between 1 and 2"),
+            ([model, "--api-key-file", keys], "api_key_file = "),
+            ([model, "--port", str(port)], f"port = {port}: Address already in use"),
+        ):
+            with pytest.raises((ValueError, OSError), match=re.escape(message)):
+                serve.main(list(map(str, arguments)))
+        done = run_python(["serve.py", model, "--port", str(port)])
+    assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    for option, message in (("--policy=fast", "invalid choice"), ("--port=70000", "port = 70000")):
+        with pytest.raises(SystemExit):
+            serve.main([model, option])
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_is_served(
+    run_python: Run, start_python: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its newest checkpoint, exported once, with the tokenizer that it was trained with."""
+    runs = TrainRuns(tmp_path_factory.mktemp("train"), run_python)
+    output_dir, env = tmp_path / "run", runs.environment()
+    done = run_python(runs.command(output_dir, "--num-steps", 5, data=runs.text), env=env)
+    assert done.returncode == 0, done.stderr
+    for start in range(2):
+        log = tmp_path / f"log-{start}"
+        process = start_python(["serve.py", output_dir, "--port", "0", "--max-batch", "2"], log, env=env)
+        begun, found = time.monotonic(), list[str]()
+        while not (found := [line for line in log.read_text().splitlines() if line.startswith("serving ")]):
+            assert process.poll() is None and time.monotonic() < begun + START_LIMIT_S, log.read_text()
+            time.sleep(0.1)
+        url = found[0].split()[1]
+        models = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [(m["id"], m["max_model_len"]) for m in models] == [("run", 256)]
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] >= 1
+        process.terminate()
+        assert process.wait(30) == 0, log.read_text()
+        assert f"step 5 of {output_dir}" in log.read_text()
+    assert [folder.name for folder in (output_dir / "exported").iterdir()] == ["step-5"]
+    assert json.loads((output_dir / "exported" / "step-5" / "config.json").read_text())["vocab_size"] == 512
