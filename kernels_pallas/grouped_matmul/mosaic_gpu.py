@@ -192,7 +192,7 @@ def grouped_matmul(
     x_ND = _whole_rows(x_ND)
     count, tiles_4M = _row_tiles(group_sizes_E, x_ND.shape[0])
 
-    def body(count, tiles, x, w, out, x_smem, w_smem, out_smem, full, empty):  # type: ignore[no-untyped-def]
+    def grouped_matmul_kernel(count, tiles, x, w, out, x_smem, w_smem, out_smem, full, empty):  # type: ignore[no-untyped-def]
         wg = lax.axis_index("wg")
         num_mine = _mine(count[0] * num_n, num_sms)
 
@@ -228,7 +228,7 @@ def grouped_matmul(
                 while length:
 
                     @pl.when((size & length) != 0)
-                    def _(at: jax.Array = at, length: int = length) -> None:
+                    def _(at: jax.Array = at, length: int = length, to: Any = to) -> None:
                         source = out_smem.at[wg, pl.ds(at, length)]
                         plgpu.copy_smem_to_gmem(source, out.at[pl.ds(first + at, length), to], commit_group=False)
 
@@ -251,7 +251,7 @@ def grouped_matmul(
         plgpu.SMEM((2, ROWS, 64), x_ND.dtype, transforms=BY_ROW),
     ]
     out_type = jax.ShapeDtypeStruct((x_ND.shape[0], num_columns), x_ND.dtype)
-    return _launch(body, out_type, scratch, num_sms, interpret)(count, tiles_4M, x_ND, w)[:num_rows]
+    return _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret)(count, tiles_4M, x_ND, w)[:num_rows]
 
 
 def weight_gradient(
@@ -271,7 +271,7 @@ def weight_gradient(
     num_rows = x_ND.shape[0]
     bounds_3E = jnp.stack(_bounds(group_sizes_E))
 
-    def body(bounds, x, dy, out, x_smem, dy_smem, out_smem, masked, full, empty):  # type: ignore[no-untyped-def]
+    def weight_gradient_kernel(bounds, x, dy, out, x_smem, dy_smem, out_smem, masked, full, empty):  # type: ignore[no-untyped-def]
         wg = lax.axis_index("wg")
         num_mine = _mine(num_groups * num_m * num_n, num_sms)
 
@@ -337,4 +337,4 @@ def weight_gradient(
         plgpu.Barrier(num_arrivals=2),
     ]
     out_type = jax.ShapeDtypeStruct((num_groups, d, num_columns), x_ND.dtype)
-    return _launch(body, out_type, scratch, num_sms, interpret)(bounds_3E, x_ND, dy_NF)
+    return _launch(weight_gradient_kernel, out_type, scratch, num_sms, interpret)(bounds_3E, x_ND, dy_NF)

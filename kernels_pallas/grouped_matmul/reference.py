@@ -1,4 +1,4 @@
-"""The grouped matmul by `lax.ragged_dot`: the oracle of the tests. Masked, so E times the work: never the product's path.
+"""The grouped matmul by `lax.ragged_dot`: the tests' oracle. Masked, so E times the work: never the product's path.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups.
 """

@@ -95,7 +95,7 @@ def gather_rows(
     src_M = jnp.minimum(src_M, x_TD.shape[0] - 1).astype(jnp.int32)
     scale = () if scale_M is None else (scale_M.astype(jnp.float32),)
 
-    def body(x, src, *refs):  # type: ignore[no-untyped-def]
+    def gather_rows_kernel(x, src, *refs):  # type: ignore[no-untyped-def]
         *scales, out, rows_smem, full = refs
 
         def first(i: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def gather_rows(
         plgpu.Barrier(num_arrivals=size, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_rows, *line), x_TD.dtype)
-    return _launch(body, out_type, scratch, num_sms, interpret)(x, src_M, *scale).reshape(num_rows, d)
+    return _launch(gather_rows_kernel, out_type, scratch, num_sms, interpret)(x, src_M, *scale).reshape(num_rows, d)
 
 
 def gather_sum(
@@ -131,10 +131,15 @@ def gather_sum(
     slot_TK: jax.Array,
     weights_TK: jax.Array | None = None,
     *,
+    complete: bool = False,
     num_sms: int = NUM_SMS,
     interpret: Any = None,
 ) -> jax.Array:
-    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where slot_TK[t, k] == M."""
+    """float32 [T, D]: the (weighted) sum of rows y_MD[slot_TK[t, k]] over k; nothing where slot_TK[t, k] == M.
+
+    complete: promises that there is no such slot; it saves nothing here.
+    """
+    del complete
     (num_tokens, k), (num_rows, d) = slot_TK.shape, y_MD.shape
     y = _lines(y_MD)
     lines, line = y.shape[1:]
@@ -150,7 +155,7 @@ def gather_sum(
     weight_N = jnp.where(kept_N, weight_N, 0.0)
     slot_N = jnp.minimum(slot_N, num_rows - 1)
 
-    def body(y, slots, weights, out, rows_smem, out_smem, full):  # type: ignore[no-untyped-def]
+    def gather_sum_kernel(y, slots, weights, out, rows_smem, out_smem, full):  # type: ignore[no-untyped-def]
         def place(i: jax.Array) -> tuple[jax.Array, Any]:
             """The first token and the lines of step i."""
             index = lax.axis_index("sm") + i * num_sms
@@ -185,4 +190,4 @@ def gather_sum(
         plgpu.Barrier(num_arrivals=size * k, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_tokens, lines, line), jnp.float32)
-    return _launch(body, out_type, scratch, num_sms, interpret)(y, slot_N, weight_N).reshape(num_tokens, d)
+    return _launch(gather_sum_kernel, out_type, scratch, num_sms, interpret)(y, slot_N, weight_N).reshape(num_tokens, d)
