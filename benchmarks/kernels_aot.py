@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -38,6 +38,8 @@ from kernels_pallas.grouped_mlp import grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
+
+TARGETS = Path(__file__).resolve().parent / "targets"
 
 
 def parse() -> argparse.Namespace:
@@ -141,7 +143,7 @@ def main() -> int:
         return 0
     results = []
     for target in a.targets:
-        config = (ROOT / f"benchmarks/targets/{target}.txtpb").read_text()
+        config = (TARGETS / f"{target}.txtpb").read_text()
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name=target, target_config=config, topology="1x1x1"
         )

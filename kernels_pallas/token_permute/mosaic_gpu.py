@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NUM_SMS = 132  # of an H100 SXM or an H200
 STAGES = 4
 STEP_BYTES = 32 * 1024
+SUM_BYTES = 160 * 1024  # of all stages, and of two buffers of sums
 MAX_COPIES = 32  # of a step: they are written out one by one in the kernel
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -145,7 +146,7 @@ def gather_sum(
     lines, line = y.shape[1:]
     if k > MAX_COPIES:
         raise NotImplementedError(f"{k} choices a token: at most {MAX_COPIES}")
-    fits = STEP_BYTES // (k * line * y_MD.dtype.itemsize)
+    fits = SUM_BYTES // (line * (STAGES * k * y_MD.dtype.itemsize + 2 * 4))
     height = max(n for n in range(1, lines + 1) if lines % n == 0 and n <= max(1, fits))
     size = _step_size(num_tokens, min(MAX_COPIES // k, fits // height)) if height == lines else 1
     parts = lines // height
