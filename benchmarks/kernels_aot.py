@@ -91,14 +91,11 @@ def captured() -> Iterator[list[str]]:
 
 
 def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
-    """Name, registers, spilled bytes and shared memory of each Mosaic GPU kernel the compiler spoke of."""
+    """Name, registers and spilled bytes of each Mosaic GPU kernel that was compiled: equal ones only once."""
     found: list[dict[str, Any]] = []
-    shared = 0
     for line in lines:
-        if match := re.search(r"smem_scratch_bytes=(\d+)", line):
-            shared = int(match[1])
-        elif match := re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", line):
-            found.append({"kernel": match[1], "shared_memory_bytes": shared})
+        if match := re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", line):
+            found.append({"kernel": match[1]})
         elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             found[-1]["spill_bytes"] = int(match[2]) + int(match[3])
         elif match := re.search(r"Used (\d+) registers", line):
@@ -116,6 +113,7 @@ def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dic
     return {
         "compile_s": round(time.perf_counter() - started, 1),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "shared_memory_bytes": [int(n) for line in lines for n in re.findall(r"smem_scratch_bytes=(\d+)", line)],
         "kernels": kernels_in(lines),
     }
 
@@ -153,10 +151,14 @@ def main() -> int:
                 result = compile_for(topology.devices[0], function, operands)
                 results.append({"target": target, "shape": name, "program": what, **result})
                 size = result["temp_bytes"] / 2**20
-                print(f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of temporaries", flush=True)
+                most = max(result["shared_memory_bytes"], default=0)
+                print(
+                    f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of temporaries, "
+                    f"at most {most} bytes of shared memory a block",
+                    flush=True,
+                )
                 for kernel in result["kernels"]:
-                    print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled, "
-                          "{shared_memory_bytes} bytes of shared memory".format(**kernel))  # fmt: skip
+                    print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
     print(json.dumps({"jax": jax.__version__, "programs": results}))
     return 0
 
