@@ -148,7 +148,7 @@ def test_health_metrics_and_live(server: HttpProcess) -> None:
     assert page.headers["content-type"].startswith("text/html") and "<title>" in page.text
     live = server.get("/live").json()
     assert len(live["expert_counts"]) == 3 and sum(map(sum, live["expert_counts"])) > 0 and live["slots"] == []
-    assert live["model"] == "org/tiny" and live["policy"] == "resident"
+    assert live["model"] == "org/tiny" and live["policy"] == "resident" and live["chat"]
     assert live["generation_tokens_total"] == samples["vllm:generation_tokens_total"]
     assert live["kv_tokens_total"] == 4 * 256
 
