@@ -1,4 +1,4 @@
-"""Load on a server of the OpenAI API: throughput, waiting times, refusals; the last line is one JSON object.
+r"""Load on a server of the OpenAI API: throughput, waiting times, refusals; the last line is one JSON object.
 
     python benchmarks/serving.py --url http://127.0.0.1:8000 --concurrency 32 --requests 256      # closed loop
     python benchmarks/serving.py --rate 4 --requests 500                                          # Poisson arrivals
@@ -12,7 +12,7 @@ or of this file. Tokens are counted by the server's `usage`, or else as pieces o
 throughput beside its engine's, in turn:
 
     load='python benchmarks/serving.py --concurrency 32 --requests 256 --max-tokens 32 --ignore-eos'
-    python benchmarks/alternate.py "$load --engine DIR --max-batch 32" \\
+    python benchmarks/alternate.py "$load --engine DIR --max-batch 32" \
         "$load --start DIR --max-batch 32 --max-waiting 200"
 """
 

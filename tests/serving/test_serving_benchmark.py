@@ -113,7 +113,7 @@ def test_starts_and_stops_the_server(
 
 def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -> None:
     """The same prompts, without HTTP."""
-    options = ["--max-batch", "2", "--max-seq-len", "256", "--prefill-chunk-tokens", "16", "--dtype", "float32"]
+    options = ["--max-batch", "1", "--max-seq-len", "64", "--prefill-chunk-tokens", "8", "--policy", "resident"]
     requests = ["--requests", "3", "--max-tokens", "4", "--ignore-eos", "--prompt-chars", "40"]
     result = load(*requests, "--engine", str(model_folder), *options)
     assert (result["completed"], result["completion_tokens"]) == (3, 12)
