@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.saved import bits
+
 
 class Layout(NamedTuple):
     """Where each row goes."""
@@ -68,15 +70,26 @@ class Tile(NamedTuple):
 
     def pick(self, w_L: jax.Array) -> jax.Array:
         """The group's part of an array of all groups."""
-        return jnp.take(w_L, self.group, axis=0, mode="clip")
+        part = jnp.take(partly(w_L), self.group, axis=0, mode="clip")
+        return lax.bitcast_convert_type(part, w_L.dtype)
 
     def read(self, x_ND: jax.Array) -> jax.Array:
         """The tile's rows [B, D], and zeros for those that are not its own."""
         rows_B = self.start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
-        return jnp.where(self.mine_B[:, None], jnp.take(x_ND, rows_B, axis=0, mode="clip"), 0)
+        x_BD = jnp.take(partly(x_ND), rows_B, axis=0, mode="clip")
+        return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
 
     def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
-        """The array with the tile's rows replaced."""
+        """An array as `partly` gave it, with the tile's rows replaced."""
         old_BD = lax.dynamic_slice_in_dim(out_ND, self.start, self.mine_B.size)
-        new_BD = jnp.where(self.mine_B[:, None], x_BD, old_BD)
+        new_BD = jnp.where(self.mine_B[:, None], partly(x_BD), old_BD)
         return lax.dynamic_update_slice_in_dim(out_ND, new_BD, self.start, axis=0)
+
+
+def partly(x: jax.Array) -> jax.Array:
+    """An array in the form in which a part of it is read or written without a copy of the whole.
+
+    XLA:CPU of JAX before 0.12 converts a whole bfloat16 array to float32 for that, but not its bits; later ones would
+    copy the whole array to make the bits, even for a loop that never runs.
+    """
+    return bits(x) if jax.__version_info__ < (0, 12) else x

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.groups import Layout, Tiles, slot_layout
+from kernels_pallas.groups import Layout, Tiles, partly, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
 from kernels_pallas.token_permute.reference import take_any_rows, take_rows
 
@@ -80,15 +80,16 @@ def grouped_matmul(
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
+        out = partly(y_NF)
         for some in tiles:
 
-            def tile(i: jax.Array, y_NF: jax.Array, some: Tiles = some) -> jax.Array:
+            def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
                 y_BF = dot(one.read(x_ND), one.pick(w), b_transposed=transpose_rhs).astype(x_ND.dtype)
-                return one.write(y_NF, y_BF)
+                return one.write(out, y_BF)
 
-            y_NF = lax.fori_loop(0, some.total(), tile, y_NF)
-        return y_NF
+            out = lax.fori_loop(0, some.total(), tile, out)
+        return lax.bitcast_convert_type(out, x_ND.dtype)
 
     return _cheapest(group_sizes_E, num_rows, run)
 
