@@ -124,7 +124,7 @@ class VocabularyShard:
 
 def _of_all_devices(
     x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, shard: VocabularyShard
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     x_MD, labels_M, weights_M = (all_gather_rows_local(a, shard.axes) for a in (x_TD, labels_T, weights_T))
     return x_MD, w_DV, shard.index(labels_M, w_DV.shape[1]), weights_M
 

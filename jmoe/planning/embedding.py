@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, get_args
 
-from jmoe.planning.exchange import Traffic
+from jmoe.planning.exchange import MIN_SAVING, Traffic
 
 EmbeddingKind = Literal["replicated", "columns", "rows"]
 EmbeddingChoice = Literal["auto"] | EmbeddingKind
+# Sizes that a partition divides over the devices, in order of preference.
+SPLIT_SIZES: dict[str, tuple[str, ...]] = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}
 MASTER_BYTES = 4  # of a parameter and of its gradient's sum
 ID_BYTES = 4
 # Rows are fetched in rounds of this part of a fair share to each device. Text repeats itself: one or two rounds do.
@@ -97,15 +99,18 @@ def traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Tra
 def plan_embedding(
     kind: EmbeddingChoice, vocabulary: Vocabulary, *, num_nodes: int, devices_per_node: int
 ) -> EmbeddingPlan:
-    """The partition of this name, or with `auto` columns where they divide and spare the slowest level bytes.
+    """The partition of this name, or with `auto` the one that spares the slowest level bytes; columns if in doubt.
 
     The head is computed in parts of the vocabulary where that moves fewer bytes than a whole head does: hidden states
-    of all devices then go to all, so it is right for R T tokens up to about V.
+    of all devices then go to all, so it is right for R T tokens up to about V. A tied table in columns has to be turned
+    into such parts and back in every pass, in rows it lies so already.
     """
     names = ("auto", *get_args(EmbeddingKind))
     if kind not in names:
         raise ValueError(f"embedding = {kind!r}: must be one of {', '.join(names)}")
     devices = num_nodes * devices_per_node
+    if devices == 1:
+        return EmbeddingPlan("replicated", "one device", num_nodes, devices_per_node, parallel_head=False)
 
     def slow_bytes(plan: EmbeddingPlan) -> int:
         sent = traffic(plan, vocabulary)
@@ -115,25 +120,22 @@ def plan_embedding(
         plans = [EmbeddingPlan(kind, "as configured", num_nodes, devices_per_node, p) for p in (False, True)]
         return plans[0] if kind == "replicated" else min(plans, key=slow_bytes)
 
-    replicated = of("replicated")
-    if devices == 1:
-        return EmbeddingPlan("replicated", "one device", num_nodes, devices_per_node, parallel_head=False)
-    columns_divide = vocabulary.hidden_size % devices == 0
-    rows_divide = vocabulary.vocab_size % devices == 0
-    if kind in ("columns", "rows"):
-        name, size = ("hidden_size", "columns") if not columns_divide and kind == "columns" else ("vocab_size", kind)
-        if not rows_divide or (kind == "columns" and not columns_divide):
-            value = getattr(vocabulary, name)
-            raise ValueError(f"{name} = {value}: must be a multiple of the {devices} devices for embedding = {size}")
+    uneven = [name for name in SPLIT_SIZES.get(kind, ()) if getattr(vocabulary, name) % devices]
+    if uneven:
+        name = uneven[0]
+        constraint = f"must be a multiple of the {devices} devices for embedding = {kind!r}"
+        raise ValueError(f"{name} = {getattr(vocabulary, name)}: {constraint}")
     if kind != "auto":
         return of(kind)
-    if not (columns_divide and rows_divide):
-        sizes = f"hidden_size = {vocabulary.hidden_size} and vocab_size = {vocabulary.vocab_size}"
-        reason = f"{sizes} are not both multiples of {devices} devices"
+    even = [kind for kind, sizes in SPLIT_SIZES.items() if not any(getattr(vocabulary, n) % devices for n in sizes)]
+    if not even:
+        reason = f"vocab_size = {vocabulary.vocab_size} is no multiple of {devices} devices"
         return EmbeddingPlan("replicated", reason, num_nodes, devices_per_node, parallel_head=False)
-    columns = of("columns")
-    here, there = slow_bytes(columns) / 1e6, slow_bytes(replicated) / 1e6
+    replicated, best = of("replicated"), of(even[0])
+    for other in map(of, even[1:]):
+        best = other if slow_bytes(other) < (1 - MIN_SAVING) * slow_bytes(best) else best
     where = "to other nodes" if num_nodes > 1 else "to other devices"
-    best = columns if here < there else replicated
-    reason = f"a device sends {here:.1f} MB {where} in a pass with columns, {there:.1f} MB replicated"
-    return EmbeddingPlan(best.kind, reason, num_nodes, devices_per_node, best.parallel_head)
+    here, there = (slow_bytes(plan) / 1e6 for plan in (best, replicated))
+    reason = f"a device sends {here:.1f} MB {where} in a pass with {best.kind}, {there:.1f} MB replicated"
+    chosen = best if here < there else replicated
+    return EmbeddingPlan(chosen.kind, reason, num_nodes, devices_per_node, chosen.parallel_head)

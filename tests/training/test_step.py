@@ -51,8 +51,14 @@ CONFIG = TrainConfig(
 NO_BALANCE = dataclasses.replace(MODEL, router=dataclasses.replace(MODEL.router, aux_loss_coef=0.0))
 
 
-def config_of(shape: tuple[int, int, int], shard_dense: bool = True, exchange: str = "auto", **changes: Any) -> Any:
-    mesh = MeshConfig(*shape, exchange=exchange, shard_dense=shard_dense)  # type: ignore[arg-type]
+def config_of(
+    shape: tuple[int, int, int],
+    shard_dense: bool = True,
+    exchange: str = "auto",
+    embedding: str = "auto",
+    **changes: Any,
+) -> Any:
+    mesh = MeshConfig(*shape, exchange, shard_dense, embedding)  # type: ignore[arg-type]
     return dataclasses.replace(CONFIG, mesh=mesh, **changes)
 
 
@@ -285,7 +291,7 @@ def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("shape", "there", "back"), [((1, 1, 8), 3, 2), ((1, 2, 4), 7, 5)], ids=["flat", "dedup"])
 def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: int) -> None:
     """All-to-alls of a layer: rows there and back at each level and what describes them; backwards rows and weights."""
-    ours, mesh, _ = program(shape)
+    ours, mesh, _ = program(shape, embedding="replicated")
     text = ours.step.lower(ours.state_shape, batch(mesh, 0)).as_text()  # type: ignore[attr-defined]
     assert text.count('all_to_all"(') == there + back
 
