@@ -5,7 +5,7 @@ replicated (the whole table on every rank, its gradient all-reduced), zero3 (spl
 columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
 Seconds are medians from a barrier to a barrier; `ratio_to_replicated` is the median of the ratios round by round. Bytes
 sent are those of a node, all headers included, beside those of `jmoe.planning.embedding.traffic`. `table_bytes` are
-those of table, head and their AdamW moments on one rank; `peak_bytes` the program's own account of a step.
+those of table, head and their AdamW moments on one rank, `temp_bytes` what a step takes beside the state.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Callable[..., tuple[float, 
                 "formula_bytes": run.formula_bytes,
                 "table_bytes": run.table_bytes,
                 f"table_part_of_{reference}": run.table_bytes / runs[reference].table_bytes,
-                "peak_bytes": run.step.memory_analysis().peak_memory_in_bytes,
+                "temp_bytes": run.step.memory_analysis().temp_size_in_bytes,
                 "losses": [round(loss, 4) for loss in run.losses],
                 "all_seconds": [round(s, 4) for s in seconds],
             }
