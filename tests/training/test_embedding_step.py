@@ -20,7 +20,10 @@ from jax.sharding import NamedSharding
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, make_mesh
+from jmoe.models.pretrained import load_pretrained
 from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.export import export_run
+from jmoe.training.pretrained import pretrained_state
 from jmoe.training.step import Program, TrainState, make_program
 
 ONE, EIGHT = (1, 1, 1), (2, 2, 2)
@@ -181,6 +184,23 @@ def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, ti
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), saved)
 
 
+@pytest.mark.parametrize("embedding", ["columns", "rows"])
+def test_export_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
+    """A run's checkpoint as a Hugging Face folder holds the table in order; another run starts from it in parts."""
+    ours, run_dir, folder = program(EIGHT, embedding), tmp_path / "run", tmp_path / "exported"
+    config = TrainConfig(model=dataclasses.replace(MODEL, tie_word_embeddings=True), init_from=str(folder))
+    saved = steps(ONE, "replicated", True)[1]
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+        checkpoints.save(2, ours.to_saved(from_host(saved, ours)), {}, config.to_json())
+    export_run(run_dir, folder)
+    decoder = load_pretrained(folder).decoder
+    np.testing.assert_array_equal(decoder.embedding[...], saved.params["embedding"])
+
+    begun = ours.to_saved(pretrained_state(ours, config))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(begun.params), saved.params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves((begun.m, begun.v, begun.step)))
+
+
 def test_gradient_accumulation_and_bfloat16() -> None:
     for embedding in ("columns", "rows"):
         ours = program(EIGHT, embedding, gradient_accumulation_steps=2, compute_dtype="bfloat16")
@@ -197,4 +217,5 @@ def test_gradient_accumulation_and_bfloat16() -> None:
 def test_a_program_says_how_its_table_is_split() -> None:
     assert program(ONE, "auto").embedding == ""
     assert program(EIGHT, "rows").embedding == "rows embedding: as configured"
-    assert program(EIGHT, "auto").embedding.startswith("columns embedding: a device sends 0.0 MB to other nodes")
+    assert program(EIGHT, "auto").embedding.startswith("rows embedding: a device sends 0.0 MB to other nodes")
+    assert program(EIGHT, "auto", tied=False).embedding.startswith("columns embedding: a device sends")
