@@ -283,7 +283,7 @@ def test_a_read_only_folder_can_be_opened(tmp_path: Path, monkeypatch: pytest.Mo
     def denied(*args: Any) -> None:
         raise PermissionError(errno.EACCES, "denied")
 
-    monkeypatch.setattr(record_store, "_locked", denied)
+    monkeypatch.setattr(record_store, "locked", denied)
     monkeypatch.setattr(Path, "mkdir", denied)
     with pack(tmp_path, refuse) as store:
         check_content(store)
