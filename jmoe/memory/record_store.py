@@ -107,6 +107,30 @@ class RecordLayout:
         return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
 
 
+@dataclass(frozen=True)
+class HostRecords:
+    """Every record in host memory; record i is in slot i."""
+
+    layout: RecordLayout
+    buffers: RecordBuffers
+
+    def __post_init__(self) -> None:
+        check(
+            self.buffers.slot_bytes == self.layout.record_bytes,
+            "buffers.slot_bytes",
+            self.buffers.slot_bytes,
+            f"must be the layout's record_bytes = {self.layout.record_bytes}",
+        )
+
+    @classmethod
+    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill) -> Self:
+        """Allocate them and let `fill` write each one, as `RecordStore.pack` does."""
+        buffers = RecordBuffers(num_records, layout.record_bytes)
+        for index in range(num_records):
+            fill(index, layout.views(buffers.slot(index)))
+        return cls(layout, buffers)
+
+
 class RecordStore:
     """A pack, open for reading; its methods may be called from many threads.
 
