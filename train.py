@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from configs import PRESETS
 from jmoe.config import TrainConfig
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.training import distributed
 from jmoe.training.checkpoint import Checkpoints, check_compatible
 from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str]) -> None:
     config = parse(arguments)
     distributed.start(config.distributed)
     output_dir = Path(config.output_dir)
-    mesh = make_mesh(config.check_devices(jax.device_count()))
+    mesh = make_mesh(config.check_devices(jax.device_count(), devices_per_host()))
     total, active = config.model.num_parameters()
     say(
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
@@ -265,6 +265,8 @@ def main(arguments: Sequence[str]) -> None:
         )
         stack.callback(batches.close)
         program = make_program(config, mesh)
+        if program.exchange:
+            say(program.exchange)
         checkpoints = stack.enter_context(
             Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
         )

@@ -55,7 +55,10 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Program:
-    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state."""
+    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state.
+
+    exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
+    """
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
@@ -63,6 +66,7 @@ class Program:
     evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
+    exchange: str
 
 
 def _pure(state: Any) -> Any:
@@ -87,6 +91,13 @@ class _Model:
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
+
+    @property
+    def exchange(self) -> str:
+        layers = self.abstract.moe_layers
+        if layers is None or layers.moe.exchange_plan.num_devices == 1:
+            return ""
+        return f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}"
 
     def build(self) -> Decoder:
         config = self.config
@@ -319,4 +330,5 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
+        exchange=model.exchange,
     )
