@@ -43,6 +43,13 @@ def zipf(num_steps: int, num_layers: int, num_tokens: int, seed: int, top_k: int
         ]
 
 
+def multi_task(num_steps: int, num_layers: int, seed: int) -> Iterator[Step]:
+    """Tasks of 512, 256, 128 and 128 tokens a step take turns, each with favourites of its own."""
+    tasks = [zipf(num_steps, num_layers, tokens, seed + n) for n, tokens in enumerate((512, 256, 128, 128))]
+    for step in range(num_steps):
+        yield [next(task) for task in tasks][step % len(tasks)]
+
+
 def gumbel_top_k(rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: int, top_k: int) -> NDArray[Any]:
     """`top_k` different experts for each token, drawn with these weights."""
     noise_TE = rng.gumbel(size=(num_tokens, weights_E.size)) + np.log(weights_E)
@@ -54,6 +61,7 @@ def traces(num_steps: int) -> dict[str, list[Step]]:
     for layers in (1, 4):
         for tokens in (16, 128, 1024):
             found[f"zipf, {layers} layers, {tokens} tokens"] = list(zipf(num_steps, layers, tokens, tokens + layers))
+        found[f"four tasks, {layers} layers"] = list(multi_task(num_steps, layers, 7 + layers))
     return found
 
 
@@ -86,6 +94,24 @@ class Ours:
 
     def end_step(self, records: NDArray[np.int64]) -> None:
         self.cache.touch(records)
+
+
+class Ahead(Ours):
+    """The same, told before each step what the next one will use."""
+
+    def __init__(self, num_slots: int, steps: list[Step]) -> None:
+        super().__init__(num_slots)
+        self.coming = iter(steps)
+        self.tell()
+        self.tell()
+
+    def tell(self) -> None:
+        if (step := next(self.coming, None)) is not None:
+            self.cache.expect(np.concatenate(step))
+
+    def end_step(self, records: NDArray[np.int64]) -> None:
+        super().end_step(records)
+        self.tell()
 
 
 class LRU:
@@ -209,6 +235,7 @@ def policies(num_steps: int) -> list[dict[str, Any]]:
             slots = int(NUM_RECORDS * share)
             contestants: dict[str, Policy] = {
                 "ours": Ours(slots),
+                "ours_ahead": Ahead(slots, steps),
                 "lru": LRU(slots),
                 "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
                 "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),

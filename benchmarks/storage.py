@@ -4,6 +4,7 @@ Axes: R bytes of a record.
 """
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -54,25 +55,28 @@ def on_threads(work: Work, buffers: RecordBuffers, num_records: int) -> float:
 
 def fio(files: list[Path], record_bytes: int, threads: int, write: bool) -> float:
     """Seconds that fio takes for these files: whole records, O_DIRECT, as many at a time, flushed as ours are."""
-    job = [
-        "[global]",
-        "ioengine=psync",
-        "direct=1",
-        "thread=1",
-        "group_reporting=1",
-        "scramble_buffers=0",
-        f"bs={record_bytes}",
-    ]
-    job += ["rw=write" if write else "rw=read", "file_service_type=sequential", "allow_file_create=0", "overwrite=1"]
-    job += ["fdatasync=1"] if write else []
-    for first in range(threads):
-        mine = files[first::threads]
-        job += [f"[job{first}]", f"size={len(mine) * record_bytes}", "filename=" + ":".join(map(str, mine))]
-    done = subprocess.run(
-        ["fio", "--output-format=json", "-"], input="\n".join(job), capture_output=True, text=True, check=True
-    )
+    links = files[0].parent / "fio"
+    links.mkdir()
+    for n, path in enumerate(files):
+        os.link(path, links / f"{n % threads}.{n // threads}")
+    options = {
+        "rw": "write" if write else "read",
+        "directory": links,
+        "filename_format": "$jobnum.$filenum",
+        "nrfiles": len(files) // threads,
+        "filesize": record_bytes,
+        "size": len(files) // threads * record_bytes,
+        "bs": record_bytes,
+        "numjobs": threads,
+        "file_service_type": "sequential",
+        "fdatasync": int(write),
+    }
+    options |= {"ioengine": "psync", "direct": 1, "thread": 1, "group_reporting": 1, "scramble_buffers": 0}
+    command = ["fio", "--name=records", "--output-format=json", *(f"--{k}={v}" for k, v in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
     assert moved["io_bytes"] == len(files) * record_bytes, moved["io_bytes"]
+    shutil.rmtree(links)
     return float(moved["runtime"]) / 1000
 
 
@@ -91,7 +95,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
     has_fio = shutil.which("fio") is not None
     rows = []
     for record_bytes, threads in ((12 << 20, 1), (12 << 20, 4), (1 << 20, 4)):
-        num_records = total_bytes // record_bytes
+        num_records = total_bytes // record_bytes // threads * threads
         with open_store(folder / "store", record_bytes, num_records) as it:
             buffers = RecordBuffers(threads, record_bytes)
             scratch = [folder / f"plain-{index}" for index in range(num_records)]
