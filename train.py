@@ -99,7 +99,8 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         with self.watchdog.waiting_for("checkpoint of step", step):
-            self.checkpoints.save(step, state, self.batches.get_state(), json.dumps(self.resolved, indent=1))
+            saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
+            self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
 
 
 def start_or_resume(
@@ -112,11 +113,10 @@ def start_or_resume(
         return pretrained_state(program, config) if config.init_from else program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
-    state, data_state, _ = checkpoints.restore(step, program.state_shape)
+    state, data_state, _ = checkpoints.restore(step, program.saved_shape)
     batches.set_state(data_state)
     say(f"resuming from step {step} of {checkpoints.directory}")
-    restored: TrainState = state
-    return restored
+    return program.from_saved(state)
 
 
 def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
@@ -265,8 +265,8 @@ def main(arguments: Sequence[str]) -> None:
         )
         stack.callback(batches.close)
         program = make_program(config, mesh)
-        if program.exchange:
-            say(program.exchange)
+        for note in filter(None, (program.exchange, program.embedding)):
+            say(note)
         checkpoints = stack.enter_context(
             Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
         )
