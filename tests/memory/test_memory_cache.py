@@ -266,7 +266,7 @@ def test_what_was_expected_and_did_not_come_is_forgotten() -> None:
         assert {0, 1} == {index for index in range(8) if cache._hot.slot_of[index] >= 0}
     for index in (2, 3):
         pass_through(cache, index)
-    assert cache._hot.slot_of[3] >= 0
+    assert cache._hot.slot_of[2] >= 0  # 3 is in staging
     assert cache.counts.rank(0) == 0
 
 
