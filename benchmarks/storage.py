@@ -90,14 +90,15 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """read, in_place, replace: GB/s of the store with its checksums, and the median ratio to fio or to in_place.
 
     in_place: records written over where they are, each flushed, which is what fio does. replace: new versions, with
-    all renames and folder flushes. In turn; without fio, against a bare loop of threads.
+    all renames and folder flushes. In turn. read_huge_pages: into memory as `TieredStore` has it.
     """
     has_fio = shutil.which("fio") is not None
     rows = []
     for record_bytes, threads in ((12 << 20, 1), (12 << 20, 4), (1 << 20, 4)):
         num_records = total_bytes // record_bytes // threads * threads
         with open_store(folder / "store", record_bytes, num_records) as it:
-            buffers = RecordBuffers(threads, record_bytes)
+            buffers = RecordBuffers(threads, record_bytes, huge_pages=False)  # fio has none either
+            huge = RecordBuffers(threads, record_bytes)
             scratch = [folder / f"plain-{index}" for index in range(num_records)]
             for path in scratch:
                 write_file(path, buffers.slot(0), it.io)
@@ -111,6 +112,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
             for _ in range(rounds):
                 files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][:num_records]
                 took = {"read": on_threads(it.read_into, buffers, num_records)}
+                took["read_huge_pages"] = on_threads(it.read_into, huge, num_records)
                 if has_fio:
                     took["fio_read"] = fio(files, record_bytes, threads, write=False)
                 took["in_place"] = on_threads(in_place, buffers, num_records)
