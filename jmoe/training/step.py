@@ -55,7 +55,11 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Program:
-    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state."""
+    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state as it is saved.
+
+    pack, unpack: the state as it is saved, from the one that steps work on, and back. close: end threads, if there are
+    any. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does.
+    """
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
@@ -63,13 +67,17 @@ class Program:
     evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
+    pack: Callable[[TrainState], TrainState] = lambda state: state
+    unpack: Callable[[TrainState], TrainState] = lambda state: state
+    close: Callable[[], None] = lambda: None
+    expert_stats: Callable[[], Any] = lambda: None
 
 
 def _pure(state: Any) -> Any:
     return nnx.to_pure_dict(state)
 
 
-class _Model:
+class PureDecoder:
     """The decoder as a pure function of nested dicts of this device's parameters."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
@@ -134,7 +142,7 @@ def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> 
     return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
 
 
-def _make_loss(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+def _make_loss(config: TrainConfig, model: PureDecoder, worst_case: bool) -> Callable[..., Any]:
     accumulation = config.gradient_accumulation_steps
     num_tokens = config.batch_size * config.sequence_length // accumulation
     has_moe = config.model.num_moe_layers > 0
@@ -182,7 +190,7 @@ def _reduce(grads: Any, shard_dims: dict[tuple[str, ...], int], mesh: Mesh) -> A
     return jax.tree_util.tree_map_with_path(reduce, grads)
 
 
-def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
+def _squared_norms(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
     """Global squared gradient norms: `embedding`, `head`, ... scalars; `moe_layers`, `dense_layers` one per layer."""
     sums: dict[str, jax.Array] = {}
     mesh = model.mesh
@@ -199,7 +207,7 @@ def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
 
 
 def _local_gradients(
-    config: TrainConfig, model: _Model, worst_case: bool
+    config: TrainConfig, model: PureDecoder, worst_case: bool
 ) -> Callable[[TrainState, jax.Array], tuple[Any, dict[str, jax.Array]]]:
     loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case), has_aux=True)
     jitter = config.model.router.jitter_noise > 0
@@ -226,7 +234,7 @@ def _local_gradients(
     return gradients
 
 
-def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+def _make_step(config: TrainConfig, model: PureDecoder, worst_case: bool) -> Callable[..., Any]:
     gradients = _local_gradients(config, model, worst_case)
     schedule = learning_rate(config.optimizer, config.num_steps)
     clip_norm, mesh = config.optimizer.clip_norm, model.mesh
@@ -276,7 +284,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     `step_worst_case` runs the same step with room for every token). evaluate(state, tokens [B, S + 1], weights
     [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
-    model = _Model(config, mesh)
+    model = PureDecoder(config, mesh)
     step_spec: Any = REPLICATED
     state_specs = TrainState(
         model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), step_spec
