@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,6 +23,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.hot_set import HitCounts, record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
+from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 
@@ -46,52 +48,13 @@ class TieredStats:
     nvme_writes: LinkStats
 
 
-class Record:
-    """A record in host memory, for as long as it is open: use it in a `with` statement.
-
-    record[name] is an array of the record's layout, `data_R` all its bytes, read-only unless it was got as writable.
-    Both lie in memory that is used for another record after `close`: copy them, and wait for the copy (on CPU,
-    `jax.device_put` of such an array makes no copy at all).
-    """
-
-    def __init__(self, index: int, data_R: NDArray[np.uint8], views: dict[str, NDArray[Any]], owner: "TieredStore"):
-        self.index, self.data_R, self._views = index, data_R, views
-        self._owner: TieredStore | None = owner
-        self._start_s = owner._host_link.start()
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._views[name]
-
-    def put(self) -> None:
-        """The record has been changed: it is dirty from now on, and given back."""
-        check(self.data_R.flags.writeable, "writable", False, "must be True in `get` to put a record")
-        self._close(dirty=True)
-
-    def close(self) -> None:
-        """Give the memory back, which has not been changed since `get`; more than once does nothing."""
-        self._close(dirty=False)
-
-    def _close(self, *, dirty: bool) -> None:
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner._host_link.finish(self._start_s, self.data_R.nbytes)
-            owner._give_back(self.index, dirty)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 class _Read:
     """A record on its way from NVMe."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.slot: int | None = None  # None: no thread has begun
+        self.empty = False  # a slot is all that is wanted
         self.demanded = False
         self.waiters = 0
         self.done = False
@@ -130,11 +93,9 @@ class TieredStore:
         bandwidth_limit_bytes_per_s: Mapping[Tier, float] | None = None,
         wait_limit_s: float = 60.0,
     ) -> None:
-        check(threads > 0, "threads", threads, "must be greater than 0")
-        check(write_threads > 0, "write_threads", write_threads, "must be greater than 0")
-        every = write_back_every_steps
-        check(every is None or every > 0, "write_back_every_steps", every, "must be greater than 0, or None")
-        check(wait_limit_s > 0, "wait_limit_s", wait_limit_s, "must be greater than 0")
+        positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
+        for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
+            check(value is None or value > 0, name, value, "must be greater than 0")
         limits = dict(bandwidth_limit_bytes_per_s or {})
         check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "tiers are nvme and host")
         self._lock = threading.Lock()
@@ -150,12 +111,12 @@ class TieredStore:
         self._error: Exception | None = None
         self._write_error = False  # that is what the error is of: no more writes before it has been raised
         self._reads: dict[int, _Read] = {}
-        self._demanded: deque[_Read] = deque()
-        self._ahead: deque[_Read] = deque()
+        self._demanded, self._ahead = deque[_Read](), deque[_Read]()
         self._threads: list[threading.Thread] = []
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records open as writable
-        self._steps, self._write_back_every_steps = 0, every
+        self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
+        self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self._store = store
         self._versions = store if isinstance(store, VersionStore) else None
         self._cache: LFUCache | None = None
@@ -163,7 +124,7 @@ class TieredStore:
             if host_records is None or cache_bytes is not None:
                 raise ValueError("host_records: without a store all records must be in host memory, without a cache")
             self.layout, self._buffers = host_records.layout, host_records.buffers
-            self.num_records = host_records.buffers.num_slots
+            self.num_records = self._buffers.num_slots
         else:
             if host_records is not None or cache_bytes is None:
                 raise ValueError("cache_bytes: a store needs a cache in host memory, and no host_records")
@@ -172,15 +133,9 @@ class TieredStore:
             self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
             counts = HitCounts(self.num_records, beta=beta, decay_every_steps=decay_every_steps)
             self._cache = LFUCache(counts, cache_slots, staging_slots)
-            self._threads = [
-                threading.Thread(target=self._work, name=f"read-{n}-{store.path.name}", daemon=True)
-                for n in range(threads)
-            ]
+            self._threads = [self._thread(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
-                self._threads += [
-                    threading.Thread(target=self._work_back, name=f"write-{n}-{store.path.name}", daemon=True)
-                    for n in range(write_threads)
-                ]
+                self._threads += [self._thread(self._work_back, f"write-{n}") for n in range(write_threads)]
         self._views = [self._read_only(slot) for slot in range(self._buffers.num_slots)]
         for thread in self._threads:
             thread.start()
@@ -227,11 +182,13 @@ class TieredStore:
                     del self._reads[index]
             self._to_do.notify_all()
 
-    def get(self, index: int, *, writable: bool = False) -> Record:
+    def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
         """The record, in host memory; waits until it is there. Close or put what comes back.
 
-        writable: for the caller alone. `ValueError` if the record is open elsewhere and either is writable.
+        writable: for the caller alone. `ValueError` if the record is open elsewhere and either is writable. empty:
+        the caller writes all of it and puts it, so it is not read; what it holds until then is undefined.
         """
+        check(writable or not empty, "empty", empty, "needs writable")
         check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
         if writable and self._store is not None:
             check(self._versions is not None, "writable", writable, "needs a VersionStore, or records in host memory")
@@ -243,8 +200,9 @@ class TieredStore:
                 if writable and self._cache.is_writing(index):
                     self._wait_until(lambda: not self._is_writing(index), f"record {index} to be written")
                 held = None if index in self._reads else self._cache.use(index)
-                slot = self._wait_for(index) if held is None else held
-            if index in self._changing or (writable and self._open[index]):
+                slot = self._wait_for(index, empty) if held is None else held
+            taken = index in self._changing or (index in self._blank and not empty)
+            if taken or (writable and self._open[index]):
                 if self._cache is not None:
                     self._cache.unpin(slot)
                 raise ValueError(f"record {index}: is open elsewhere, and may then not be open as writable")
@@ -255,7 +213,7 @@ class TieredStore:
         if writable:
             data_R = self._buffers.slot(slot)
             views = self.layout.views(data_R)
-        return Record(index, data_R, views, self)
+        return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
 
     def flush(self) -> None:
         """Write back all dirty records and make them durable in the store; waits for it. Nobody may put meanwhile."""
@@ -315,6 +273,9 @@ class TieredStore:
         finally:
             self.close()
 
+    def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        return threading.Thread(target=work, name=f"{name}-{Path(self._where()).name}", daemon=True)
+
     def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
         """How many slots the cache and the staging get out of `cache_bytes`."""
         record_bytes = self.layout.record_bytes
@@ -349,8 +310,13 @@ class TieredStore:
             slot = self._cache.slot_of(index)
             assert slot is not None, index
             if dirty:
+                self._blank.discard(index)
                 self._cache.mark_dirty(index)
-            self._cache.unpin(slot)
+            if index in self._blank:
+                self._blank.remove(index)
+                self._cache.drop(index)
+            else:
+                self._cache.unpin(slot)
             self._to_write.notify()
             if self._demanded or self._ahead:
                 self._to_do.notify()
@@ -375,11 +341,14 @@ class TieredStore:
             self._waits += 1
             self._waited_s += time.monotonic() - start_s
 
-    def _wait_for(self, index: int) -> int:
+    def _wait_for(self, index: int, empty: bool) -> int:
         """The slot of a record that is not there yet, with a pin for the caller. The lock is held."""
         read = self._reads.get(index)
         if read is None:
             self._reads[index] = read = _Read(index)
+            read.empty = empty
+        elif read.slot is None:
+            read.empty = read.empty and empty
         if not read.demanded:
             read.demanded = True
             self._demanded.append(read)  # if its read has begun, the threads skip it
@@ -411,7 +380,8 @@ class TieredStore:
         while (read := self._next()) is not None:
             error: Exception | None = None
             try:
-                self._nvme_link.transfer(partial(self._read_one, read))
+                if not read.empty:
+                    self._nvme_link.transfer(partial(self._read_one, read))
             except Exception as caught:  # whatever it is, it is raised where somebody sees it: see _finish
                 error = caught
             self._finish(read, error)
@@ -450,6 +420,8 @@ class TieredStore:
             del self._reads[read.index]
             read.done, read.error = True, error
             if error is None:
+                if read.empty:
+                    self._blank.add(read.index)
                 for _ in range(read.waiters):
                     self._cache.use(read.index)
                 self._cache.unpin(read.slot)

@@ -362,8 +362,9 @@ class VersionStore:
                 self._dead.append(version)
                 return
             del self._reading[version]
-        if path.stat().st_nlink > 1:
-            path.unlink()
-            return
-        with self._lock:
-            self._spare.append(path)
+        with contextlib.suppress(FileNotFoundError):  # somebody took it away; the record has a newer one
+            if path.stat().st_nlink > 1:
+                path.unlink()
+                return
+            with self._lock:
+                self._spare.append(path)
