@@ -31,7 +31,8 @@ from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load
 from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
-from jmoe.training.step import Program, TrainState, make_program
+from jmoe.training.step import Program, TrainState
+from jmoe.training.streamed_step import make_tiered_program
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -99,7 +100,8 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         with self.watchdog.waiting_for("checkpoint of step", step):
-            self.checkpoints.save(step, state, self.batches.get_state(), json.dumps(self.resolved, indent=1))
+            whole, resolved = self.program.pack(state), json.dumps(self.resolved, indent=1)
+            self.checkpoints.save(step, whole, self.batches.get_state(), resolved)
 
 
 def start_or_resume(
@@ -109,14 +111,13 @@ def start_or_resume(
     step = checkpoints.latest_step()
     if step is None:
         say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
-        return pretrained_state(program, config) if config.init_from else program.init()
+        return program.unpack(pretrained_state(program, config)) if config.init_from else program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
     state, data_state, _ = checkpoints.restore(step, program.state_shape)
     batches.set_state(data_state)
     say(f"resuming from step {step} of {checkpoints.directory}")
-    restored: TrainState = state
-    return restored
+    return program.unpack(state)
 
 
 def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
@@ -264,7 +265,8 @@ def main(arguments: Sequence[str]) -> None:
             prefetch_batches=config.data.prefetch_batches,
         )
         stack.callback(batches.close)
-        program = make_program(config, mesh)
+        program = make_tiered_program(config, mesh)
+        stack.callback(program.close)
         checkpoints = stack.enter_context(
             Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
         )

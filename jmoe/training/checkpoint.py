@@ -45,6 +45,7 @@ FREE = (
     "output_dir",
     "profile.",
     "remat",
+    "tiers.",
 )
 NOTED = {
     "num_steps": "the cosine schedule now ends at another step",

@@ -73,6 +73,40 @@ def _place(stacks: Stacks, expert: jax.Array, weights: Mapping[str, jax.Array]) 
     return {name: lax.dynamic_update_index_in_dim(w, weights[name], expert, 0) for name, w in stacks.items()}
 
 
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _update(
+    config: OptimizerConfig,
+    decaying: frozenset[str],
+    stacks: Stacks,
+    expert: jax.Array,
+    m: Mapping[str, jax.Array],
+    v: Mapping[str, jax.Array],
+    g: Mapping[str, jax.Array],
+    lr_W: jax.Array,
+    step: jax.Array,
+    num_steps: jax.Array,
+    gradient_at: jax.Array,
+    clip: jax.Array,
+) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
+    """`catch_up` of one expert of a slot: (slot, w, m, v)."""
+    w = {name: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False) for name, stack in stacks.items()}
+    w, m, v = catch_up(
+        w,
+        m,
+        v,
+        g,
+        config=config,
+        decay={name: name in decaying for name in stacks},
+        lr_W=lr_W,
+        step=step,
+        num_steps=num_steps,
+        gradient_at=gradient_at,
+        clip=clip,
+    )
+    stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], expert, 0) for name, stack in stacks.items()}
+    return stacks, w, m, v
+
+
 class ExpertState:
     """Weights and optimizer state of all experts, fetched into slots by a ring over the layers.
 
@@ -110,8 +144,8 @@ class ExpertState:
         self._updates = self._replayed = 0
         self._fetch_waited_s = 0.0
         self._counters = threading.Lock()
-        decay = {name: len(shape) >= 2 for name, shape in shapes.items()}
-        self._update = jax.jit(partial(_update, optimizer, decay), donate_argnums=0)
+        self._optimizer = optimizer
+        self._decaying = frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         empty = {name: jnp.zeros((num_experts, *shape), jnp.float32) for name, shape in shapes.items()}
@@ -154,8 +188,8 @@ class ExpertState:
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
         """Put these experts' present weights into the slot; returns the bytes fetched."""
-        ids = layer * self.num_experts + experts
-        missing, stale = ~self._present[slot][experts], self._applied[ids] < self.now
+        now, ids = self.now, layer * self.num_experts + experts
+        missing, stale = ~self._present[slot][experts], self._applied[ids] < now
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
             stores.weights.prefetch(ids[missing])
@@ -170,13 +204,13 @@ class ExpertState:
                     fetched_bytes += record.data_R.nbytes
                 self._present[slot][expert] = True
             if is_stale:
-                fetched_bytes += self._catch_up(slot, np.int32(expert), int(index))
+                fetched_bytes += self._catch_up(slot, np.int32(expert), int(index), now)
         return fetched_bytes
 
     # The update
 
-    def _catch_up(self, slot: int, expert: np.int32, index: int) -> int:
-        """Bring a record whose weights are in the slot up to the present step; returns the bytes fetched."""
+    def _catch_up(self, slot: int, expert: np.int32, index: int, now: int) -> int:
+        """Bring a record whose weights are in the slot up to step `now`; returns the bytes fetched."""
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
         with stores.moments.get(index, writable=True) as record:
@@ -185,10 +219,10 @@ class ExpertState:
             if pending:
                 with stores.gradients.get(index) as gradient:
                     g = {name: gradient[name] for name in names}
-                    w, m, v = self._run_update(slot, expert, m, v, g, start, pending=True)
+                    w, m, v = self._run_update(slot, expert, m, v, g, range(start, now), pending=True)
                     fetched_bytes += gradient.data_R.nbytes
             else:
-                w, m, v = self._run_update(slot, expert, m, v, self._no_gradient, start, pending=False)
+                w, m, v = self._run_update(slot, expert, m, v, self._no_gradient, range(start, now), pending=False)
             for name in names:
                 np.copyto(record[f"m.{name}"], m[name])
                 np.copyto(record[f"v.{name}"], v[name])
@@ -198,25 +232,27 @@ class ExpertState:
                 for name in names:
                     np.copyto(record[name], w[name])
                 record.put()
-        self._applied[index], self._pending[index] = self.now, False
+        self._applied[index], self._pending[index] = now, False
         with self._counters:
             self._updates += 1
-            self._replayed += self.now - start - pending
+            self._replayed += now - start - pending
         return fetched_bytes
 
     def _run_update(
-        self, slot: int, expert: np.int32, m: Any, v: Any, g: Any, start: int, *, pending: bool
+        self, slot: int, expert: np.int32, m: Any, v: Any, g: Any, steps: range, *, pending: bool
     ) -> tuple[Any, Any, Any]:
-        """(w, m, v) after the steps from `start` to now, on the device's memory; the slot has w too."""
+        """(w, m, v) after these steps, in the device's memory; the slot has w too."""
         w: Any = None
-        for first in range(start, self.now, WINDOW_STEPS):
-            count = min(WINDOW_STEPS, self.now - first)
+        for first in range(steps.start, steps.stop, WINDOW_STEPS):
+            count = min(WINDOW_STEPS, steps.stop - first)
             lr_W = np.zeros(WINDOW_STEPS, np.float32)
             lr_W[:count] = self._lr[first - self._first : first - self._first + count]
-            gradient_at = 0 if pending and first == start else NO_GRADIENT
+            gradient_at = 0 if pending and first == steps.start else NO_GRADIENT
             clip = np.float32(self._clip[first - self._first])
-            steps = (np.int32(first), np.int32(count), np.int32(gradient_at))
-            self._slots[slot], w, m, v = self._update(self._slots[slot], expert, m, v, g, lr_W, *steps, clip)
+            which = (np.int32(first), np.int32(count), np.int32(gradient_at))
+            self._slots[slot], w, m, v = _update(
+                self._optimizer, self._decaying, self._slots[slot], expert, m, v, g, lr_W, *which, clip
+            )
         return jax.block_until_ready((w, m, v))
 
     # Gradients
@@ -318,36 +354,3 @@ class ExpertState:
         self._writer.shutdown()
         for store in self.stores.all():
             store.close()
-
-
-def _update(
-    config: OptimizerConfig,
-    decay: Mapping[str, bool],
-    stacks: Stacks,
-    expert: jax.Array,
-    m: Mapping[str, jax.Array],
-    v: Mapping[str, jax.Array],
-    g: Mapping[str, jax.Array],
-    lr_W: jax.Array,
-    step: jax.Array,
-    num_steps: jax.Array,
-    gradient_at: jax.Array,
-    clip: jax.Array,
-) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """`catch_up` of one expert of a slot: (slot, w, m, v)."""
-    w = {name: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False) for name, stack in stacks.items()}
-    w, m, v = catch_up(
-        w,
-        m,
-        v,
-        g,
-        config=config,
-        decay=decay,
-        lr_W=lr_W,
-        step=step,
-        num_steps=num_steps,
-        gradient_at=gradient_at,
-        clip=clip,
-    )
-    stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], expert, 0) for name, stack in stacks.items()}
-    return stacks, w, m, v

@@ -38,9 +38,9 @@ class Routed(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Which layer of its kind, and what it does otherwise than its neighbours. window: int32 scalar, None: no window."""
+    """Which layer of its kind, and how far its attention looks. window: int32 scalar, None: all tokens before."""
 
-    index: jax.Array
+    number: jax.Array
     window: jax.Array | None
 
 
@@ -83,8 +83,7 @@ class LayerPrograms:
         self._model = model = PureDecoder(config, mesh)
         self.dtype = model.dtype
         self._num_tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps
-        decoder = nnx.eval_shape(model.build)
-        self._moe, self._dense = None, None
+        decoder: Any = nnx.eval_shape(model.build)
         self._experts = _Part(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
         self._moe = _Part(decoder.moe_layers)
@@ -119,7 +118,7 @@ class LayerPrograms:
         return x_BSD
 
     def _dense_layer(self, stack: Any, layer: Layer, x_BSD: jax.Array) -> jax.Array:
-        return self._run_dense(_at(stack, layer.index), layer, x_BSD)
+        return self._run_dense(_at(stack, layer.number), layer, x_BSD)
 
     def _run_dense(self, params: Any, layer: Layer, x_BSD: jax.Array) -> jax.Array:
         assert self._dense is not None
@@ -131,7 +130,6 @@ class LayerPrograms:
         return x_BSD + y_BSD.astype(x_BSD.dtype)
 
     def _moe_module(self, params: Any, bias: Any) -> DecoderLayer:
-        assert self._moe is not None
         module: DecoderLayer = self._moe(self._model.gather(params), bias)
         return module
 
@@ -139,7 +137,7 @@ class LayerPrograms:
         self, stack: Any, bias: Any, layer: Layer, x_BSD: jax.Array, key: jax.Array | None, *, train: bool
     ) -> Routed:
         """A layer up to its router's choices."""
-        module = self._moe_module(_at(stack, layer.index), _at(bias, layer.index))
+        module = self._moe_module(_at(stack, layer.number), _at(bias, layer.number))
         return self._run_router(module, layer, x_BSD, key, train=train)
 
     def _run_router(
@@ -154,8 +152,8 @@ class LayerPrograms:
 
     def _add_experts(self, stack: Any, layer: Layer, experts: Experts, routed: Routed) -> jax.Array:
         """The layer's output, from the experts that its tokens chose; the others may be anything finite."""
-        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias if self._moe else ())
-        return self._run_experts(self._moe_module(_at(stack, layer.index), bias), experts, routed)
+        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)
+        return self._run_experts(self._moe_module(_at(stack, layer.number), bias), experts, routed)
 
     def _run_experts(self, module: DecoderLayer, experts: Experts, routed: Routed) -> jax.Array:
         assert module.moe is not None
@@ -221,7 +219,7 @@ class LayerPrograms:
 
         dexperts: None for the first accumulation step.
         """
-        bias = _at(bias, layer.index)
+        bias = _at(bias, layer.number)
 
         def run(params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
             module = self._moe_module(params, bias)
@@ -229,16 +227,16 @@ class LayerPrograms:
             balance, z = self._losses(routed.routing)
             return self._run_experts(module, experts, routed), balance + z
 
-        _, pull = jax.vjp(run, _at(stack, layer.index), experts, x_BSD)
+        _, pull = jax.vjp(run, _at(stack, layer.number), experts, x_BSD)
         dparams, dnew, dx_BSD = pull((dy_BSD, jnp.ones((), jnp.float32)))
-        return dx_BSD, _added_at(grads, layer.index, dparams), dnew if dexperts is None else _added(dexperts, dnew)
+        return dx_BSD, _added_at(grads, layer.number, dparams), dnew if dexperts is None else _added(dexperts, dnew)
 
     def _dense_gradients(
         self, stack: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array, grads: Any
     ) -> tuple[jax.Array, Any]:
-        _, pull = jax.vjp(lambda params, x: self._run_dense(params, layer, x), _at(stack, layer.index), x_BSD)
+        _, pull = jax.vjp(lambda params, x: self._run_dense(params, layer, x), _at(stack, layer.number), x_BSD)
         dparams, dx_BSD = pull(dy_BSD)
-        return dx_BSD, _added_at(grads, layer.index, dparams)
+        return dx_BSD, _added_at(grads, layer.number, dparams)
 
     def _embed_gradients(self, outside: Any, tokens_BS: jax.Array, dx_BSD: jax.Array, grads: Any) -> Any:
         return _added(grads, jax.vjp(lambda o: self._embed(o, tokens_BS), outside)[1](dx_BSD)[0])

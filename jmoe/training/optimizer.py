@@ -85,22 +85,17 @@ def catch_up(
     """
 
     def one(i: jax.Array, state: Any) -> Any:
-        new: tuple[dict[str, jax.Array], ...] = ({}, {}, {})
-        for name in w:
-            grad = jnp.where(i == gradient_at, g[name].astype(jnp.float32), 0)
-            moved = advance(
-                *(part[name] for part in state),
-                grad,
-                config=config,
-                decay=decay[name],
-                lr=lax.dynamic_index_in_dim(lr_W, i, 0, keepdims=False),
-                step=step + i,
-                clip=clip,
-                ok=jnp.bool_(True),
-            )
-            for part, value in zip(new, moved, strict=True):
-                part[name] = value
-        return new
+        w, m, v = state
+        options: dict[str, Any] = {
+            "config": config,
+            "lr": lax.dynamic_index_in_dim(lr_W, i, 0, keepdims=False),
+            "step": step + i,
+            "clip": clip,
+            "ok": jnp.bool_(True),
+        }
+        grads = {name: jnp.where(i == gradient_at, g[name].astype(jnp.float32), 0) for name in w}
+        new = {n: advance(w[n], m[n], v[n], grads[n], decay=decay[n], **options) for n in w}
+        return tuple({name: moved[part] for name, moved in new.items()} for part in range(3))
 
     result: tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]
     result = lax.fori_loop(0, num_steps, one, (dict(w), dict(m), dict(v)))

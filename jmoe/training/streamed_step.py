@@ -7,8 +7,10 @@ layer only its input and its router's choices are kept for the backward pass. Gr
 the expert is fetched next: by then the global norm is known, and the update hides under other layers' work.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import flax.nnx as nnx
@@ -20,8 +22,10 @@ from numpy.typing import NDArray
 
 from jmoe.config import TrainConfig
 from jmoe.layers.router import RouterBias, Routing
-from jmoe.memory.record_store import Fill, RecordLayout
-from jmoe.memory.tiered_store import HostRecords, TieredStore
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.record_store import Fill, HostRecords, RecordLayout
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.version_store import VersionStore
 from jmoe.models.decoder import Decoder
 from jmoe.training.expert_state import ExpertState, ExpertStats, Stores, layouts
 from jmoe.training.layer_programs import Layer, LayerPrograms, Routed
@@ -61,6 +65,7 @@ class StreamedProgram:
         self._shapes = {name: tuple(w.shape[2:]) for name, w in self._programs.experts.items()}
         self._device = mesh.devices.flat[0]
         self.experts: ExpertState | None = None
+        self._folders = contextlib.ExitStack()
 
     # State
 
@@ -101,9 +106,9 @@ class StreamedProgram:
         """The state as the ordinary step has it."""
         experts = self._state
         experts.settle()
-        parts = (experts.weights(), experts.moments("m"), experts.moments("v"))
-        whole = [_with_experts(tree, arrays) for tree, arrays in zip((state.params, state.m, state.v), parts)]
-        return TrainState(*whole, state.router_bias, state.step)
+        params = _with_experts(state.params, experts.weights())
+        m, v = (_with_experts(tree, experts.moments(part)) for part, tree in (("m", state.m), ("v", state.v)))
+        return TrainState(params, m, v, state.router_bias, state.step)
 
     def unpack(self, whole: TrainState) -> TrainState:
         """The state without its experts, which go to their tiers."""
@@ -159,8 +164,29 @@ class StreamedProgram:
         return fill
 
     def _store(self, tier: str, kind: str, layout: RecordLayout, fill: Fill) -> TieredStore:
-        num_records = self._num_layers * self._num_experts
-        return TieredStore(host_records=HostRecords.fill(layout, num_records, fill))
+        tiers, num_records = self.tiers, self._num_layers * self._num_experts
+        if tier == "host":
+            return TieredStore(host_records=HostRecords.fill(layout, num_records, fill))
+        folder = Path(tiers.path or Path(self.config.output_dir) / "records") / kind
+        store = VersionStore.open(folder, layout, num_records, fingerprint="jmoe experts")
+        self._folders.callback(store.close)
+        write_all(store, fill)
+        return TieredStore(
+            store,
+            cache_bytes=self._cache_bytes(store.layout.record_bytes),
+            beta=tiers.beta,
+            decay_every_steps=tiers.decay_every_steps,
+            wait_limit_s=self.config.distributed.step_timeout_s,
+        )
+
+    def _cache_bytes(self, record_bytes: int) -> int:
+        """A store's share of the host cache: as its share of the bytes on the tier nvme."""
+        tiers, num_records = self.tiers, self._num_layers * self._num_experts
+        if not tiers.host_cache_bytes:
+            return max(num_records // 4, 2) * record_bytes
+        kinds = zip((tiers.experts, tiers.optimizer, tiers.gradients), layouts(self._shapes, tiers.gradient_dtype))
+        all_bytes = sum(layout.record_bytes for tier, layout in kinds if tier == "nvme")
+        return tiers.host_cache_bytes * record_bytes // all_bytes
 
     @property
     def _state(self) -> ExpertState:
@@ -177,6 +203,7 @@ class StreamedProgram:
         if self.experts is not None:
             self.experts.close()
             self.experts = None
+        self._folders.close()
 
     # Passes
 
@@ -226,7 +253,8 @@ class StreamedProgram:
         """(layers passed, hidden states, routings [N][A])."""
         programs, params, experts = self._programs, state.params, self._state
         xs = [programs.embed(programs.outside(params), tokens) for tokens in inputs]
-        passed, routings = [], []
+        passed: list[_Passed] = []
+        routings: list[list[Routing]] = []
         for sparse, layer in zip(self._sparse, self._layers, strict=True):
             here = _Passed(xs)
             passed.append(here)
@@ -240,7 +268,7 @@ class StreamedProgram:
             ]
             routings.append([r.routing for r in routed])
             here.choices = [r.routing.topk_idx_TK for r in routed]
-            here.chosen_E = sum(np.asarray(r.routing.counts_E) for r in routed) > 0
+            here.chosen_E = np.any([np.asarray(r.routing.counts_E) > 0 for r in routed], axis=0)
             slot = experts.fetch(n, here.chosen_E)
             xs = jax.block_until_ready([programs.add_experts(stack, layer, slot, r) for r in routed])
             experts.release()
@@ -312,3 +340,13 @@ def make_tiered_program(config: TrainConfig, mesh: Mesh) -> Program:
     """`make_program`, with experts where `config.tiers` wants them."""
     ordinary = make_program(config, mesh)
     return ordinary if config.tiers.on_device else StreamedProgram(config, mesh).program(ordinary.state_shape)
+
+
+def write_all(store: VersionStore, fill: Fill) -> None:
+    """Let `fill` write every record anew, whatever the store holds."""
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    for index in store.owned:
+        record_R[:] = 0
+        fill(index, store.layout.views(record_R))
+        store.write(index, record_R)
+    store.sync()
