@@ -23,12 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from configs import PRESETS
 from jmoe.config import TrainConfig
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.training import distributed
-from jmoe.training.checkpoint import Checkpoints, check_compatible
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.compatibility import check_compatible
 from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load
+from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
 from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState
@@ -143,26 +144,6 @@ def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[s
     return state, values
 
 
-def record(values: dict[str, Any], step_s: float, config: TrainConfig) -> dict[str, Any]:
-    """The line of metrics.jsonl for one step."""
-    names = ("loss", "grad_norm", "learning_rate")
-    line = {name: values[name] for name in names} | {
-        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
-        "dropped_fraction": 0.0,
-        "step_s": step_s,
-    }
-    if "counts" in values:
-        assignments = values["counts"].sum()
-        line |= {
-            "dropped_fraction": float(values["dropped"].sum() / assignments),
-            "balance_loss": values["balance_loss"],
-            "z_loss": values["z_loss"],
-            "router_entropy": values["entropy"].mean(),
-            "expert_load": values["counts"] / values["counts"].sum(axis=1, keepdims=True),
-        }
-    return line
-
-
 def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Steps until `num_steps` or a signal; (state, whether all steps were done)."""
     config, start = run.config, int(state.step)
@@ -189,7 +170,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             if done == span[1] > start:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:
-                line = record(values, step_s, config)
+                line = step_record(values, step_s, config)
                 run.log.write_step(step, line)
                 progress.update(step, loss=line["loss"], step_s=step_s, dropped_fraction=line["dropped_fraction"])
             run.checkpoints.check()
@@ -235,7 +216,7 @@ def main(arguments: Sequence[str]) -> None:
     config = parse(arguments)
     distributed.start(config.distributed)
     output_dir = Path(config.output_dir)
-    mesh = make_mesh(config.check_devices(jax.device_count()))
+    mesh = make_mesh(config.check_devices(jax.device_count(), devices_per_host()))
     total, active = config.model.num_parameters()
     say(
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
@@ -267,8 +248,15 @@ def main(arguments: Sequence[str]) -> None:
         stack.callback(batches.close)
         program = make_tiered_program(config, mesh)
         stack.callback(program.close)
+        if program.exchange:
+            say(program.exchange)
         checkpoints = stack.enter_context(
-            Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
+            Checkpoints(
+                output_dir / "checkpoints",
+                config.checkpoint,
+                timeout_s=limits.step_timeout_s,
+                records=program.records,
+            )
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
         with watchdog.waiting_for("restore or initialisation"):

@@ -4,11 +4,14 @@ The mesh is (data, expert_inter, expert_intra). Tokens are split over all three 
 (across nodes, inside a node); dense parameters over all three (ZeRO-3) or on every device.
 """
 
+import hashlib
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
@@ -33,6 +36,14 @@ def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None 
     """
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
     return Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 3)
+
+
+def devices_per_host() -> int:
+    """Devices of the processes that share a host, by its name; 0 if hosts differ. Every process has to call it."""
+    name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest()[:8], np.uint32)
+    names = multihost_utils.process_allgather(name).reshape(-1, name.size)
+    processes = np.unique(np.unique(names, axis=0, return_counts=True)[1])
+    return int(processes[0]) * jax.local_device_count() if processes.size == 1 else 0
 
 
 def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -125,8 +125,8 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (OptimizerConfig, {"final_learning_rate_fraction": 2.0}, "final_learning_rate_fraction = 2.0: must be between 0"),
     (MeshConfig, {"data": -1}, wrong("data", -1, "must not be negative")),
     (MeshConfig, {"expert_inter": 0}, wrong("expert_inter", 0, "must be greater than 0")),
-    (MeshConfig, {"expert_intra": 0}, wrong("expert_intra", 0, "must be greater than 0")),
-    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of flat, two_level")),
+    (MeshConfig, {"expert_intra": -1}, wrong("expert_intra", -1, "must not be negative")),
+    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, two_level, dedup")),
     (CheckpointConfig, {"every_steps": 0}, wrong("every_steps", 0, "must be greater than 0")),
     (CheckpointConfig, {"keep": 0}, wrong("keep", 0, "must be greater than 0")),
     (EvaluationConfig, {"every_steps": -1}, wrong("every_steps", -1, "must not be negative")),
@@ -194,6 +194,13 @@ def test_dense_model_needs_no_expert_settings() -> None:
 )
 def test_check_devices_gives_the_mesh(mesh: MeshConfig, num_devices: int, shape: tuple[int, int, int]) -> None:
     assert TrainConfig(mesh=mesh, batch_size=8).check_devices(num_devices) == shape
+
+
+def test_experts_over_whole_hosts() -> None:
+    config = TrainConfig(mesh=MeshConfig(expert_inter=2, expert_intra=0), batch_size=16)
+    assert config.check_devices(16, devices_per_host=4) == (2, 2, 4)
+    with pytest.raises(ValueError, match=re.escape("mesh.expert_intra = 0: needs hosts of one number of devices")):
+        config.check_devices(16)
 
 
 @pytest.mark.parametrize(

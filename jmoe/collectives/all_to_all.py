@@ -1,6 +1,6 @@
-"""The exchange of token rows between the devices that hold experts, flat and in two levels.
+"""All-to-alls of blocks of rows between the devices that hold experts, flat and in two hops.
 
-Legend: R expert devices = P nodes x Q devices a node, C rows per destination. All run inside `shard_map`.
+Legend: R devices = P nodes x Q devices a node, C rows per destination. All run inside `shard_map`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax import lax
 
 from kernels_pallas.saved import bits
 
-Exchange = Callable[[Any], Any]
+AllToAll = Callable[[Any], Any]
 
 
 def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -21,7 +21,7 @@ def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def two_level_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """The same exchange in two hops: inside the node by destination slot, then across nodes. Bit-equal to flat."""
+    """The same in two hops: inside the node by destination slot, then across nodes. Bit-equal to flat."""
     inter, intra = axes
     shape = x.shape
     x = x.reshape(lax.axis_size(inter), lax.axis_size(intra), *shape[1:])
@@ -31,28 +31,27 @@ def two_level_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _exchange(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`move` on the bits of x: XLA:CPU would send bfloat16 as float32. The exchange is its own transpose."""
+def _moved(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`move` on the bits of x: XLA:CPU would send bfloat16 as float32. An all-to-all is its own transpose."""
     return lax.bitcast_convert_type(move(bits(x)), x.dtype)
 
 
-def _exchange_fwd(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, None]:
-    return _exchange(x, move), None
+def _moved_fwd(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, None]:
+    return _moved(x, move), None
 
 
-def _exchange_bwd(move: Callable[[jax.Array], jax.Array], _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (_exchange(g, move),)
+def _moved_bwd(move: Callable[[jax.Array], jax.Array], _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (_moved(g, move),)
 
 
-_exchange.defvjp(_exchange_fwd, _exchange_bwd)
+_moved.defvjp(_moved_fwd, _moved_bwd)
 
 
-def make_exchange(kind: str, axes: tuple[str, ...]) -> Exchange:
-    """The exchange over `axes`, named `flat` or `two_level` (which needs two axes), applied to a pytree of [R, ...]."""
-    if kind not in ("flat", "two_level"):
-        raise ValueError(f"exchange = {kind!r}: must be one of flat, two_level")
-    if kind == "two_level" and len(axes) == 2:
-        move = partial(two_level_local, axes=(axes[0], axes[1]))
+def make_all_to_all(axes: tuple[str, ...], two_level: bool = False) -> AllToAll:
+    """An all-to-all over `axes` of every array [R, ...] of a pytree; two_level: over (across nodes, inside a node)."""
+    if two_level:
+        inter, intra = axes
+        move: Callable[[jax.Array], jax.Array] = partial(two_level_local, axes=(inter, intra))
     else:
         move = partial(flat_local, axes=axes)
-    return lambda tree: jax.tree.map(lambda x: _exchange(x, move), tree)
+    return lambda tree: jax.tree.map(lambda x: _moved(x, move), tree)

@@ -81,25 +81,29 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices as (data, expert_inter, expert_intra). data = 0: whatever the other two leave."""
+    """Devices as (data, expert_inter, expert_intra).
+
+    data = 0: whatever the other two leave. expert_intra = 0: the devices of a host, so that expert_inter counts hosts.
+    """
 
     data: int = 0
     expert_inter: int = 1  # across nodes
     expert_intra: int = 1  # inside a node
-    exchange: Literal["flat", "two_level"] = "two_level"
+    exchange: Literal["auto", "flat", "two_level", "dedup"] = "auto"  # dedup: a token crosses once to a node
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
 
     def __post_init__(self) -> None:
-        not_negative(self, "data")
-        positive(self, "expert_inter", "expert_intra")
-        one_of(self, exchange=("flat", "two_level"))
+        not_negative(self, "data", "expert_intra")
+        positive(self, "expert_inter")
+        one_of(self, exchange=("auto", "flat", "two_level", "dedup"))
 
-    def shape(self, num_devices: int) -> tuple[int, int, int]:
+    def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
         """(data, expert_inter, expert_intra) for this many devices, or `ValueError`."""
-        experts = self.expert_inter * self.expert_intra
-        data = self.data or num_devices // experts
+        intra = self.expert_intra or devices_per_host
+        check(intra > 0, "mesh.expert_intra", self.expert_intra, "needs hosts of one number of devices")
+        data = self.data or num_devices // (self.expert_inter * intra)
         name = "mesh.(data, expert_inter, expert_intra)"
-        value = (data, self.expert_inter, self.expert_intra)
+        value = (data, self.expert_inter, intra)
         check(math.prod(value) == num_devices, name, value, f"must multiply to the {num_devices} devices")
         return value
 
@@ -215,9 +219,12 @@ class TrainConfig:
             f"must end by num_steps = {self.num_steps}",
         )
 
-    def check_devices(self, num_devices: int) -> tuple[int, int, int]:
-        """The mesh's shape for this many devices; raises `ValueError` if the run cannot be split over them."""
-        shape = self.mesh.shape(num_devices)
+    def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
+        """The mesh's shape for this many devices; raises `ValueError` if the run cannot be split over them.
+
+        devices_per_host: 0 where it is not known or hosts differ.
+        """
+        shape = self.mesh.shape(num_devices, devices_per_host)
         share = num_devices * self.gradient_accumulation_steps
         check(
             self.batch_size % share == 0,

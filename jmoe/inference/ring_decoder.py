@@ -121,6 +121,7 @@ class RingDecoder:
         self.caches = list(caches)
         self._ends = split(ends)
         self._layers = [split(layer) for layer in layers]
+        self._num_moe_layers = config.num_moe_layers
         self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
@@ -179,7 +180,7 @@ class RingDecoder:
         if chosen is not None:
             self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
         out = [residency.slots.mlp(r, table_E, self.config.hidden_act) for r in routed]
-        following = (moe_layer + 1) % self.config.num_moe_layers
+        following = (moe_layer + 1) % self._num_moe_layers
         if chosen is not None and self.estimator is not None and following != moe_layer:
             begun = time.perf_counter()
             residency.expect(following, self.estimator.estimate(path))

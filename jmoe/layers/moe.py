@@ -1,7 +1,7 @@
 """One Mixture-of-Experts layer: route, dispatch, exchange, experts, exchange back, combine.
 
-Legend: T local tokens, D hidden, F expert hidden, U = 2F (SwiGLU) or F, E experts, L experts of this device,
-R expert devices (E = R L), K choices a token, N = T K assignments, C buffer rows per destination device, M = R C.
+Legend: T local tokens, D hidden, F expert hidden, E experts, L experts of this device, K choices a token, M rows that
+arrived for this device's experts.
 """
 
 import math
@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jmoe.collectives.all_to_all import Exchange, make_exchange
+from jmoe.collectives.exchange import Exchange, make_exchange
 from jmoe.config import RouterConfig, check
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import EXPERTS_PATH, path_names, split_over
-from kernels_pallas.saved import saved, saved_residual
-from kernels_pallas.token_permute import combine, dispatch
-
-DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
+from jmoe.planning.exchange import ExchangeChoice, plan_exchange
+from kernels_pallas.saved import saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
 
@@ -37,7 +35,7 @@ class MoEStats:
     probs_sum_E: jax.Array  # float32, router probability per expert, summed over tokens; differentiable
     z_sum: jax.Array  # float32, logsumexp squared, summed over tokens; differentiable
     entropy_sum: jax.Array  # float32
-    dropped: jax.Array  # int32, assignments that found no row in a buffer
+    dropped: jax.Array  # int32, assignments (of any device) that found no row in this device's buffers
     routing: Routing | None = None  # every token's own logits, choices and weights, where they were asked for
 
 
@@ -53,94 +51,19 @@ class MoEMetrics:
     z_loss: jax.Array
 
 
-def buffer_rows(num_assignments: int, num_devices: int, capacity_factor: float | None, worst_case: bool) -> int:
-    """C: rows per destination device; a multiple of 8, never more than all assignments."""
-    if worst_case or num_devices == 1:
-        return num_assignments
-    factor = DROPLESS_BUFFER if capacity_factor is None else capacity_factor
-    rows = math.ceil(factor * num_assignments / num_devices)
-    return min(num_assignments, -(-rows // 8) * 8)
-
-
-def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
-    order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
-    rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(idx_N.size, dtype=jnp.int32), unique_indices=True)
-    return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
-
-
-def _experts_on_arrival(recv_MD: jax.Array, sizes_RL: jax.Array, num_rows: int, expert_fn: ExpertFn) -> jax.Array:
-    """Run this device's experts on rows that arrived sorted by (source device, expert)."""
-    num_sources, num_local = sizes_RL.shape
-    rows = recv_MD.shape[0] // num_sources
-    ends_RL = jnp.cumsum(sizes_RL, axis=1)
-    at_C = jnp.arange(rows, dtype=jnp.int32)
-    expert_M = (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)  # L: empty row
-    order_M, rank_M = _order_by_expert(expert_M, num_local + 1)
-    sorted_MD = dispatch(recv_MD, order_M, rank_M[:, None], True)
-    out_MD = expert_fn(sorted_MD, sizes_RL.sum(axis=0, dtype=jnp.int32), num_rows)
-    return dispatch(out_MD, rank_M, order_M[:, None], True)
-
-
 def moe_local(
-    x_TD: jax.Array,
-    routing: Routing,
-    expert_fn: ExpertFn,
-    *,
-    exchange: Exchange | None,
-    num_devices: int,
-    capacity_factor: float | None,
-    worst_case: bool = False,
+    x_TD: jax.Array, routing: Routing, expert_fn: ExpertFn, exchange: Exchange, *, worst_case: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """(float32 y_TD, dropped assignments): the weighted sum of each token's experts, inside `shard_map`.
 
-    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. exchange moves [R, ...] blocks;
-    None on one device.
+    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows.
     """
-    num_tokens, k = routing.topk_idx_TK.shape
-    num_assignments = num_tokens * k
-    idx_N = routing.topk_idx_TK.reshape(-1)
-    num_experts = routing.counts_E.shape[0]
-    with jax.named_scope("dispatch"):
-        order_N, rank_N = _order_by_expert(idx_N, num_experts)
-        token_N = order_N // k
-    if exchange is None:
-        with jax.named_scope("dispatch"):
-            slot_TK = rank_N.reshape(num_tokens, k)
-            rows_ND = dispatch(x_TD, token_N, slot_TK, True)
-        with jax.named_scope("experts"):
-            out_ND = expert_fn(rows_ND, routing.counts_E, num_assignments)
-        with jax.named_scope("combine"):
-            out_ND = saved(out_ND, "expert_out")
-            y_TD = combine(out_ND, routing.topk_weights_TK, token_N, slot_TK, True)
-        return y_TD, jnp.zeros((), jnp.int32)
-
-    rows = buffer_rows(num_assignments, num_devices, capacity_factor, worst_case)
-    with jax.named_scope("dispatch"):
-        sizes_RL = routing.counts_E.reshape(num_devices, -1)
-        totals_R = sizes_RL.sum(axis=1, dtype=jnp.int32)
-        starts_R = jnp.cumsum(totals_R) - totals_R
-        ends_RL = jnp.minimum(jnp.cumsum(sizes_RL, axis=1), rows)  # rows that fit, by expert
-        kept_RL = jnp.diff(ends_RL, axis=1, prepend=0).astype(jnp.int32)
-        at_C = jnp.arange(rows, dtype=jnp.int32)
-        sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_assignments)
-        token_M = jnp.take(token_N, sorted_RC.reshape(-1), mode="fill", fill_value=num_tokens)
-        dest_N = idx_N // (num_experts // num_devices)
-        place_N = rank_N - starts_R[dest_N]
-        empty = num_devices * rows
-        slot_TK = jnp.where(place_N < rows, dest_N * rows + place_N, empty).reshape(num_tokens, k)
-        send_MD = dispatch(x_TD, token_M, slot_TK)
-    with jax.named_scope("all_to_all"):
-        recv_RCD, recv_RL = exchange((send_MD.reshape(num_devices, rows, -1), kept_RL))
-        recv_RCD, recv_RL = saved(recv_RCD, "expert_rows"), saved_residual(recv_RL, "routing")
+    arrived = exchange.dispatch(
+        x_TD, routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E, worst_case=worst_case
+    )
     with jax.named_scope("experts"):
-        out_MD = _experts_on_arrival(recv_RCD.reshape(send_MD.shape), recv_RL, num_assignments, expert_fn)
-    with jax.named_scope("all_to_all_back"):
-        back_MD = exchange(out_MD.reshape(num_devices, rows, -1)).reshape(send_MD.shape)
-    with jax.named_scope("combine"):
-        back_MD = saved(back_MD, "expert_out")
-        y_TD = combine(back_MD, routing.topk_weights_TK, token_M, slot_TK)
-    return y_TD, num_assignments - kept_RL.sum(dtype=jnp.int32)
+        out_MD = expert_fn(arrived.rows_MD, arrived.group_sizes_L, arrived.expected_rows)
+    return exchange.combine(out_MD, arrived.handle), arrived.dropped
 
 
 class MoELayer(nnx.Module):
@@ -153,10 +76,11 @@ class MoELayer(nnx.Module):
         router: a `RouterConfig`, or any callable (x_TD, key=, train=) -> `Routing`.
         experts: None for SwiGLU / GELU experts, or any module called as experts(rows, group_sizes, expected_rows) ->
             rows whose parameters have a leading expert dimension.
-        capacity_factor: rows per destination device / fair share; None: dropless (buffers for the worst case).
+        capacity_factor: rows per destination / fair share; None: dropless (buffers for the worst case).
         mesh: the mesh of your `jit`, its axes of type Auto; None: one device. expert_axes: its axes that hold experts;
             data_axes: further axes that split tokens.
-        exchange: `flat` or `two_level` (over two expert axes: across nodes, inside a node).
+        exchange: `flat`; over two expert axes (across nodes, inside a node) also `two_level` and `dedup`, which sends a
+            token once to a node; `auto` takes one of them by topology and top-k, see `layer.exchange_plan.reason`.
 
     Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
@@ -178,7 +102,7 @@ class MoELayer(nnx.Module):
         mesh: jax.sharding.Mesh | None = None,
         expert_axes: tuple[str, ...] = (),
         data_axes: tuple[str, ...] = (),
-        exchange: str = "two_level",
+        exchange: ExchangeChoice = "auto",
         init_std: float = 0.02,
         init_out_std: float | None = None,
     ) -> None:
@@ -202,22 +126,37 @@ class MoELayer(nnx.Module):
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.capacity_factor, self.mesh = capacity_factor, mesh
         self.expert_axes, self.data_axes = tuple(expert_axes), tuple(data_axes)
-        self.num_expert_devices = self._check_mesh()
-        self.exchange = make_exchange(exchange, self.expert_axes) if self.num_expert_devices > 1 else None
+        num_nodes, devices_per_node = self._check_mesh()
+        self.exchange_plan = plan_exchange(
+            exchange,
+            num_nodes=num_nodes,
+            devices_per_node=devices_per_node,
+            num_experts=num_experts,
+            num_experts_per_tok=num_experts_per_tok,
+            **self._groups(),
+        )
+        self.exchange = make_exchange(self.exchange_plan, self.expert_axes, capacity_factor)
 
-    def _check_mesh(self) -> int:
+    def _groups(self) -> dict[str, int]:
+        """How routing is limited to groups of experts, as `plan_exchange` takes it."""
+        config = self.router_config
+        return {"n_group": config.n_group, "topk_group": config.topk_group} if config.kind == "group_limited" else {}
+
+    def _check_mesh(self) -> tuple[int, int]:
+        """(nodes, devices of a node) that share the experts; one node unless there are two expert axes."""
         if self.mesh is None:
             check(not self.expert_axes, "expert_axes", self.expert_axes, "needs a mesh")
-            return 1
+            return 1, 1
         for axis in self.expert_axes + self.data_axes:
             kind = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)).get(axis, AxisType.Auto)
             check(kind == AxisType.Auto, "mesh.axis_types", kind, f"axis {axis!r} must be AxisType.Auto")
             check(axis in self.mesh.shape, "expert_axes/data_axes", axis, f"is not an axis of {tuple(self.mesh.shape)}")
-        devices = math.prod(self.mesh.shape[a] for a in self.expert_axes)
+        sizes = tuple(self.mesh.shape[a] for a in self.expert_axes)
+        devices = math.prod(sizes)
         check(
             self.num_experts % devices == 0, "num_experts", self.num_experts, f"must be a multiple of {devices} devices"
         )
-        return devices
+        return (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
 
     def local(
         self,
@@ -241,15 +180,7 @@ class MoELayer(nnx.Module):
         self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False, keep_routing: bool = False
     ) -> tuple[jax.Array, MoEStats]:
         """`local` for tokens that have been routed."""
-        y_TD, dropped = moe_local(
-            x_TD,
-            routing,
-            self.experts,
-            exchange=self.exchange,
-            num_devices=self.num_expert_devices,
-            capacity_factor=self.capacity_factor,
-            worst_case=worst_case,
-        )
+        y_TD, dropped = moe_local(x_TD, routing, self.experts, self.exchange, worst_case=worst_case)
         kept = routing if keep_routing else None
         stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
         return y_TD, stats

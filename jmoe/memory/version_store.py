@@ -268,7 +268,9 @@ class VersionStore:
         durable.
         """
         folder, half = self.path / PINS / name, self.path / PINS / f"{name}.tmp"
-        shutil.rmtree(half, ignore_errors=True)
+        for leftover in (half, folder):  # of a save that did not come to its end
+            if leftover.exists():
+                shutil.rmtree(leftover)
         half.mkdir()
         with self._sync_lock:
             with self._lock:

@@ -22,6 +22,7 @@ from jmoe.layers.experts import MLP, normal
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import MoELayer, MoEStats
 from jmoe.layers.norm import Norm
+from jmoe.planning.exchange import ExchangeChoice
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
@@ -42,7 +43,7 @@ class DecoderLayer(nnx.Module):
         moe: bool,
         mesh: jax.sharding.Mesh | None,
         expert_axes: tuple[str, ...],
-        exchange: str,
+        exchange: ExchangeChoice,
         rngs: nnx.Rngs,
     ) -> None:
         out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
@@ -198,7 +199,7 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         mesh: jax.sharding.Mesh | None = None,
         expert_axes: tuple[str, ...] = (),
-        exchange: str = "two_level",
+        exchange: ExchangeChoice = "auto",
     ) -> None:
         self.config = config
 

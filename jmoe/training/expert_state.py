@@ -58,14 +58,15 @@ class Stores:
         return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
 
 
-def layouts(
-    shapes: Mapping[str, Sequence[int]], gradient_dtype: str
-) -> tuple[RecordLayout, RecordLayout, RecordLayout]:
-    """Of the records of weights, moments and gradients of an expert whose parameters have these shapes."""
-    weights = RecordLayout.of({name: (shape, np.float32) for name, shape in shapes.items()})
-    moments = {f"{part}.{name}": (shape, np.float32) for part in "mv" for name, shape in shapes.items()}
-    gradients = {name: (shape, jnp.dtype(gradient_dtype)) for name, shape in shapes.items()}
-    return weights, RecordLayout.of(moments), RecordLayout.of(gradients)
+def layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
+    """Of the records of an expert whose parameters have these shapes, by kind."""
+    return {
+        "weights": RecordLayout.of({name: (shape, np.float32) for name, shape in shapes.items()}),
+        "moments": RecordLayout.of(
+            {f"{p}.{name}": (shape, np.float32) for p in "mv" for name, shape in shapes.items()}
+        ),
+        "gradients": RecordLayout.of({name: (shape, jnp.dtype(gradient_dtype)) for name, shape in shapes.items()}),
+    }
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -228,7 +229,7 @@ class ExpertState:
                 np.copyto(record[f"v.{name}"], v[name])
             record.put()
         if stores.weights is not None:
-            with stores.weights.get(index, writable=True) as record:
+            with stores.weights.get(index, writable=True, empty=True) as record:
                 for name in names:
                     np.copyto(record[name], w[name])
                 record.put()
@@ -267,7 +268,8 @@ class ExpertState:
     def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Stacks) -> None:
         on_host = {name: np.asarray(g) for name, g in gradients.items()}
         for expert in experts:
-            with self.stores.gradients.get(int(layer * self.num_experts + expert), writable=True) as record:
+            index = int(layer * self.num_experts + expert)
+            with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:
                     np.copyto(record[name], on_host[name][expert])
                 record.put()

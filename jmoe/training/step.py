@@ -22,6 +22,7 @@ from jmoe.config import TrainConfig
 from jmoe.layers.loss import cross_entropy
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
+from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
     ACCUMULATED_BATCH,
     ALL,
@@ -57,8 +58,10 @@ class TrainState:
 class Program:
     """The jitted functions of one run. `state_shape` has the shapes and shardings of the state as it is saved.
 
-    pack, unpack: the state as it is saved, from the one that steps work on, and back. close: end threads, if there are
-    any. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does.
+    exchange: which one takes tokens to their experts, and why; empty without experts on other devices. pack, unpack:
+    the state as it is saved, from the one that steps work on, and back; whole: with all that `records` save in files
+    of their own.
+    expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does. close: end threads.
     """
 
     init: Callable[[], TrainState]
@@ -67,10 +70,13 @@ class Program:
     evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
+    exchange: str
     pack: Callable[[TrainState], TrainState] = lambda state: state
     unpack: Callable[[TrainState], TrainState] = lambda state: state
-    close: Callable[[], None] = lambda: None
+    whole: Callable[[TrainState], TrainState] = lambda state: state
+    records: RecordCheckpoints | None = None
     expert_stats: Callable[[], Any] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 def _pure(state: Any) -> Any:
@@ -95,6 +101,13 @@ class PureDecoder:
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
+
+    @property
+    def exchange(self) -> str:
+        layers = self.abstract.moe_layers
+        if layers is None or layers.moe.exchange_plan.num_devices == 1:
+            return ""
+        return f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}"
 
     def build(self) -> Decoder:
         config = self.config
@@ -327,4 +340,5 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
+        exchange=model.exchange,
     )

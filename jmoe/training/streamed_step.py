@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from jmoe.config import TrainConfig
 from jmoe.layers.router import RouterBias, Routing
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.record_store import Fill, HostRecords, RecordLayout
+from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.models.decoder import Decoder
@@ -65,21 +66,45 @@ class StreamedProgram:
         self._shapes = {name: tuple(w.shape[2:]) for name, w in self._programs.experts.items()}
         self._device = mesh.devices.flat[0]
         self.experts: ExpertState | None = None
-        self._folders = contextlib.ExitStack()
+        self._num_records = self._num_layers * self._num_experts
+        self._layouts = layouts(self._shapes, self.tiers.gradient_dtype)
+        self._held = contextlib.ExitStack()
+        self._versions = self._open_versions()
+        saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
+        self.records = RecordCheckpoints(saved) if saved else None
+
+    def _open_versions(self) -> dict[str, VersionStore]:
+        """The records of every kind on the tier nvme, as they are found there."""
+        tiers = self.tiers
+        kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
+        folder = Path(tiers.path or Path(self.config.output_dir) / "records")
+        opened = {}
+        for kind, tier in kinds.items():
+            if tier == "nvme":
+                layout = self._layouts[kind]
+                opened[kind] = VersionStore.open(folder / kind, layout, self._num_records, fingerprint="jmoe experts")
+                self._held.callback(opened[kind].close)
+        return opened
 
     # State
 
-    def program(self, state_shape: TrainState) -> Program:
-        """What the training loop uses."""
+    def program(self, ordinary: TrainState) -> Program:
+        """What the training loop uses; ordinary: the shapes of the ordinary step's state."""
+        on_disk = (self.tiers.experts == "nvme", self.tiers.optimizer == "nvme", self.tiers.optimizer == "nvme")
+        trees = zip(on_disk, (ordinary.params, ordinary.m, ordinary.v), strict=True)
+        params, m, v = (_without_experts(tree) if in_records else tree for in_records, tree in trees)
         return Program(
             init=self.init,
             step=self.step,
             step_worst_case=self.step,  # on one device no buffer overflows
             evaluate=self.evaluate,
             next_logits=self.next_logits,
-            state_shape=state_shape,
+            state_shape=TrainState(params, m, v, ordinary.router_bias, ordinary.step),
+            exchange="",
+            records=self.records,
             pack=self.pack,
             unpack=self.unpack,
+            whole=self.whole,
             close=self.close,
             expert_stats=self.stats,
         )
@@ -99,51 +124,86 @@ class StreamedProgram:
         draw = jax.jit(lambda layer: nnx.to_pure_dict(nnx.state(Decoder.experts_of(model, layer, nnx.Rngs(seed)))))
         zeros = self._programs.zeros
         state = TrainState(params, zeros(params), zeros(params), bias, jnp.int32(0))
-        self._open(0, lambda layer: jax.device_get(draw(jnp.int32(layer))), None)
+        self._open(0, lambda layer: jax.device_get(draw(jnp.int32(layer))), lambda layer: {})
         return state
 
     def pack(self, state: TrainState) -> TrainState:
-        """The state as the ordinary step has it."""
+        """The state as it is saved; what is on the tier nvme is in its records, up to date and durable."""
         experts = self._state
         experts.settle()
-        params = _with_experts(state.params, experts.weights())
-        m, v = (_with_experts(tree, experts.moments(part)) for part, tree in (("m", state.m), ("v", state.v)))
+        for store in experts.stores.all():
+            store.flush()
+        return self._with_experts(state, self.tiers.experts != "nvme", self.tiers.optimizer != "nvme")
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state as the ordinary step has it, with all experts in memory."""
+        self._state.settle()
+        return self._with_experts(state, True, True)
+
+    def _with_experts(self, state: TrainState, weights: bool, moments: bool) -> TrainState:
+        params, m, v, experts = state.params, state.m, state.v, self._state
+        if weights:
+            params = _with_experts(params, experts.weights())
+        if moments:
+            m, v = (_with_experts(tree, experts.moments(part)) for tree, part in ((m, "m"), (v, "v")))
         return TrainState(params, m, v, state.router_bias, state.step)
 
-    def unpack(self, whole: TrainState) -> TrainState:
+    def unpack(self, saved: TrainState) -> TrainState:
         """The state without its experts, which go to their tiers."""
-        params, m, v = (_without_experts(tree) for tree in (whole.params, whole.m, whole.v))
-        w, m_experts, v_experts = (_experts(tree) for tree in (whole.params, whole.m, whole.v))
+        w, *mv = (_experts(tree) for tree in (saved.params, saved.m, saved.v))
+
+        def weights(layer: int) -> ExpertArrays:
+            return {name: np.asarray(a[layer]) for name, a in w.items()}
 
         def moments(layer: int) -> ExpertArrays:
-            parts = {"m": m_experts, "v": v_experts}
-            return {f"{part}.{name}": np.asarray(a[layer]) for part, tree in parts.items() for name, a in tree.items()}
+            return {
+                f"{part}.{name}": np.asarray(a[layer])
+                for part, tree in (("m", m), ("v", v))
+                for name, a in tree.items()
+            }
 
-        self._open(int(whole.step), lambda layer: {name: np.asarray(a[layer]) for name, a in w.items()}, moments)
-        return jax.device_put(TrainState(params, m, v, whole.router_bias, whole.step), self._device)
+        self._open(int(saved.step), weights if w else None, moments if mv[0] else None)
+        params, m, v = (_without_experts(tree) for tree in (saved.params, saved.m, saved.v))
+        rest = TrainState(params, m, v, saved.router_bias, saved.step)
+        state: TrainState = jax.device_put(rest, self._device)
+        return state
 
     def _open(
-        self, step: int, weights: Callable[[int], ExpertArrays], moments: Callable[[int], ExpertArrays] | None
+        self, step: int, weights: Callable[[int], ExpertArrays] | None, moments: Callable[[int], ExpertArrays] | None
     ) -> None:
-        """Fill the tiers from a layer's weights and (if not zero) moments."""
-        self.close()
+        """Fill the tiers from a layer's weights and moments; None: they are in their records already."""
+        if self.experts is not None:
+            self.experts.close()
         tiers = self.tiers
-        weight_layout, moment_layout, gradient_layout = layouts(self._shapes, tiers.gradient_dtype)
         resident = tiers.experts == "device"
-        stores = Stores(
-            None if resident else self._store(tiers.experts, "weights", weight_layout, self._filling(weights)),
-            self._store(tiers.optimizer, "moments", moment_layout, self._filling(moments)),
-            self._store(tiers.gradients, "gradients", gradient_layout, self._filling(None)),
-        )
         self.experts = ExpertState(
-            stores,
+            Stores(
+                None if resident else self._store("weights", tiers.experts, weights),
+                self._store("moments", tiers.optimizer, moments),
+                self._store("gradients", tiers.gradients, None),
+            ),
             optimizer=self.config.optimizer,
             num_layers=self._num_layers,
             num_experts=self._num_experts,
             shapes=self._shapes,
             num_slots=self._num_layers if resident else tiers.device_layers,
             step=step,
-            initial=(lambda layer: jax.tree.map(jnp.array, weights(layer))) if resident else None,
+            initial=(lambda layer: jax.tree.map(jnp.array, weights(layer))) if resident and weights else None,
+            wait_limit_s=self.config.distributed.step_timeout_s,
+        )
+
+    def _store(self, kind: str, tier: str, of_layer: Callable[[int], ExpertArrays] | None) -> TieredStore:
+        tiers, versions = self.tiers, self._versions.get(kind)
+        if versions is None:
+            records = HostRecords.fill(self._layouts[kind], self._num_records, self._filling(of_layer))
+            return TieredStore(host_records=records)
+        if of_layer is not None:
+            write_all(versions, self._filling(of_layer))
+        return TieredStore(
+            versions,
+            cache_bytes=self._cache_bytes(versions.layout.record_bytes),
+            beta=tiers.beta,
+            decay_every_steps=tiers.decay_every_steps,
             wait_limit_s=self.config.distributed.step_timeout_s,
         )
 
@@ -163,30 +223,12 @@ class StreamedProgram:
 
         return fill
 
-    def _store(self, tier: str, kind: str, layout: RecordLayout, fill: Fill) -> TieredStore:
-        tiers, num_records = self.tiers, self._num_layers * self._num_experts
-        if tier == "host":
-            return TieredStore(host_records=HostRecords.fill(layout, num_records, fill))
-        folder = Path(tiers.path or Path(self.config.output_dir) / "records") / kind
-        store = VersionStore.open(folder, layout, num_records, fingerprint="jmoe experts")
-        self._folders.callback(store.close)
-        write_all(store, fill)
-        return TieredStore(
-            store,
-            cache_bytes=self._cache_bytes(store.layout.record_bytes),
-            beta=tiers.beta,
-            decay_every_steps=tiers.decay_every_steps,
-            wait_limit_s=self.config.distributed.step_timeout_s,
-        )
-
     def _cache_bytes(self, record_bytes: int) -> int:
         """A store's share of the host cache: as its share of the bytes on the tier nvme."""
-        tiers, num_records = self.tiers, self._num_layers * self._num_experts
-        if not tiers.host_cache_bytes:
-            return max(num_records // 4, 2) * record_bytes
-        kinds = zip((tiers.experts, tiers.optimizer, tiers.gradients), layouts(self._shapes, tiers.gradient_dtype))
-        all_bytes = sum(layout.record_bytes for tier, layout in kinds if tier == "nvme")
-        return tiers.host_cache_bytes * record_bytes // all_bytes
+        given = self.tiers.host_cache_bytes
+        if not given:
+            return max(self._num_records // 4, 2) * record_bytes
+        return given * record_bytes // sum(store.layout.record_bytes for store in self._versions.values())
 
     @property
     def _state(self) -> ExpertState:
@@ -203,7 +245,9 @@ class StreamedProgram:
         if self.experts is not None:
             self.experts.close()
             self.experts = None
-        self._folders.close()
+        if self.records is not None:
+            self.records.close()
+        self._held.close()
 
     # Passes
 
@@ -322,7 +366,8 @@ class StreamedProgram:
 
 
 def _experts(tree: Any) -> Any:
-    return tree["moe_layers"]["moe"]["experts"]
+    """Of nothing, where they are in records."""
+    return tree["moe_layers"]["moe"].get("experts", {})
 
 
 def _with_experts(tree: Any, experts: Any) -> Any:

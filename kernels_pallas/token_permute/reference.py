@@ -49,6 +49,27 @@ def _dispatch_bwd(complete: bool, slot_TK: jax.Array, dy_MD: jax.Array) -> tuple
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
+@jax.custom_vjp
+def sum_rows(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array) -> jax.Array:
+    """Sum of each token's rows, float32: out_TD[t] = sum_k y_MD[slot_TK[t, k]]. The transpose of `dispatch`.
+
+    The gradient of an empty row is that of some token.
+    """
+    return take_rows(y_MD, slot_TK).astype(jnp.float32).sum(axis=1)
+
+
+def _sum_rows_fwd(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array) -> tuple[jax.Array, Any]:
+    return sum_rows(y_MD, src_M, slot_TK), (src_M, jnp.zeros(0, y_MD.dtype))
+
+
+def _sum_rows_bwd(residuals: tuple[jax.Array, jax.Array], dout_TD: jax.Array) -> tuple[jax.Array, None, None]:
+    src_M, of_dtype = residuals
+    return take_any_rows(dout_TD.astype(of_dtype.dtype), src_M), None, None
+
+
+sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def combine(
     y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool = False

@@ -1,6 +1,6 @@
-"""The two-level exchange against the flat one, and the flat one against plain indexing; bit for bit.
+"""The all-to-all in two hops against the flat one, and the flat one against plain indexing; bit for bit.
 
-Legend: R devices of one exchange = P x Q, C rows per destination, D hidden.
+Legend: R devices of one all-to-all = P x Q, C rows per destination, D hidden.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from jmoe.collectives.all_to_all import make_exchange
+from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.mesh import split_over
 
 SPLITS = [(1, 8), (2, 4), (4, 2), (8, 1), (2, 2), (1, 2)]  # (across nodes, inside a node); the rest is data
@@ -26,16 +26,18 @@ def mesh_of(across: int, inside: int) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, ("rows", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
 
 
-def run(kind: str, across: int, inside: int, x: np.ndarray, g: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(rows, int32 labels, gradient of the rows) after the exchange; x [8, R, C, D], one block per device."""
+def run(
+    two_level: bool, across: int, inside: int, x: np.ndarray, g: np.ndarray
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(rows, int32 labels, gradient of the rows) after the all-to-all; x [8, R, C, D], one block per device."""
     mesh = mesh_of(across, inside)
-    exchange, axes = make_exchange(kind, ("node", "gpu")), ("rows", "node", "gpu")
+    all_to_all, axes = make_all_to_all(("node", "gpu"), two_level), ("rows", "node", "gpu")
 
     def body(x: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x, g = x[0], g[0]
         labels = 100 * lax.axis_index(axes) + jnp.arange(x.shape[0], dtype=jnp.int32)
-        out, vjp = jax.vjp(lambda x: exchange((x, labels))[0], x)
-        return out[None], exchange((x, labels))[1][None], vjp(g)[0][None]
+        out, vjp = jax.vjp(lambda x: all_to_all((x, labels))[0], x)
+        return out[None], all_to_all((x, labels))[1][None], vjp(g)[0][None]
 
     spec = split_over(axes)
     step = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec, spec), check_vma=False)
@@ -49,8 +51,8 @@ def test_two_level_is_flat_is_a_transpose(across: int, inside: int, dtype: Any) 
     devices = across * inside
     rng = np.random.default_rng(0)
     x, g = (np.asarray(jnp.asarray(rng.normal(size=(8, devices, C, D)), dtype)) for _ in range(2))
-    flat = run("flat", across, inside, x, g)
-    two_level = run("two_level", across, inside, x, g)
+    flat = run(False, across, inside, x, g)
+    two_level = run(True, across, inside, x, g)
     labels = (100 * np.arange(8)[:, None] + np.arange(devices)).astype(np.int32)
     swapped = [a.reshape(8 // devices, devices, devices, *a.shape[2:]).swapaxes(1, 2) for a in (x, labels, g)]
     for ours, other, expected in zip(flat, two_level, swapped, strict=True):
@@ -59,24 +61,9 @@ def test_two_level_is_flat_is_a_transpose(across: int, inside: int, dtype: Any) 
         assert ours.dtype == other.dtype == expected.dtype
 
 
-def test_exchange_is_its_own_inverse() -> None:
+def test_it_is_its_own_inverse() -> None:
     mesh, axes = mesh_of(2, 4), ("node", "gpu")
     x = np.random.default_rng(1).normal(size=(64, C)).astype(np.float32)
-    exchange, spec = make_exchange("two_level", axes), split_over(axes)
-    twice = jax.shard_map(lambda x: exchange(exchange(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    move, spec = make_all_to_all(axes, two_level=True), split_over(axes)
+    twice = jax.shard_map(lambda x: move(move(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     np.testing.assert_array_equal(jax.block_until_ready(jax.jit(twice)(x)), x)
-
-
-def test_one_axis_takes_the_flat_exchange() -> None:
-    mesh = jax.make_mesh((8,), ("gpu",), axis_types=(AxisType.Auto,))
-    x = np.arange(64, dtype=np.float32).reshape(64, 1)
-    spec = split_over(("gpu",))
-    run = jax.shard_map(make_exchange("two_level", ("gpu",)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    np.testing.assert_array_equal(
-        jax.block_until_ready(jax.jit(run)(x)), x.reshape(8, 8, 1).swapaxes(0, 1).reshape(64, 1)
-    )
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"exchange = 'ragged': must be one of flat, two_level"):
-        make_exchange("ragged", ("a", "b"))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.token_permute import combine, dispatch, take_rows
+from kernels_pallas.token_permute import combine, dispatch, sum_rows, take_rows
 
 T, K, D = 20, 3, 8
 
@@ -94,6 +94,24 @@ def test_combine(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     assert not out_TD[lost_T].any()
     assert not dy_MD[src_M == T].any()  # an empty row takes no gradient
     assert not dweights_TK[slot_TK == rows].any()  # nor does the weight of a dropped choice
+
+
+@pytest.mark.parametrize(("rows", "dropped"), CASES)
+@dtypes
+def test_sum_rows_is_the_transpose_of_dispatch(rows: int, dropped: int, dtype: Any) -> None:
+    src_M, slot_TK = (jnp.asarray(index) for index in permutation(rows, dropped))
+    rng = np.random.default_rng(2)
+    y_MD = jnp.asarray(rng.normal(size=(rows, D)), dtype)
+    g_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16).astype(jnp.float32)  # exact in both dtypes
+    out_TD, vjp = jax.vjp(lambda y: sum_rows(y, src_M, slot_TK), y_MD)
+    assert out_TD.dtype == jnp.float32
+    np.testing.assert_array_equal(out_TD, combine(y_MD, jnp.ones((T, K)), src_M, slot_TK))
+    _, transpose = jax.vjp(lambda x: dispatch(x, src_M, slot_TK), g_TD)
+    np.testing.assert_allclose(out_TD, transpose(y_MD.astype(jnp.float32))[0], rtol=1e-5, atol=1e-6)
+    (dy_MD,), full_M = vjp(g_TD), src_M < T
+    assert dy_MD.dtype == dtype
+    np.testing.assert_array_equal(dy_MD[full_M], dispatch(g_TD.astype(dtype), src_M, slot_TK)[full_M])
+    assert np.isfinite(np.asarray(dy_MD, np.float32)).all()
 
 
 def test_a_permutation_and_its_inverse() -> None:

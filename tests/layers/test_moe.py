@@ -20,7 +20,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import jmoe
 from jmoe import Experts, MoELayer, MoEMetrics, Router, RouterConfig, Routing, moe_metrics
-from jmoe.layers.moe import buffer_rows
 from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
 
 T, D, F, E = 128, 16, 12, 8
@@ -172,9 +171,9 @@ def test_one_device(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "split"),
-    # the two differ only where both levels have more than one device
-    [("two_level", split) for split in SPLITS]
-    + [("flat", split) for split in ((1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2))],
+    # they differ only where both levels have more than one device
+    [("flat", split) for split in SPLITS]
+    + [(exchange, split) for exchange in ("two_level", "dedup") for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))],
     ids=str,
 )
 def test_every_split_of_8_devices(exchange: str, split: tuple[int, int, int]) -> None:
@@ -249,15 +248,6 @@ def test_capacity_drops_exactly_what_does_not_fit(split: tuple[int, int, int], e
 def test_a_large_capacity_factor_drops_nothing() -> None:
     layer = make("softmax", make_mesh((2, 2, 2)), capacity_factor=4.0)  # 4 x 4 devices: a row for every assignment
     assert_agree(run(layer, *inputs()), dense(layer, *inputs()))
-
-
-def test_buffer_rows() -> None:
-    assert buffer_rows(1000, 8, 1.0, False) == 128  # 125, in eights
-    assert buffer_rows(1000, 8, 1.25, False) == 160
-    assert buffer_rows(1000, 8, None, False) == 256  # a dropless first try has room for twice a fair share
-    assert buffer_rows(1000, 8, None, True) == buffer_rows(1000, 8, 99.0, False) == 1000
-    assert buffer_rows(1000, 1, 0.5, False) == 1000
-    assert buffer_rows(5, 2, 1.0, False) == 5
 
 
 # ---- as a guest in a user's own program
@@ -485,7 +475,7 @@ def test_bad_inputs() -> None:
         MoELayer(D, E, 2, F, mesh=explicit, expert_axes=("gpu",), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"expert_axes = \('expert_intra',\): needs a mesh"):
         MoELayer(D, E, 2, F, expert_axes=("expert_intra",), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of flat, two_level"):
+    with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of auto, flat, two_level, dedup"):
         MoELayer(D, E, 2, F, mesh=mesh, expert_axes=EXPERT, exchange="ring", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"activation = 'relu'"):
         MoELayer(D, E, 2, F, activation="relu", rngs=nnx.Rngs(0))

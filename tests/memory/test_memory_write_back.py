@@ -113,6 +113,7 @@ def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | No
                     counts[index] += 1
                     assert add(tiers, index) == counts[index]
             tiers.touch(ids)
+        tiers.flush()
         stats = tiers.stats()
     written = store.stats()
     assert written.writes - NUM_RECORDS <= sum(counts)  # none twice without a change between

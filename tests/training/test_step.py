@@ -51,9 +51,7 @@ CONFIG = TrainConfig(
 NO_BALANCE = dataclasses.replace(MODEL, router=dataclasses.replace(MODEL.router, aux_loss_coef=0.0))
 
 
-def config_of(
-    shape: tuple[int, int, int], shard_dense: bool = True, exchange: str = "two_level", **changes: Any
-) -> Any:
+def config_of(shape: tuple[int, int, int], shard_dense: bool = True, exchange: str = "auto", **changes: Any) -> Any:
     mesh = MeshConfig(*shape, exchange=exchange, shard_dense=shard_dense)  # type: ignore[arg-type]
     return dataclasses.replace(CONFIG, mesh=mesh, **changes)
 
@@ -262,6 +260,14 @@ def test_learning_rate() -> None:
 # ---- every mesh gives the same
 
 
+def test_a_program_says_which_exchange_it_has_and_why() -> None:
+    assert [program(shape)[0].exchange for shape in (ONE, (1, 1, 8), (2, 2, 2))] == [
+        "",
+        "flat exchange: all experts are on one node",
+        "dedup exchange: 0.79 rows a token cross between 2 nodes with dedup, 1.00 without",
+    ]
+
+
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8), (4, 1, 2)], ids=str)
 def test_mesh(shape: tuple[int, int, int]) -> None:
     assert_same_run(run(shape), run(ONE))
@@ -269,11 +275,19 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"shard_dense": False}, {"exchange": "flat", "remat": "layer"}],
-    ids=["dense parameters whole", "flat exchange, remat"],
+    [{"shard_dense": False}, {"exchange": "flat", "remat": "layer"}, {"exchange": "two_level"}],
+    ids=["dense parameters whole", "flat exchange, remat", "two-level exchange"],
 )
 def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
     assert_same_run(run((2, 2, 2), **changes), run(ONE))
+
+
+@pytest.mark.parametrize(("shape", "there", "back"), [((1, 1, 8), 3, 2), ((1, 2, 4), 7, 5)], ids=["flat", "dedup"])
+def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: int) -> None:
+    """All-to-alls of a layer: rows there and back at each level and what describes them; backwards rows and weights."""
+    ours, mesh, _ = program(shape)
+    text = ours.step.lower(ours.state_shape, batch(mesh, 0)).as_text()  # type: ignore[attr-defined]
+    assert text.count('all_to_all"(') == there + back
 
 
 def test_gradient_accumulation() -> None:
@@ -391,11 +405,15 @@ def test_the_state_is_donated() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
-def test_an_overflowing_dropless_step_runs_again_with_room_for_all() -> None:
-    """All tokens to experts 0 and 1: four times the fair share of their two devices, where buffers hold twice it."""
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 2, 4)], ids=["flat", "dedup"])
+def test_an_overflowing_dropless_step_runs_again_with_room_for_all(shape: tuple[int, int, int]) -> None:
+    """All tokens to experts 0 and 1: four times the fair share of their two devices, where buffers hold twice it.
+
+    With dedup the first node has room for every token, and its devices for twice their share of what they deal out.
+    """
     skewed = host(initial())
     skewed.router_bias["moe_layers"]["moe"]["router"]["e_score_correction_bias"][:, :2] += 10.0
-    ours, mesh, _ = program((1, 1, 8))
+    ours, mesh, _ = program(shape)
     after, metrics = jax.block_until_ready(ours.step(place(skewed, ours), batch(mesh, 0)))
     assert metrics["overflow"] and not metrics["ok"] and np.isfinite(metrics["loss"])
     assert metrics["dropped"].tolist() == [B * S] * N  # half of all assignments

@@ -88,7 +88,7 @@ def train(
                 state = program.unpack(jax.tree.map(jnp.array, program.pack(state)))
         tokens = batch(config, 99)[0]
         held_out = float(program.evaluate(state, tokens, jnp.ones(tokens[:, 1:].shape)))
-        whole = jax.tree.map(lambda x: np.array(x, copy=True), program.pack(state))
+        whole = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
         return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
     finally:
         program.close()

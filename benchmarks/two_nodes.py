@@ -1,0 +1,87 @@
+"""Two nodes on one machine: network namespaces joined by a bridge, with a limited link between them. Needs root.
+
+Processes of one node talk over its loopback, which is fast; those of different nodes share the link. Its rate is that
+of both directions together. gloo tells a peer that it may send behind whatever it sends itself, so that two blocks
+which should pass each other often go one after the other; with a rate for each direction, chance would decide how much
+of the link lies idle.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+BRIDGE = "jmoebench"
+PIPE = "jmoebenchpipe"  # what both directions go through
+NODES = ("jmoebench0", "jmoebench1")
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+INTERFACE = "eth0"  # of the link, inside each node
+# What waits for the link is limited by its senders' buffers, so nothing is ever dropped, and nothing is sent again
+# because its acknowledgement waits too.
+SOCKETS = ("net.ipv4.tcp_wmem=4096 262144 262144", "net.ipv4.tcp_congestion_control=reno")
+PATIENCE = ("rto_min", "10s")
+
+
+def _run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, capture_output=not check)
+
+
+def sent_bytes() -> int:
+    """Bytes that this node has sent over the link, all headers included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return int(line.split(":")[1].split()[8])
+
+
+class TwoNodes:
+    """`with TwoNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`."""
+
+    def __init__(self, mbit_per_s: float) -> None:
+        self.mbit_per_s = mbit_per_s
+
+    def __enter__(self) -> "TwoNodes":
+        if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+            raise OSError("two nodes on one machine need root and iproute2 (the commands ip and tc)")
+        self._down()
+        _run("ip", "link", "add", BRIDGE, "up", "type", "bridge")
+        _run("ip", "link", "add", PIPE, "up", "type", "ifb")
+        limit = ("rate", f"{self.mbit_per_s}mbit", "burst", "128kb", "limit", "64mb")
+        _run("tc", "qdisc", "add", "dev", PIPE, "root", "tbf", *limit)
+        for node, address in zip(NODES, ADDRESSES):
+            port = f"{node}v"
+            _run("ip", "netns", "add", node)
+            _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", node)
+            _run("ip", "link", "set", port, "master", BRIDGE, "up")
+            _run("tc", "qdisc", "add", "dev", port, "ingress")
+            redirect = ("action", "mirred", "egress", "redirect", "dev", PIPE)
+            everything = ("protocol", "all", "u32", "match", "u32", "0", "0")
+            _run("tc", "filter", "add", "dev", port, "parent", "ffff:", *everything, *redirect)
+            _run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            _run("ip", "-n", node, "link", "set", "lo", "up")
+            _run("ip", "-n", node, "link", "set", INTERFACE, "up")
+            subnet = f"{address.rsplit('.', 1)[0]}.0/24"
+            _run("ip", "-n", node, "route", "replace", subnet, "dev", INTERFACE, "src", address, *PATIENCE)
+            for setting in SOCKETS:
+                _run("ip", "netns", "exec", node, "sysctl", "-q", "-w", setting)
+            # gloo binds to what the hostname stands for; `ip netns exec` mounts this file over /etc/hosts
+            folder = Path("/etc/netns") / node
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._down()
+
+    def inside(self, node: int, command: list[str]) -> list[str]:
+        """The command that runs `command` inside this node."""
+        return ["ip", "netns", "exec", NODES[node], *command]
+
+    def _down(self) -> None:
+        for node in NODES:
+            _run("ip", "link", "del", f"{node}v", check=False)
+            _run("ip", "netns", "del", node, check=False)
+            shutil.rmtree(Path("/etc/netns") / node, ignore_errors=True)
+        for device in (PIPE, BRIDGE):
+            _run("ip", "link", "del", device, check=False)

@@ -1,0 +1,252 @@
+"""How the tokens of one MoE layer reach their experts, and how the experts' outputs come back.
+
+Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts, L experts of this device,
+R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of a whole buffer.
+
+An exchange has two methods. `dispatch` makes rows sorted by this device's experts out of all devices' tokens;
+`combine` makes each token's weighted sum out of the experts' outputs in those rows. Both only gather rows, forwards
+and backwards, and run inside `shard_map`. Buffers have a fixed size; what finds no row is counted.
+
+`OneDevice` sends nothing. `PerDevice` sends one row for every assignment. `PerNode` sends one row for every (token,
+node) across nodes, and one partial sum back.
+
+Sums are float32. The first two add over k. `PerNode` adds over k inside a node, rounds that sum to the rows' dtype for
+its way back (nothing to round in float32), then adds over nodes.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
+from jmoe.planning.exchange import ExchangePlan, buffer_rows, index_bytes
+from kernels_pallas.saved import saved, saved_residual
+from kernels_pallas.token_permute import combine, dispatch, sum_rows
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Rows for this device's experts. handle: what `combine` needs to take the experts' outputs back."""
+
+    rows_MD: jax.Array  # sorted by local expert; rows beyond the last group hold anything
+    group_sizes_L: jax.Array  # int32
+    expected_rows: int  # sum of group_sizes_L when the load is even
+    dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up
+    handle: Any
+
+
+class Exchange(Protocol):
+    """The movement of tokens to experts and back; see this module."""
+
+    def dispatch(
+        self,
+        x_TD: jax.Array,
+        topk_idx_TK: jax.Array,
+        topk_weights_TK: jax.Array,
+        counts_E: jax.Array,
+        worst_case: bool = False,
+    ) -> Arrived:
+        """Each token's row to its experts. worst_case: buffers with room for everything."""
+
+    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+        """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing."""
+
+
+def _order_by_expert(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
+    order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
+    rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(idx_N.size, dtype=jnp.int32), unique_indices=True)
+    return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """All experts are here: a sort, nothing is sent or dropped."""
+
+    def dispatch(
+        self,
+        x_TD: jax.Array,
+        topk_idx_TK: jax.Array,
+        topk_weights_TK: jax.Array,
+        counts_E: jax.Array,
+        worst_case: bool = False,
+    ) -> Arrived:
+        with jax.named_scope("dispatch"):
+            order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1))
+            token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
+            rows_ND = dispatch(x_TD, token_N, slot_TK, True)
+        handle = (topk_weights_TK, token_N, slot_TK)
+        return Arrived(rows_ND, counts_E, topk_idx_TK.size, jnp.zeros((), jnp.int32), handle)
+
+    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+        with jax.named_scope("combine"):
+            return combine(saved(out_MD, "expert_out"), *handle, True)
+
+
+@dataclass(frozen=True)
+class PerDevice:
+    """A row for every assignment, to the device of its expert; buffers per destination device, not per expert."""
+
+    all_to_all: AllToAll
+    num_devices: int
+    capacity_factor: float | None
+
+    def dispatch(
+        self,
+        x_TD: jax.Array,
+        topk_idx_TK: jax.Array,
+        topk_weights_TK: jax.Array,
+        counts_E: jax.Array,
+        worst_case: bool = False,
+    ) -> Arrived:
+        num_assignments = topk_idx_TK.size
+        fair_rows = num_assignments / self.num_devices
+        rows = buffer_rows(fair_rows, num_assignments, self.capacity_factor, worst_case)
+        return self.dispatch_rows(x_TD, topk_idx_TK, topk_weights_TK, counts_E, rows, num_assignments)
+
+    def dispatch_rows(
+        self,
+        x_TD: jax.Array,
+        topk_idx_TK: jax.Array,
+        topk_weights_TK: jax.Array,
+        counts_E: jax.Array,
+        rows: int,
+        expected_rows: int,
+    ) -> Arrived:
+        """`dispatch` with `rows` per destination device. An index of E stands for no choice at all."""
+        num_tokens, k = topk_idx_TK.shape
+        num_assignments, num_devices = num_tokens * k, self.num_devices
+        with jax.named_scope("dispatch"):
+            idx_N = topk_idx_TK.reshape(-1)
+            order_N, rank_N = _order_by_expert(idx_N)
+            sizes_RL = counts_E.reshape(num_devices, -1)
+            totals_R = sizes_RL.sum(axis=1, dtype=jnp.int32)
+            starts_R = jnp.cumsum(totals_R) - totals_R
+            ends_RL = jnp.minimum(jnp.cumsum(sizes_RL, axis=1), rows)  # rows that fit, by expert
+            kept_RL = jnp.diff(ends_RL, axis=1, prepend=0).astype(jnp.int32)
+            at_C = jnp.arange(rows, dtype=jnp.int32)
+            sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_assignments)
+            token_M = jnp.take(order_N // k, sorted_RC.reshape(-1), mode="fill", fill_value=num_tokens)
+            dest_N = idx_N // sizes_RL.shape[1]
+            place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
+            fits_N = (dest_N < num_devices) & (place_N < rows)
+            slot_N = jnp.where(fits_N, dest_N * rows + place_N, num_devices * rows)
+            slot_TK = slot_N.reshape(num_tokens, k)
+            send_MD = dispatch(x_TD, token_M, slot_TK)
+        with jax.named_scope("all_to_all"):
+            recv_RCD, recv_RL = self.all_to_all((send_MD.reshape(num_devices, rows, -1), kept_RL))
+            recv_RCD, recv_RL = saved(recv_RCD, "expert_rows"), saved_residual(recv_RL, "routing")
+        with jax.named_scope("sort_by_expert"):
+            sort = _sort_of_arrivals(recv_RL, rows)
+            rows_MD = dispatch(recv_RCD.reshape(send_MD.shape), sort[0], sort[1][:, None], True)
+            group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
+        dropped = counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
+        return Arrived(rows_MD, group_sizes_L, expected_rows, dropped, (sort, topk_weights_TK, token_M, slot_TK))
+
+    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+        (order_M, rank_M), topk_weights_TK, token_M, slot_TK = handle
+        with jax.named_scope("sort_by_source"):
+            out_MD = dispatch(out_MD, rank_M, order_M[:, None], True)
+        with jax.named_scope("all_to_all_back"):
+            back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
+        with jax.named_scope("combine"):
+            return combine(saved(back_MD, "expert_out"), topk_weights_TK, token_M, slot_TK)
+
+
+def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(order, rank) that sort rows by local expert, empty ones last, which arrived by (source device, expert)."""
+    ends_RL = jnp.cumsum(sizes_RL, axis=1)
+    at_C = jnp.arange(rows, dtype=jnp.int32)
+    expert_M = (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)
+    return _order_by_expert(expert_M)
+
+
+@dataclass(frozen=True)
+class PerNode:
+    """A token's row once to every node that has one of its experts, then inside the node to their devices.
+
+    It crosses to the device with its own device's place in the node, with the experts chosen there and their weights.
+    That device deals it out, sums up what the node's experts made of it, and sends this one row back.
+    """
+
+    across: AllToAll
+    inside: PerDevice
+    num_nodes: int
+    nodes_per_token: float
+    capacity_factor: float | None
+
+    def dispatch(
+        self,
+        x_TD: jax.Array,
+        topk_idx_TK: jax.Array,
+        topk_weights_TK: jax.Array,
+        counts_E: jax.Array,
+        worst_case: bool = False,
+    ) -> Arrived:
+        (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
+        node_size = counts_E.size // num_nodes  # experts of a node
+        rows = buffer_rows(num_tokens * self.nodes_per_token / num_nodes, num_tokens, self.capacity_factor, worst_case)
+        with jax.named_scope("dispatch"):
+            on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(num_nodes, dtype=jnp.int32)
+            slot_TP, src_M = _rows_for(on_TKP.any(axis=1), rows)
+            lost_TKP = on_TKP & (slot_TP == src_M.size)[:, None, :]
+            idx_MK = _choices_of_rows(topk_idx_TK, src_M, num_nodes, node_size)
+            send = dispatch(x_TD, src_M, slot_TP), dispatch(topk_weights_TK, src_M, slot_TP), idx_MK
+        with jax.named_scope("all_to_all_across"):
+            recv = self.across(jax.tree.map(lambda a: a.reshape(num_nodes, rows, -1), send))
+            recv_MD, weights_MK, idx_MK = (a.reshape(num_nodes * rows, -1) for a in recv)
+            weights_MK, idx_MK = saved(weights_MK, "routing"), saved_residual(idx_MK, "routing").astype(jnp.int32)
+        sizes = (idx_MK.reshape(-1, 1) == jnp.arange(node_size, dtype=jnp.int32)).sum(axis=0, dtype=jnp.int32)
+        fair_rows, most_rows = num_tokens * k / self.inside.num_devices, num_nodes * rows * k
+        device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, worst_case)
+        arrived = self.inside.dispatch_rows(recv_MD, idx_MK, weights_MK, sizes, device_rows, num_tokens * k)
+        dropped = arrived.dropped + lost_TKP.sum(dtype=jnp.int32)
+        return replace(arrived, dropped=dropped, handle=(arrived.handle, src_M, slot_TP))
+
+    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+        inside, src_M, slot_TP = handle
+        partial_MD = self.inside.combine(out_MD, inside).astype(out_MD.dtype)
+        with jax.named_scope("all_to_all_across_back"):
+            back_MD = self.across(partial_MD.reshape(self.num_nodes, -1, partial_MD.shape[1]))
+        with jax.named_scope("combine"):
+            return sum_rows(back_MD.reshape(partial_MD.shape), src_M, slot_TP)
+
+
+def _rows_for(needed_TP: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(slot_TP, src_M): the row of each needed (token, node) among `rows` per node, tokens in order; and the inverse.
+
+    slot_TP is M where none is needed or none is left; src_M is T for an empty row.
+    """
+    num_tokens, num_nodes = needed_TP.shape
+    place_TP = jnp.cumsum(needed_TP, axis=0, dtype=jnp.int32) - 1
+    starts_P = jnp.arange(num_nodes, dtype=jnp.int32) * rows
+    slot_TP = jnp.where(needed_TP & (place_TP < rows), starts_P + place_TP, num_nodes * rows)
+    src_M = jnp.full(num_nodes * rows, num_tokens, jnp.int32)
+    return slot_TP, src_M.at[slot_TP].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
+
+
+def _choices_of_rows(topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, node_size: int) -> jax.Array:
+    """[M, K] experts of each row, counted from its node's first; node_size: elsewhere, or an empty row. Few bytes."""
+    idx_MK = jnp.take(topk_idx_TK, src_M, axis=0, mode="fill", fill_value=num_nodes * node_size)
+    idx_PCK = idx_MK.reshape(num_nodes, -1, idx_MK.shape[1])
+    idx_PCK = idx_PCK - node_size * jnp.arange(num_nodes, dtype=jnp.int32)[:, None, None]
+    idx_PCK = jnp.where((idx_PCK >= 0) & (idx_PCK < node_size), idx_PCK, node_size)
+    return idx_PCK.reshape(idx_MK.shape).astype(f"uint{8 * index_bytes(node_size)}")
+
+
+def make_exchange(plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: float | None) -> Exchange:
+    """The planned exchange over `axes`; `two_level` and `dedup` need two, (across nodes, inside a node).
+
+    capacity_factor: rows per destination / its fair share when routing is uniform, at each level; None: dropless, whose
+    first try has room for twice the fair share.
+    """
+    if plan.num_devices == 1:
+        return OneDevice()
+    if plan.kind != "flat" and len(axes) != 2:
+        raise ValueError(f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not {axes}")
+    if plan.kind != "dedup":
+        return PerDevice(make_all_to_all(axes, plan.kind == "two_level"), plan.num_devices, capacity_factor)
+    inside = PerDevice(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
+    return PerNode(make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor)

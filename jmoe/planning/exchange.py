@@ -1,0 +1,139 @@
+"""Which exchange takes tokens to their experts, how large its buffers are, and what crosses between nodes.
+
+Pure functions. Symbols: R devices = P nodes of Q devices share E experts, E / P on each node; each of a device's T
+tokens goes to k of them.
+"""
+
+from dataclasses import dataclass
+from math import ceil, comb
+from typing import Literal, get_args
+
+ExchangeKind = Literal["flat", "two_level", "dedup"]
+ExchangeChoice = Literal["auto"] | ExchangeKind
+DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
+# Dedup makes two hops and permutes twice: it has to save at least this part of the rows that cross between nodes.
+MIN_SAVING = 0.1
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The exchange of a layer. nodes_per_token: expected distinct nodes among a token's experts."""
+
+    kind: ExchangeKind
+    reason: str
+    num_nodes: int
+    devices_per_node: int
+    nodes_per_token: float
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+def _check(ok: bool, name: str, value: object, constraint: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} = {value!r}: {constraint}")
+
+
+def nodes_per_token(
+    num_nodes: int, num_experts: int, num_experts_per_tok: int, n_group: int = 1, topk_group: int = 1
+) -> float:
+    """Expected distinct nodes among a token's experts when routing is uniform: P (1 - C(E - E/P, k) / C(E, k)).
+
+    With group-limited routing (k experts of `topk_group` of `n_group` groups of E / n_group neighbours each) the same
+    for the groups of a node, where every node holds whole groups; otherwise the limit is left out of account.
+    """
+    _check(num_nodes > 0, "num_nodes", num_nodes, "must be greater than 0")
+    _check(num_experts % num_nodes == 0, "num_experts", num_experts, f"must be a multiple of {num_nodes} nodes")
+    k = num_experts_per_tok
+    _check(0 < k <= num_experts, "num_experts_per_tok", k, f"must be in [1, num_experts = {num_experts}]")
+    _check(num_experts % n_group == 0, "n_group", n_group, f"must divide num_experts = {num_experts}")
+    reachable = num_experts // n_group * topk_group
+    _check(k <= reachable, "num_experts_per_tok", k, f"must not exceed the {reachable} experts of {topk_group} groups")
+    if n_group == 1 or n_group % num_nodes:
+        n_group = topk_group = num_nodes  # one group a node, all of them open
+    mine, group_size = n_group // num_nodes, num_experts // n_group
+    missed = 0.0  # probability that a node is not reached
+    for is_open in range(min(mine, topk_group) + 1):  # how many of the node's groups are open to the token
+        ways = comb(mine, is_open) * comb(n_group - mine, topk_group - is_open)
+        others = comb((topk_group - is_open) * group_size, k) / comb(topk_group * group_size, k)
+        missed += ways / comb(n_group, topk_group) * others
+    return num_nodes * (1 - missed)
+
+
+def plan_exchange(
+    kind: ExchangeChoice,
+    *,
+    num_nodes: int,
+    devices_per_node: int,
+    num_experts: int,
+    num_experts_per_tok: int,
+    n_group: int = 1,
+    topk_group: int = 1,
+) -> ExchangePlan:
+    """The exchange of this name, or with `auto` the one that suits the topology and the routing; and why."""
+    names = ("auto", *get_args(ExchangeKind))
+    _check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
+    reached = nodes_per_token(num_nodes, num_experts, num_experts_per_tok, n_group, topk_group)
+    away = (num_nodes - 1) / num_nodes  # of the rows a token needs, those that leave its node
+    flat, dedup = num_experts_per_tok * away, reached * away
+    chosen: ExchangeKind
+    if kind != "auto":
+        chosen, reason = kind, "as configured"
+    elif num_nodes == 1:
+        chosen, reason = "flat", "all experts are on one node"
+    else:
+        chosen = "dedup" if dedup <= (1 - MIN_SAVING) * flat else "flat"
+        reason = f"{dedup:.2f} rows a token cross between {num_nodes} nodes with dedup, {flat:.2f} without"
+    return ExchangePlan(chosen, reason, num_nodes, devices_per_node, reached)
+
+
+def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None, worst_case: bool = False) -> int:
+    """Rows per destination: capacity_factor (None: dropless) times a fair share, in eights, never more than all."""
+    if worst_case:
+        return most_rows
+    factor = DROPLESS_BUFFER if capacity_factor is None else capacity_factor
+    return min(most_rows, -(-ceil(factor * fair_rows) // 8) * 8)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device sends, dispatch and combine together."""
+
+    across_bytes: int  # to other nodes
+    inside_bytes: int  # to other devices of its node
+
+
+def traffic(
+    plan: ExchangePlan,
+    *,
+    num_tokens: int,
+    num_experts: int,
+    num_experts_per_tok: int,
+    row_bytes: int,
+    capacity_factor: float | None,
+    backward: bool = False,
+) -> Traffic:
+    """What the exchange of `num_tokens` tokens a device makes it send: whole buffers, full or not, and their contents.
+
+    flat sends C rows to each device, and back; two_level the same across, and all P C rows of a place in the node
+    inside it. dedup sends C rows to each node, and back, each with k weights and k experts, and C' rows to each device
+    inside. backward: the rows and weights once more.
+    """
+    p, q, k = plan.num_nodes, plan.devices_per_node, num_experts_per_tok
+    passes = 2 if backward else 1
+    sizes_bytes = num_experts // (p * q) * 4
+    if plan.kind != "dedup":
+        rows = buffer_rows(num_tokens * k / (p * q), num_tokens * k, capacity_factor)
+        block_bytes = passes * 2 * rows * row_bytes + sizes_bytes
+        hops = p if plan.kind == "two_level" else 1
+        return Traffic((p - 1) * q * block_bytes, hops * (q - 1) * block_bytes)
+    rows = buffer_rows(num_tokens * plan.nodes_per_token / p, num_tokens, capacity_factor)
+    across = rows * (passes * (2 * row_bytes + 4 * k) + k * index_bytes(num_experts // p))
+    rows = buffer_rows(num_tokens * k / q, p * rows * k, capacity_factor)
+    return Traffic((p - 1) * across, (q - 1) * (passes * 2 * rows * row_bytes + sizes_bytes))
+
+
+def index_bytes(largest: int) -> int:
+    """Bytes of an unsigned integer that holds `largest`."""
+    return next(size for size in (1, 2, 4) if largest < 2 ** (8 * size))
