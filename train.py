@@ -34,6 +34,7 @@ from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.tier_plan import tiers_summary, training_plan, with_chosen_tiers
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -41,7 +42,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):
         presets = "".join(f"  {preset:{max(map(len, PRESETS))}}  {line}\n" for preset, (line, _) in PRESETS.items())
-        print(f"{__doc__}\n\npresets:\n{presets}\ntrain.py PRESET --help shows every option with the preset's value.")
+        print(f"{__doc__}\n\npresets:\n{presets}\ntrain.py PRESET --help shows every option with the preset's value,")
+        print("train.py PRESET --plan what memory the run needs, by tier, and how long a step takes.")
         sys.exit(0 if name else 2)
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
@@ -209,11 +211,16 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
         expert_load=recent_expert_load(run.log.path),
         sample=sample,
     )
+    if not run.config.tiers.on_device:
+        say(tiers_summary(run.config, run.program.expert_stats(), run.log))
 
 
 def main(arguments: Sequence[str]) -> None:
     """The whole run: processes, mesh, data, state, steps, evaluation."""
-    config = parse(arguments)
+    config = with_chosen_tiers(parse([argument for argument in arguments if argument != "--plan"]))
+    if "--plan" in arguments:
+        print(training_plan(config))
+        return
     distributed.start(config.distributed)
     output_dir = Path(config.output_dir)
     mesh = make_mesh(config.check_devices(jax.device_count(), devices_per_host()))

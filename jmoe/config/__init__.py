@@ -18,6 +18,7 @@ from jmoe.config.checks import not_negative, one_of, positive
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig
+from jmoe.config.tiers import MachineConfig as MachineConfig
 from jmoe.config.tiers import TiersConfig as TiersConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -185,6 +186,7 @@ class TrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
     num_steps: int = 1000
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256

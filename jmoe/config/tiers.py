@@ -46,3 +46,25 @@ class TiersConfig:
     def on_device(self) -> bool:
         """Whether nothing leaves the device."""
         return (self.experts, self.optimizer) == ("device", "device")
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """What the planner (`--plan`, tiers `auto`) takes for granted of the machine. Bytes of 0: what is free here.
+
+    A device without bytes of its own shares the host's memory. flops: that products reach, not the data sheet's.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    flops: float = 2e11
+    link_bytes_per_s: float = 5e10  # between host and device
+    memory_bytes_per_s: float = 1.5e10  # of the device
+    nvme_read_bytes_per_s: float = 2e9
+    nvme_write_bytes_per_s: float = 1.5e9
+
+    def __post_init__(self) -> None:
+        not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
+        positive(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
+        positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")

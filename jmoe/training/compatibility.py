@@ -12,6 +12,7 @@ FREE = (
     "data.prefetch_batches",
     "distributed.",
     "evaluation.",
+    "machine.",
     "mesh.",
     "output_dir",
     "profile.",

@@ -60,8 +60,8 @@ class Program:
 
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices. pack, unpack:
     the state as it is saved, from the one that steps work on, and back; whole: with all that `records` save in files
-    of their own.
-    expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does. close: end threads.
+    of their own. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does. close:
+    end threads.
     """
 
     init: Callable[[], TrainState]
