@@ -103,8 +103,8 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         with self.watchdog.waiting_for("checkpoint of step", step):
-            whole, resolved = self.program.pack(state), json.dumps(self.resolved, indent=1)
-            self.checkpoints.save(step, whole, self.batches.get_state(), resolved)
+            saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
+            self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
 
 
 def start_or_resume(
@@ -114,13 +114,13 @@ def start_or_resume(
     step = checkpoints.latest_step()
     if step is None:
         say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
-        return program.unpack(pretrained_state(program, config)) if config.init_from else program.init()
+        return pretrained_state(program, config) if config.init_from else program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
-    state, data_state, _ = checkpoints.restore(step, program.state_shape)
+    state, data_state, _ = checkpoints.restore(step, program.saved_shape)
     batches.set_state(data_state)
     say(f"resuming from step {step} of {checkpoints.directory}")
-    return program.unpack(state)
+    return program.from_saved(state)
 
 
 def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
@@ -255,8 +255,8 @@ def main(arguments: Sequence[str]) -> None:
         stack.callback(batches.close)
         program = make_tiered_program(config, mesh)
         stack.callback(program.close)
-        if program.exchange:
-            say(program.exchange)
+        for note in filter(None, (program.exchange, program.embedding)):
+            say(note)
         checkpoints = stack.enter_context(
             Checkpoints(
                 output_dir / "checkpoints",

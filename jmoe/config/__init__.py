@@ -92,11 +92,14 @@ class MeshConfig:
     expert_intra: int = 1  # inside a node
     exchange: Literal["auto", "flat", "two_level", "dedup"] = "auto"  # dedup: a token crosses once to a node
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
+    # columns, rows: each device keeps and looks up its part of the embedding table; replicated: as `shard_dense` says
+    embedding: Literal["auto", "replicated", "columns", "rows"] = "auto"
 
     def __post_init__(self) -> None:
         not_negative(self, "data", "expert_intra")
         positive(self, "expert_inter")
         one_of(self, exchange=("auto", "flat", "two_level", "dedup"))
+        one_of(self, embedding=("auto", "replicated", "columns", "rows"))
 
     def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
         """(data, expert_inter, expert_intra) for this many devices, or `ValueError`."""
@@ -247,6 +250,12 @@ class TrainConfig:
             self.model.num_experts,
             f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}",
         )
+        names = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}.get(self.mesh.embedding, ())
+        for name in names:
+            value, constraint = getattr(self.model, name), f"mesh.embedding = {self.mesh.embedding!r} splits it"
+            check(
+                value % num_devices == 0, f"model.{name}", value, f"must be a multiple of {num_devices}: {constraint}"
+            )
         return shape
 
     def to_json(self) -> str:

@@ -137,6 +137,11 @@ class RingDecoder:
             positions_PC[i, : len(tokens)] = np.arange(start, start + len(tokens))
         return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
+    def zeros(self, num_rows: int, width: int) -> jax.Array:
+        """Hidden states as `forward` gives them, to compile what follows."""
+        x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
+        return jax.device_put(x_PCD, jax.devices()[0])
+
     def forward(self, groups: Sequence[Tokens]) -> list[jax.Array]:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]

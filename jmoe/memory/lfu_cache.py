@@ -83,6 +83,10 @@ class LFUCache:
         """Count one step that used these records."""
         self.counts.touch(indices)
 
+    def expect(self, indices: ArrayLike) -> None:
+        """All that the next step will use, in order; see `HitCounts.expect`."""
+        self.counts.expect(indices)
+
     def slot_of(self, index: int) -> int | None:
         """The slot that the record has, or None."""
         place = int(self._hot.slot_of[index])
@@ -93,6 +97,8 @@ class LFUCache:
         slot = self.slot_of(index)
         if slot is None:
             return None
+        if self.counts.used(index) and self._hot.slot_of[index] >= 0:
+            self._hot.fallen(index)
         if index in self._fresh:
             self._fresh.remove(index)
             self._misses += 1
@@ -212,7 +218,7 @@ class LFUCache:
             if place is None:
                 return None
             victim = int(self._hot.record_in[place])
-            if self.counts.scores[index] <= self.counts.scores[victim]:
+            if self.counts.rank(index, uses=1) <= self.counts.rank(victim):
                 return None
             if victim in self._dirty and not self._demote(victim, place, demanded):
                 return None

@@ -157,6 +157,13 @@ class TieredStore:
                     self._cache.write_back()
                     self._to_write.notify_all()
 
+    def expect(self, indices: ArrayLike) -> None:
+        """All that the next step will use, in order, where that is known a step ahead: the cache then keeps them."""
+        ids = record_ids(indices, self.num_records)
+        with self._lock:
+            if self._cache is not None:
+                self._cache.expect(ids)
+
     def prefetch(self, indices: ArrayLike) -> None:
         """Begin to read those of these records that are not in host memory, in this order; returns at once."""
         ids = record_ids(indices, self.num_records).tolist()

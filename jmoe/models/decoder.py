@@ -18,6 +18,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention
+from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import MLP, normal
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import MoELayer, MoEStats
@@ -230,10 +231,10 @@ class Decoder(nnx.Module):
         assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
         return drawn.moe.experts
 
-    def embed(self, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
+    def embed(self, tokens_BS: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
         """[B, S, D] in `dtype`: the first layer's input."""
         with jax.named_scope("embedding"):
-            x_BSD = self.embedding[...][tokens_BS].astype(dtype)
+            x_BSD = lookup(self.embedding[...], tokens_BS, dtype)
             if self.positions is not None:
                 x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
             return x_BSD
@@ -252,14 +253,16 @@ class Decoder(nnx.Module):
         worst_case: bool = False,
         remat: bool = False,
         gather: Gather = lambda tree: tree,
+        lookup: Lookup = lookup,
         keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats | None]:
         """(hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None), inside `shard_map` or on one device.
 
-        gather: turns one layer's parameters as they lie on this device into the whole ones. key: for router jitter.
-        keep_routing: the statistics hold every token's routing.
+        gather: turns one layer's parameters as they lie on this device into the whole ones. lookup: the tokens' rows of
+        the embedding table as it lies here. key: for router jitter. keep_routing: the statistics hold every token's
+        routing.
         """
-        x_BSD = self.embed(tokens_BS, dtype)
+        x_BSD = self.embed(tokens_BS, dtype, lookup)
         options = {"dtype": dtype, "train": train, "worst_case": worst_case, "keep_routing": keep_routing}
 
         def run(graph: Any, x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats | None]:

@@ -288,7 +288,7 @@ class ExpertState:
         self._lr.append(lr)
         self._clip.append(clip)
         self.now += 1
-        for store in self.stores.all():
+        for store in self.stores.all() if used else ():
             store.touch(np.concatenate(used))
 
     def abandon(self) -> None:

@@ -8,7 +8,7 @@ exchange and the parameter gathers, whose transposes are themselves.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.nnx as nnx
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jmoe.collectives.fusion import gather_local
 from jmoe.config import TrainConfig
-from jmoe.layers.loss import cross_entropy
+from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
@@ -35,8 +35,10 @@ from jmoe.mesh import (
     path_names,
     shard_dim,
     shardings,
+    split_over,
 )
 from jmoe.models.decoder import Decoder
+from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.training.optimizer import advance, decays, learning_rate
 
 LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
@@ -56,12 +58,13 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Program:
-    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state as it is saved.
+    """The jitted functions of one run. `state_shape` has the shapes and shardings of the state.
 
-    exchange: which one takes tokens to their experts, and why; empty without experts on other devices. pack, unpack:
-    the state as it is saved, from the one that steps work on, and back; whole: with all that `records` save in files
-    of their own. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does. close:
-    end threads.
+    to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh.
+    exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
+    embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
+    its own; whole: the saved state with all of that, of `whole_shape`. expert_stats: what moved between tiers
+    (`expert_state.ExpertStats`); None where nothing does. close: end threads.
     """
 
     init: Callable[[], TrainState]
@@ -70,10 +73,13 @@ class Program:
     evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
+    saved_shape: TrainState
+    to_saved: Callable[[TrainState], TrainState]
+    from_saved: Callable[[TrainState], TrainState]
     exchange: str
-    pack: Callable[[TrainState], TrainState] = lambda state: state
-    unpack: Callable[[TrainState], TrainState] = lambda state: state
-    whole: Callable[[TrainState], TrainState] = lambda state: state
+    embedding: str
+    whole_shape: TrainState
+    whole: Callable[[TrainState], TrainState]
     records: RecordCheckpoints | None = None
     expert_stats: Callable[[], Any] = lambda: None
     close: Callable[[], None] = lambda: None
@@ -81,6 +87,16 @@ class Program:
 
 def _pure(state: Any) -> Any:
     return nnx.to_pure_dict(state)
+
+
+def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
+    model, inside = config.model, mesh.shape[ALL[-1]]
+    tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
+    itemsize = jnp.dtype(config.compute_dtype).itemsize
+    tied, sharded = model.tie_word_embeddings, config.mesh.shard_dense
+    vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
+    plan = plan_embedding(config.mesh.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside)
+    return Embedding(plan, ALL, tied)
 
 
 class PureDecoder:
@@ -94,13 +110,16 @@ class PureDecoder:
         self.graph, params, bias = split
         self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self.bias_shapes = _pure(params), _pure(bias)
+        self.embedding = _plan_embedding(config, mesh)
         self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense)
+        self.specs |= {name: split_over(ALL, dim) for name, dim in self.embedding.split.items()}
         self.shard_dims = {}  # path inside a layer -> dimension split over all devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
             dim = shard_dim(path, leaf.shape, mesh.size, config.mesh.shard_dense)
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
+        self.shard_dims |= {(name,): dim for name, dim in self.embedding.split.items()}
 
     @property
     def exchange(self) -> str:
@@ -128,6 +147,8 @@ class PureDecoder:
 
         def whole(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
             names = tuple(name for name in path_names(path) if name != "value")
+            if names[0] in self.embedding.split:
+                return w  # stays in parts
             dtype = self._compute_dtype(names, w.ndim - is_expert(path))
             dim = self.shard_dims.get(names, -1)
             return w.astype(dtype) if dim < 0 else gather_local(w, dim, dtype, ALL)
@@ -135,15 +156,17 @@ class PureDecoder:
         return jax.tree_util.tree_map_with_path(whole, tree)
 
     def __call__(self, params: Any, router_bias: Any, tokens: jax.Array, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """(hidden [B, S, D], lm_head [D, V], stats) of local tokens [B, S]."""
+        """(hidden [B, S, D], head as `Embedding` made it, stats) of local tokens [B, S]."""
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         with jax.named_scope("gather"):
             outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
         state = jax.tree.unflatten(self.structure, jax.tree.leaves(outside | stacks))
         bias = jax.tree.unflatten(self.bias_structure, jax.tree.leaves(router_bias))
         model = nnx.merge(self.graph, state, bias)
-        hidden, stats = model(tokens, dtype=self.dtype, gather=self.gather, **kwargs)
-        return hidden, model.lm_head().astype(self.dtype), stats
+        lookup = self.embedding.lookup
+        hidden, stats = model(tokens, dtype=self.dtype, gather=self.gather, lookup=lookup, **kwargs)
+        head = None if model.head is None else model.head[...]
+        return hidden, self.embedding.head(model.embedding[...], head, self.dtype), stats
 
 
 def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +196,8 @@ def _make_loss(config: TrainConfig, model: PureDecoder, worst_case: bool) -> Cal
         labels_T = tokens[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = jnp.full(labels_T.shape, 1.0 / (num_tokens * accumulation), jnp.float32)
-            nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
+            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+            nll = model.embedding.cross_entropy(hidden_TD, head, labels_T, weights_T)
         sums = {"loss": nll}
         if has_moe:
             with jax.named_scope("auxiliary_losses"):
@@ -289,6 +313,37 @@ def _make_step(config: TrainConfig, model: PureDecoder, worst_case: bool) -> Cal
     return step
 
 
+def _placed_shape(init: Callable[[], TrainState], state_shardings: TrainState) -> TrainState:
+    """The shapes of a state with the shardings it is kept in."""
+    placed: TrainState = jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        jax.eval_shape(init),
+        state_shardings,
+    )
+    return placed
+
+
+def _with_tables(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
+    """The state with `change` made to the embedding table and its moments."""
+    trees = (getattr(state, name) for name in ("params", "m", "v"))
+    params, m, v = (tree | {"embedding": change(tree["embedding"])} for tree in trees)
+    return replace(state, params=params, m=m, v=v)
+
+
+def _saved_form(model: PureDecoder, init: Callable[[], TrainState], shape: TrainState) -> tuple[Any, Any, TrainState]:
+    """(to_saved, from_saved, saved_shape): a table kept in stripes is saved whole, split by columns."""
+    if not model.embedding.striped:
+        return (lambda state: state), (lambda state: state), shape
+    table = model.shapes["embedding"]
+    dim = next(d for d in (1, 0) if table.shape[d] % model.mesh.size == 0)
+    place = shardings(split_over(ALL, dim), model.mesh)
+    kept = shape.params["embedding"].sharding
+    save = jax.jit(lambda table: table.reshape(-1, table.shape[-1]), out_shardings=place)
+    restore = jax.jit(model.embedding.kept, out_shardings=kept)
+    saved_shape = _with_tables(shape, lambda _: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place))
+    return (lambda state: _with_tables(state, save)), (lambda state: _with_tables(state, restore)), saved_shape
+
+
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     """Build the jitted functions of a run on `mesh`; compiles nothing yet.
 
@@ -310,35 +365,41 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         zeros = jax.tree.map(jnp.zeros_like, _pure(params))
         return TrainState(_pure(params), zeros, jax.tree.map(jnp.copy, zeros), _pure(bias), jnp.int32(0))
 
+    def initial() -> TrainState:
+        return _with_tables(init(), model.embedding.kept)
+
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any, **jit: Any) -> Callable[..., Any]:
         return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), **jit)
 
     def evaluate(state: TrainState, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         hidden, head, _ = model(state.params, state.router_bias, tokens[:, :-1], worst_case=True)
-        nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, tokens[:, 1:].reshape(-1), weights.reshape(-1))
-        return lax.psum(nll, ALL)
+        hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+        return lax.psum(model.embedding.cross_entropy(hidden_TD, head, labels_T, weights.reshape(-1)), ALL)
 
     def next_logits(state: TrainState, tokens: jax.Array, position: jax.Array) -> jax.Array:
         hidden, head, _ = model(state.params, state.router_bias, tokens, worst_case=True)
-        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False)
-        logits = jnp.dot(last.astype(jnp.float32), head.astype(jnp.float32))
-        return lax.psum(jnp.where(lax.axis_index(ALL) == 0, logits, 0), ALL)
+        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
+        last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
+        return model.embedding.logits(last, head)
 
     def step(worst_case: bool) -> Callable[..., Any]:
         body = _make_step(config, model, worst_case)
         return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
 
-    shape = jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        jax.eval_shape(init),
-        state_shardings,
-    )
+    shape = _placed_shape(initial, state_shardings)
+    to_saved, from_saved, saved_shape = _saved_form(model, init, shape)
     return Program(
-        init=jax.jit(init, out_shardings=state_shardings),
+        init=jax.jit(initial, out_shardings=state_shardings),
         step=step(worst_case=False),
         step_worst_case=step(worst_case=True),
         evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
+        saved_shape=saved_shape,
+        to_saved=to_saved,
+        from_saved=from_saved,
+        whole_shape=saved_shape,
+        whole=to_saved,
         exchange=model.exchange,
+        embedding="" if mesh.size == 1 else f"{model.embedding.plan.kind} embedding: {model.embedding.plan.reason}",
     )

@@ -45,9 +45,8 @@ class _Passed:
 
 
 class StreamedProgram:
-    """The functions of `Program`, for experts on several tiers; `TrainState` is then of everything but the experts.
+    """The functions of `Program`, for experts on several tiers; the state is then of everything but the experts.
 
-    `pack` gives the whole state, experts included, as the ordinary step has it, to be saved; `unpack` takes it.
     `close` ends its threads.
     """
 
@@ -67,7 +66,7 @@ class StreamedProgram:
         self._device = mesh.devices.flat[0]
         self.experts: ExpertState | None = None
         self._num_records = self._num_layers * self._num_experts
-        self._layouts = layouts(self._shapes, self.tiers.gradient_dtype)
+        self.layouts = layouts(self._shapes, self.tiers.gradient_dtype)
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions()
         saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
@@ -81,32 +80,33 @@ class StreamedProgram:
         opened = {}
         for kind, tier in kinds.items():
             if tier == "nvme":
-                layout = self._layouts[kind]
+                layout = self.layouts[kind]
                 opened[kind] = VersionStore.open(folder / kind, layout, self._num_records, fingerprint="jmoe experts")
                 self._held.callback(opened[kind].close)
         return opened
 
     # State
 
-    def program(self, ordinary: TrainState) -> Program:
-        """What the training loop uses; ordinary: the shapes of the ordinary step's state."""
+    def program(self, ordinary: Program) -> Program:
+        """What the training loop uses, from the ordinary step's."""
+        whole = ordinary.saved_shape
         on_disk = (self.tiers.experts == "nvme", self.tiers.optimizer == "nvme", self.tiers.optimizer == "nvme")
-        trees = zip(on_disk, (ordinary.params, ordinary.m, ordinary.v), strict=True)
+        trees = zip(on_disk, (whole.params, whole.m, whole.v), strict=True)
         params, m, v = (_without_experts(tree) if in_records else tree for in_records, tree in trees)
-        return Program(
+        return replace(
+            ordinary,
             init=self.init,
             step=self.step,
             step_worst_case=self.step,  # on one device no buffer overflows
             evaluate=self.evaluate,
             next_logits=self.next_logits,
-            state_shape=TrainState(params, m, v, ordinary.router_bias, ordinary.step),
-            exchange="",
-            records=self.records,
-            pack=self.pack,
-            unpack=self.unpack,
+            saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
+            to_saved=self.to_saved,
+            from_saved=self.from_saved,
             whole=self.whole,
-            close=self.close,
+            records=self.records,
             expert_stats=self.stats,
+            close=self.close,
         )
 
     def init(self) -> TrainState:
@@ -127,7 +127,7 @@ class StreamedProgram:
         self._open(0, lambda layer: jax.device_get(draw(jnp.int32(layer))), lambda layer: {})
         return state
 
-    def pack(self, state: TrainState) -> TrainState:
+    def to_saved(self, state: TrainState) -> TrainState:
         """The state as it is saved; what is on the tier nvme is in its records, up to date and durable."""
         experts = self._state
         experts.settle()
@@ -148,7 +148,7 @@ class StreamedProgram:
             m, v = (_with_experts(tree, experts.moments(part)) for tree, part in ((m, "m"), (v, "v")))
         return TrainState(params, m, v, state.router_bias, state.step)
 
-    def unpack(self, saved: TrainState) -> TrainState:
+    def from_saved(self, saved: TrainState) -> TrainState:
         """The state without its experts, which go to their tiers."""
         w, *mv = (_experts(tree) for tree in (saved.params, saved.m, saved.v))
 
@@ -195,7 +195,7 @@ class StreamedProgram:
     def _store(self, kind: str, tier: str, of_layer: Callable[[int], ExpertArrays] | None) -> TieredStore:
         tiers, versions = self.tiers, self._versions.get(kind)
         if versions is None:
-            records = HostRecords.fill(self._layouts[kind], self._num_records, self._filling(of_layer))
+            records = HostRecords.fill(self.layouts[kind], self._num_records, self._filling(of_layer))
             return TieredStore(host_records=records)
         if of_layer is not None:
             write_all(versions, self._filling(of_layer))
@@ -233,7 +233,7 @@ class StreamedProgram:
     @property
     def _state(self) -> ExpertState:
         if self.experts is None:
-            raise ValueError("the experts are nowhere yet: init or unpack comes first")
+            raise ValueError("the experts are nowhere yet: init or from_saved comes first")
         return self.experts
 
     def stats(self) -> ExpertStats:
@@ -384,7 +384,7 @@ def _without_experts(tree: Any) -> Any:
 def make_tiered_program(config: TrainConfig, mesh: Mesh) -> Program:
     """`make_program`, with experts where `config.tiers` wants them."""
     ordinary = make_program(config, mesh)
-    return ordinary if config.tiers.on_device else StreamedProgram(config, mesh).program(ordinary.state_shape)
+    return ordinary if config.tiers.on_device else StreamedProgram(config, mesh).program(ordinary)
 
 
 def write_all(store: VersionStore, fill: Fill) -> None:

@@ -16,12 +16,7 @@ from jmoe.training.metrics import MetricsLog, read_metrics
 def trained_model(config: TrainConfig) -> TrainedModel:
     """The model and step of a run, in numbers."""
     model, tokens = config.model, config.batch_size * config.sequence_length
-    small = dataclasses.replace(model, moe_intermediate_size=1)
-    both, one = model.num_parameters()[0], small.num_parameters()[0]
-    experts = model.num_moe_layers * model.num_experts
-    # an expert has as many parameters for each of its hidden units, but for the bias of its output
-    bias = model.hidden_size if model.mlp_bias else 0
-    expert = (both - one) // experts * model.moe_intermediate_size // (model.moe_intermediate_size - 1) + bias
+    expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
     compute_bytes = 2 if config.compute_dtype == "bfloat16" else 4
     part = tokens // config.gradient_accumulation_steps
     wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
@@ -32,7 +27,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
         expert_parameters=expert,
-        dense_parameters=both - experts * expert,
+        dense_parameters=model.num_parameters()[0] - experts * expert,
         step_tokens=tokens,
         dense_flops=flops * tokens,
         activation_bytes=compute_bytes * model.num_hidden_layers * tokens * model.hidden_size + 4 * part * wide,

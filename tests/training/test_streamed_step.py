@@ -83,9 +83,9 @@ def train(
             state, values = program.step(state, batch(config, step))
             metrics.append(jax.device_get(values))
             if settle:
-                program.pack(state)
+                program.to_saved(state)
             if step + 1 == reopen_after:
-                state = program.unpack(jax.tree.map(jnp.array, program.pack(state)))
+                state = program.from_saved(jax.tree.map(jnp.array, program.to_saved(state)))
         tokens = batch(config, 99)[0]
         held_out = float(program.evaluate(state, tokens, jnp.ones(tokens[:, 1:].shape)))
         whole = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
@@ -198,14 +198,14 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     try:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
-        before = jax.tree.map(lambda x: np.array(x, copy=True), program.pack(state))
+        before = jax.tree.map(lambda x: np.array(x, copy=True), program.to_saved(state))
         broken = dataclasses.replace(state, params=jax.tree.map(jnp.copy, state.params))
         broken.params["norm"]["scale"] = broken.params["norm"]["scale"] * jnp.float32(jnp.nan)
         broken, metrics = program.step(broken, batch(config, 1))
         assert not metrics["ok"]
         assert int(broken.step) == 1
         repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, state_without(before)))
-        after = jax.tree.map(lambda x: np.array(x, copy=True), program.pack(repaired))
+        after = jax.tree.map(lambda x: np.array(x, copy=True), program.to_saved(repaired))
         assert differing(after, before) == []
     finally:
         program.close()
