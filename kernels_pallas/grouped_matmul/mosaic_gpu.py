@@ -303,7 +303,7 @@ def weight_gradient(
             mine = pl.ds(wg * columns, columns)
 
             @pl.when((start > 0) | (end < INNER))
-            def _() -> None:
+            def mask() -> None:
                 # rows of other groups, or of none, which may even be NaN: x's half and dy's half of each warpgroup
                 halves = (x_smem.at[stage, :, pl.ds(wg * 64, 64)], 64), (dy_smem.at[stage, :, mine], columns)
                 for half, width in halves:
