@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.saved import bits
-
 
 class Layout(NamedTuple):
     """Where each row goes."""
@@ -47,7 +45,7 @@ class Tiles(NamedTuple):
     ends_L: jax.Array
     rows: int
 
-    def count(self) -> jax.Array:
+    def total(self) -> jax.Array:
         """How many tiles there are."""
         return self.tiles_L.sum(dtype=jnp.int32)
 
@@ -70,16 +68,15 @@ class Tile(NamedTuple):
 
     def pick(self, w_L: jax.Array) -> jax.Array:
         """The group's part of an array of all groups."""
-        part = lax.dynamic_index_in_dim(bits(w_L), self.group, 0, keepdims=False)
-        return lax.bitcast_convert_type(part, w_L.dtype)
+        return jnp.take(w_L, self.group, axis=0, mode="clip")
 
     def read(self, x_ND: jax.Array) -> jax.Array:
         """The tile's rows [B, D], and zeros for those that are not its own."""
-        x_BD = lax.dynamic_slice_in_dim(bits(x_ND), self.start, self.mine_B.size)
-        return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
+        rows_B = self.start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
+        return jnp.where(self.mine_B[:, None], jnp.take(x_ND, rows_B, axis=0, mode="clip"), 0)
 
-    def write(self, bits_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
-        """The bits of an array, with the tile's rows replaced."""
-        old_BD = lax.dynamic_slice_in_dim(bits_ND, self.start, self.mine_B.size)
-        new_BD = jnp.where(self.mine_B[:, None], bits(x_BD), old_BD)
-        return lax.dynamic_update_slice_in_dim(bits_ND, new_BD, self.start, axis=0)
+    def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
+        """The array with the tile's rows replaced."""
+        old_BD = lax.dynamic_slice_in_dim(out_ND, self.start, self.mine_B.size)
+        new_BD = jnp.where(self.mine_B[:, None], x_BD, old_BD)
+        return lax.dynamic_update_slice_in_dim(out_ND, new_BD, self.start, axis=0)

@@ -50,7 +50,7 @@ def run(modules: Mapping[Name, str], implementation: Any, function: str, *args: 
     """
     if implementation is not None and not isinstance(implementation, str):
         return getattr(implementation, function)(*args, **options)
-    names = default_names() if implementation is None else (implementation,)
+    names: tuple[Any, ...] = default_names() if implementation is None else (implementation,)
     if unknown := set(names) - set(modules):
         raise ValueError(f"implementation = {unknown.pop()!r}: must be one of {', '.join(modules)}")
 

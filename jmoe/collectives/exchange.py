@@ -81,7 +81,8 @@ class OneDevice:
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
-            return combine(saved(out_MD, "expert_out"), *handle, True)
+            topk_weights_TK, token_N, slot_TK = handle
+            return combine(saved(out_MD, "expert_out"), topk_weights_TK, token_N, slot_TK, True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from jmoe.config.checks import not_negative, one_of, positive
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig
+from jmoe.config.tiers import MachineConfig as MachineConfig
+from jmoe.config.tiers import TiersConfig as TiersConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -186,6 +188,8 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
     num_steps: int = 1000
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256
@@ -205,6 +209,12 @@ class TrainConfig:
             "sequence_length",
             self.sequence_length,
             f"must not exceed model.max_position_embeddings = {self.model.max_position_embeddings}",
+        )
+        check(
+            self.tiers.on_device or self.model.num_moe_layers > 0,
+            "tiers",
+            (self.tiers.experts, self.tiers.optimizer),
+            "must be device for a model without experts",
         )
         span = self.profile.span()
         check(
@@ -226,6 +236,12 @@ class TrainConfig:
             "batch_size",
             self.batch_size,
             f"must be a multiple of {num_devices} devices x {self.gradient_accumulation_steps} accumulation steps",
+        )
+        check(
+            self.tiers.on_device or num_devices == 1,
+            "tiers.(experts, optimizer)",
+            (self.tiers.experts, self.tiers.optimizer),
+            f"must be device on {num_devices} devices: other tiers are for one device so far",
         )
         experts = shape[1] * shape[2]
         check(

@@ -416,6 +416,7 @@ class TieredStore:
                 queue.popleft()  # begun from the other queue, done or discarded
                 continue
             read.slot = self._cache.admit(read.index, demanded=demanded)
+            self._to_write.notify()  # a dirty record may have had to leave the cache for it
             if read.slot is None:
                 return None
             return queue.popleft()

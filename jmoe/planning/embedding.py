@@ -13,7 +13,7 @@ from jmoe.planning.exchange import MIN_SAVING, Traffic
 EmbeddingKind = Literal["replicated", "columns", "rows"]
 EmbeddingChoice = Literal["auto"] | EmbeddingKind
 # Sizes that a partition divides over the devices, in order of preference.
-SPLIT_SIZES: dict[str, tuple[str, ...]] = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}
+SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}
 MASTER_BYTES = 4  # of a parameter and of its gradient's sum
 ID_BYTES = 4
 # Rows are fetched in rounds of this part of a fair share to each device. Text repeats itself: one or two rounds do.
@@ -120,7 +120,9 @@ def plan_embedding(
         plans = [EmbeddingPlan(kind, "as configured", num_nodes, devices_per_node, p) for p in (False, True)]
         return plans[0] if kind == "replicated" else min(plans, key=slow_bytes)
 
-    uneven = [name for name in SPLIT_SIZES.get(kind, ()) if getattr(vocabulary, name) % devices]
+    uneven = [
+        name for name in (() if kind == "auto" else SPLIT_SIZES.get(kind, ())) if getattr(vocabulary, name) % devices
+    ]
     if uneven:
         name = uneven[0]
         constraint = f"must be a multiple of the {devices} devices for embedding = {kind!r}"

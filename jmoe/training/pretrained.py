@@ -36,7 +36,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
 def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
     """Step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it; fresh moments."""
-    folder, shape = Path(config.init_from).expanduser(), program.saved_shape
+    folder, shape = Path(config.init_from).expanduser(), program.whole_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])

@@ -22,6 +22,7 @@ from jmoe.config import TrainConfig
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
+from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
     ACCUMULATED_BATCH,
     ALL,
@@ -61,7 +62,9 @@ class Program:
 
     to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh.
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
-    embedding: how the table is split over devices, and why; empty on one.
+    embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
+    its own; whole: the saved state with all of that, of `whole_shape`. expert_stats: what moved between tiers
+    (`expert_state.ExpertStats`); None where nothing does. close: end threads.
     """
 
     init: Callable[[], TrainState]
@@ -75,6 +78,11 @@ class Program:
     from_saved: Callable[[TrainState], TrainState]
     exchange: str
     embedding: str
+    whole_shape: TrainState
+    whole: Callable[[TrainState], TrainState]
+    records: RecordCheckpoints | None = None
+    expert_stats: Callable[[], Any] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 def _pure(state: Any) -> Any:
@@ -91,7 +99,7 @@ def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     return Embedding(plan, ALL, tied)
 
 
-class _Model:
+class PureDecoder:
     """The decoder as a pure function of nested dicts of this device's parameters."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
@@ -170,7 +178,7 @@ def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> 
     return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
 
 
-def _make_loss(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+def _make_loss(config: TrainConfig, model: PureDecoder, worst_case: bool) -> Callable[..., Any]:
     accumulation = config.gradient_accumulation_steps
     num_tokens = config.batch_size * config.sequence_length // accumulation
     has_moe = config.model.num_moe_layers > 0
@@ -219,7 +227,7 @@ def _reduce(grads: Any, shard_dims: dict[tuple[str, ...], int], mesh: Mesh) -> A
     return jax.tree_util.tree_map_with_path(reduce, grads)
 
 
-def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
+def _squared_norms(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
     """Global squared gradient norms: `embedding`, `head`, ... scalars; `moe_layers`, `dense_layers` one per layer."""
     sums: dict[str, jax.Array] = {}
     mesh = model.mesh
@@ -236,7 +244,7 @@ def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
 
 
 def _local_gradients(
-    config: TrainConfig, model: _Model, worst_case: bool
+    config: TrainConfig, model: PureDecoder, worst_case: bool
 ) -> Callable[[TrainState, jax.Array], tuple[Any, dict[str, jax.Array]]]:
     loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case), has_aux=True)
     jitter = config.model.router.jitter_noise > 0
@@ -263,7 +271,7 @@ def _local_gradients(
     return gradients
 
 
-def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+def _make_step(config: TrainConfig, model: PureDecoder, worst_case: bool) -> Callable[..., Any]:
     gradients = _local_gradients(config, model, worst_case)
     schedule = learning_rate(config.optimizer, config.num_steps)
     clip_norm, mesh = config.optimizer.clip_norm, model.mesh
@@ -322,7 +330,7 @@ def _with_tables(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
     return replace(state, params=params, m=m, v=v)
 
 
-def _saved_form(model: _Model, init: Callable[[], TrainState], shape: TrainState) -> tuple[Any, Any, TrainState]:
+def _saved_form(model: PureDecoder, init: Callable[[], TrainState], shape: TrainState) -> tuple[Any, Any, TrainState]:
     """(to_saved, from_saved, saved_shape): a table kept in stripes is saved whole, split by columns."""
     if not model.embedding.striped:
         return (lambda state: state), (lambda state: state), shape
@@ -344,7 +352,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     `step_worst_case` runs the same step with room for every token). evaluate(state, tokens [B, S + 1], weights
     [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
-    model = _Model(config, mesh)
+    model = PureDecoder(config, mesh)
     step_spec: Any = REPLICATED
     state_specs = TrainState(
         model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), step_spec
@@ -390,6 +398,8 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         saved_shape=saved_shape,
         to_saved=to_saved,
         from_saved=from_saved,
+        whole_shape=saved_shape,
+        whole=to_saved,
         exchange=model.exchange,
         embedding="" if mesh.size == 1 else f"{model.embedding.plan.kind} embedding: {model.embedding.plan.reason}",
     )

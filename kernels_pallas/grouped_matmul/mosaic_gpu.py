@@ -25,8 +25,10 @@ BAND = 16  # row tiles that share a column tile of the weights before the next o
 NUM_SMS = 132  # of an H100 SXM or an H200
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
 DTYPES = (jnp.bfloat16, jnp.float16)
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-BY_ROW = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+TILING: Any = plgpu.TilingTransform  # abstract, as JAX annotates it
+SWIZZLE: Any = plgpu.SwizzleTransform
+TILED = TILING((8, 64)), SWIZZLE(128)
+BY_ROW = TILING((1, 64)), SWIZZLE(128)
 
 
 def _columns(num_columns: int) -> int:
@@ -138,7 +140,7 @@ def _multiplying(
             lax.fori_loop(0, num_steps, step, done)
             return acc[...]
 
-        sums = pl.run_scoped(accumulate, plgpu.ACC((ROWS, columns), jnp.float32))
+        sums = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
         done = done + num_steps
 
         @pl.when(num_steps > 0)
@@ -237,11 +239,11 @@ def grouped_matmul(
                 plgpu.commit_smem_to_gmem_group()
 
         @pl.when(wg == 2)
-        def _() -> None:
+        def copying() -> None:
             _copying(num_mine, steps_of, copy, full, empty)
 
         @pl.when(wg < 2)
-        def _() -> None:
+        def multiplying() -> None:
             _multiplying(num_mine, steps_of, multiply, store, columns, full, empty)
 
     w_block = (2 * columns, INNER) if transpose_rhs else (INNER, 2 * columns)
@@ -301,7 +303,7 @@ def weight_gradient(
             mine = pl.ds(wg * columns, columns)
 
             @pl.when((start > 0) | (end < INNER))
-            def _() -> None:
+            def mask() -> None:
                 # rows of other groups, or of none, which may even be NaN: x's half and dy's half of each warpgroup
                 halves = (x_smem.at[stage, :, pl.ds(wg * 64, 64)], 64), (dy_smem.at[stage, :, mine], columns)
                 for half, width in halves:
@@ -323,11 +325,11 @@ def weight_gradient(
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[group, pl.ds(m * ROWS, ROWS), to])
 
         @pl.when(wg == 2)
-        def _() -> None:
+        def copying() -> None:
             _copying(num_mine, steps_of, copy, full, empty)
 
         @pl.when(wg < 2)
-        def _() -> None:
+        def multiplying() -> None:
             _multiplying(num_mine, steps_of, multiply, store, columns, full, empty)
 
     scratch = [

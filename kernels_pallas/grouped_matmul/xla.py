@@ -17,7 +17,6 @@ from jax import lax
 
 from kernels_pallas.groups import Layout, Tiles, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
-from kernels_pallas.saved import bits
 from kernels_pallas.token_permute.reference import take_any_rows, take_rows
 
 SLOT_FACTORS = (0.625, 1.0, 1.25)  # slots / an even share; and none at all
@@ -60,7 +59,7 @@ def _cheapest(
     costs = []
     for slots in choices:
         tiles = _tiles(starts_E, ends_E, slots, num_rows)
-        costs.append(slots * num_groups + sum((t.count() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0)))
+        costs.append(slots * num_groups + sum((t.total() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0)))
     if len(choices) == 1:
         return branch(0)()
     return lax.switch(jnp.argmin(jnp.stack(costs)), [branch(slots) for slots in choices])
@@ -81,16 +80,15 @@ def grouped_matmul(
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
-        out = bits(y_NF)
         for some in tiles:
 
-            def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
+            def tile(i: jax.Array, y_NF: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
                 y_BF = dot(one.read(x_ND), one.pick(w), b_transposed=transpose_rhs).astype(x_ND.dtype)
-                return one.write(out, y_BF)
+                return one.write(y_NF, y_BF)
 
-            out = lax.fori_loop(0, some.count(), tile, out)
-        return lax.bitcast_convert_type(out, x_ND.dtype)
+            y_NF = lax.fori_loop(0, some.total(), tile, y_NF)
+        return y_NF
 
     return _cheapest(group_sizes_E, num_rows, run)
 
@@ -114,7 +112,7 @@ def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array)
                 one = some.at(i, num_rows)
                 return dw_EDF.at[one.group].add(dot(transposed(one.read(x_ND)), one.read(dy_NF)))
 
-            dw_EDF = lax.fori_loop(0, some.count(), tile, dw_EDF)
+            dw_EDF = lax.fori_loop(0, some.total(), tile, dw_EDF)
         return dw_EDF.astype(x_ND.dtype)
 
     return _cheapest(group_sizes_E, num_rows, run)

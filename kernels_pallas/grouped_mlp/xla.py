@@ -18,7 +18,7 @@ from jax import lax
 from kernels_pallas.grouped_mlp.reference import activate
 from kernels_pallas.groups import Layout, Tiles, slot_layout
 from kernels_pallas.matmul import dot, transposed
-from kernels_pallas.saved import bits, saved_residual
+from kernels_pallas.saved import saved_residual
 from kernels_pallas.token_permute.reference import take_any_rows, take_rows
 
 TILE_ROWS = 64
@@ -89,12 +89,11 @@ def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activa
     if slots < num_rows:
         tiles = _overflow(layout, slots)
 
-        def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
+        def tile(i: jax.Array, y_ND: jax.Array) -> jax.Array:
             one = tiles.at(i, num_rows)
-            return one.write(bits_ND, expert_mlp(one.read(x_ND), jax.tree.map(one.pick, weights), activation))
+            return one.write(y_ND, expert_mlp(one.read(x_ND), jax.tree.map(one.pick, weights), activation))
 
-        bits_ND = lax.fori_loop(0, tiles.count(), tile, bits(y_ND))
-        y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
+        y_ND = lax.fori_loop(0, tiles.total(), tile, y_ND)
     return y_ND, (x_ND, layout, weights, h_LCU)
 
 
@@ -109,15 +108,14 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
         tiles = _overflow(layout, slots)
 
         def tile(i: jax.Array, carry: tuple[jax.Array, Weights]) -> tuple[jax.Array, Weights]:
-            bits_ND, dweights = carry
+            dx_ND, dweights = carry
             one = tiles.at(i, num_rows)
             mine, x_BD = jax.tree.map(one.pick, weights), one.read(x_ND)
             dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), one.read(dy_ND), mine, activation)
             dweights = jax.tree.map(lambda dw_L, dw: dw_L.at[one.group].add(dw), dweights, dmine)
-            return one.write(bits_ND, dx_BD), dweights
+            return one.write(dx_ND, dx_BD), dweights
 
-        bits_ND, dweights = lax.fori_loop(0, tiles.count(), tile, (bits(dx_ND), dweights))
-        dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
+        dx_ND, dweights = lax.fori_loop(0, tiles.total(), tile, (dx_ND, dweights))
     return dx_ND, None, jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
 
 

@@ -45,13 +45,9 @@ def _steps(total: int, num_sms: int) -> jax.Array:
 
 def _pipeline(num_steps: jax.Array, load: Callable[..., None], finish: Callable[..., None], full: Any) -> None:
     """Steps 0 .. num_steps - 1: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage), which stores."""
+    lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: load(i, i), None)
 
-    def prologue(i: jax.Array, _: None) -> None:
-        load(i, i)
-
-    lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), prologue, None)
-
-    def step(i: jax.Array, _: None) -> None:
+    def step(i: jax.Array, carry: None) -> None:
         stage = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(full.at[stage])
         finish(i, stage)

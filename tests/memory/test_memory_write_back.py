@@ -123,6 +123,17 @@ def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | No
             check_record(tiers, index, counts[index])
 
 
+def test_dirty_records_leave_the_cache_while_others_are_held(store: VersionStore) -> None:
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES, wait_limit_s=20) as tiers:
+        for index in (0, 1, 2):
+            add(tiers, index)
+        for _ in range(5):
+            tiers.touch([3, 4])
+        time.sleep(0.2)  # the threads that write are asleep by then
+        with tiers.get(3) as first, tiers.get(4) as second:  # the second waits for the write of the first one's victim
+            assert (first["w"] == 3).all() and (second["w"] == 4).all()
+
+
 def test_all_in_host_memory() -> None:
     with TieredStore(host_records=HostRecords.fill(LAYOUT, NUM_RECORDS, fill)) as tiers:
         assert [add(tiers, 3), add(tiers, 3), add(tiers, 4)] == [1, 2, 1]
