@@ -1,6 +1,6 @@
 """Training steps with the embedding table and the head in parts: `communication.py embedding`.
 
-A step of a model of one small layer, whose vocabulary outweighs the rest, on 2 nodes x 2 ranks, the partitions in turn:
+A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the partitions in turn:
 replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),
 columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
 Seconds are medians from a barrier to a barrier; `ratio_to_replicated` is the median of the ratios round by round. Bytes
@@ -10,6 +10,7 @@ those of table, head and their AdamW moments on one rank, `temp_bytes` what a st
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,10 @@ def train_config(a: argparse.Namespace, kind: str, shape: tuple[int, ...]) -> An
         hidden_size=a.hidden_size,
         num_hidden_layers=1,
         num_experts=0,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=a.hidden_size,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        intermediate_size=64,
         tie_word_embeddings=not a.untied,
     )
     embedding = "replicated" if kind == "zero3" else kind
@@ -97,6 +99,8 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Callable[..., tuple[float, 
     for _ in range(a.rounds):
         for kind, run in runs.items():
             found[kind].append(clock(run, ()))
+            if a.rank == 0:
+                print(f"{kind}: %.2f s, %d bytes sent" % found[kind][-1], file=sys.stderr, flush=True)
     rows, reference = [], a.kinds[0]
     for kind, run in runs.items():
         seconds, sent = zip(*found[kind], strict=True)
