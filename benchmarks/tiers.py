@@ -9,7 +9,8 @@
 
 reads: `TieredStore` against a plain loop of O_DIRECT reads of the same bytes with the same number of threads, in
 turn; medians. policies: share of uses that need no read, of those that are not a record's first. ring: time of a
-step against sum max(compute, transfer), with numpy matrix products as compute and a limited link.
+step against sum max(compute, transfer), with numpy matrix products as compute and a limited link. store, checkpoint:
+see `storage.py`; give --total-bytes 8000000000 for the latter.
 Axes: E experts of a layer, L layers, T tokens, R bytes of a record.
 """
 

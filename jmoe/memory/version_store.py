@@ -254,10 +254,11 @@ class VersionStore:
         """Make all that was written durable under its name; the files of dead versions may then be written into."""
         with self._sync_lock:
             with self._lock:
-                dead, self._dead = self._dead, []
+                dead = list(self._dead)
             fsync_folder(self.path)
             with self._lock:
                 self._syncs += 1
+                del self._dead[: len(dead)]
             for version in dead:
                 self._bury(version)
 
@@ -315,7 +316,7 @@ class VersionStore:
                     entry.unlink()
             fsync_folder(self.path)
             with self._lock:
-                self._current, self._dead, self._spare = {}, [], []
+                self._current, self._dead = {}, []
                 self._scan()
 
     def stats(self) -> VersionStats:
@@ -342,6 +343,8 @@ class VersionStore:
 
     def _scan(self) -> None:
         """The newest version of every owned record is the current one; all other files may be written into."""
+        fsync_folder(self.path)  # a process killed before it did may have left a newest version without a durable name
+        older: list[Version] = []
         for entry in self.path.iterdir():
             version = Version.parse(entry.name)
             if version is None:
@@ -351,22 +354,28 @@ class VersionStore:
             self._counter = max(self._counter, version.counter)
             if version.index not in self._is_owned:
                 continue  # until `restore`, which says whose it is now
-            other = self._current.get(version.index)
-            if other is not None:
-                self._spare.append(self.path / min(version, other).name)
-            self._current[version.index] = max(version, other) if other else version
+            other = self._current.get(version.index, version)
+            if other != version:
+                older.append(min(version, other))
+            self._current[version.index] = max(version, other)
+        self._spare = [path for path in (self.path / version.name for version in older) if self._is_free(path)]
 
     def _bury(self, version: Version) -> None:
         """Keep the file of a dead version to write into, unless a checkpoint still has it."""
-        path = self.path / version.name
         with self._lock:
             if self._reading[version]:
                 self._dead.append(version)
                 return
             del self._reading[version]
+        path = self.path / version.name
         with contextlib.suppress(FileNotFoundError):  # somebody took it away; the record has a newer one
-            if path.stat().st_nlink > 1:
-                path.unlink()
-                return
-            with self._lock:
-                self._spare.append(path)
+            if self._is_free(path):
+                with self._lock:
+                    self._spare.append(path)
+
+    def _is_free(self, path: Path) -> bool:
+        """Whether only this folder has the file; if not, only the others have it from now on."""
+        if path.stat().st_nlink == 1:
+            return True
+        path.unlink()
+        return False

@@ -130,6 +130,23 @@ def test_a_pin_stays_as_it_is(folder: Path) -> None:
         assert sum(path.stat().st_nlink == 1 for path in folder.iterdir() if Version.parse(path.name)) >= 2
 
 
+def test_a_killed_writer_leaves_the_pins_alone(folder: Path) -> None:
+    """Versions replaced but not buried when the process dies are not written into by the next, where pinned."""
+    store = open_store(folder)
+    for index in range(NUM_RECORDS):
+        put(store, index, index)
+    store.pin("1")
+    for index in range(NUM_RECORDS):
+        put(store, index, 10 + index)
+    store._held.close()  # all that the kernel does for a killed process
+    with open_store(folder) as store:
+        for value in range(20, 40):
+            for index in range(NUM_RECORDS):
+                put(store, index, value)
+        files = pinned(folder, "1")
+        assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
+
+
 def test_restored_from_another_file_system(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made, open_store(Path(made) / "far") as far:
         for index in range(NUM_RECORDS):
