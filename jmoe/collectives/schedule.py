@@ -1,0 +1,220 @@
+"""The order of a layer's collectives: all-to-alls first, everything else in chunks while they cannot start anyway.
+
+Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reduction delays the whole step, so reductions
+(and here the gathers of the next layer's parameters) are cut into chunks that run while experts or attention compute.
+
+`interleave` works on the traced function, so a layer knows nothing of it: it finds the all-to-alls, and the places
+between them where the next one cannot start yet because it depends on matrix products. No place lies between two
+all-to-alls that follow each other, nor in front of one whose input is ready. Every collective is made to depend on
+the one before it. XLA:CPU drops `optimization_barrier` before it schedules, so the dependence is one of data: an
+integer that is always 0, which XLA cannot know, is added to the bits of what is sent.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+After = Callable[[jax.Array], jax.Array]
+Work = Callable[[After], jax.Array]  # a collective whose input passes through `After`
+
+CHUNK_S = 0.02  # a chunk takes the network for this long, so an all-to-all waits no longer for it
+MAX_CHUNK_BYTES = 30_000_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a layer's all-to-alls and the rest share the network.
+
+    ordered: collectives run in the order given here, else in XLA's. places: which of the places take work, all in
+    proportion to their matrix products, or the first or last alone. chunked: work is cut into chunks. pipelined: so are
+    the all-to-alls, and experts begin with the first part.
+    """
+
+    ordered: bool
+    places: slice
+    chunked: bool
+    pipelined: bool
+
+
+SCHEDULES = {
+    "none": Schedule(ordered=False, places=slice(None), chunked=False, pipelined=False),
+    "fixed": Schedule(ordered=True, places=slice(-1, None), chunked=False, pipelined=False),
+    "priority": Schedule(ordered=True, places=slice(1), chunked=False, pipelined=False),
+    "chunks": Schedule(ordered=True, places=slice(None), chunked=True, pipelined=False),
+    "pipelined": Schedule(ordered=True, places=slice(None), chunked=True, pipelined=True),
+}
+
+
+def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
+    """[(start, stop), ...]: `width` elements in the fewest even parts of at most `limit_bytes` each."""
+    count = min(width, max(1, -(-width * element_bytes // limit_bytes)))
+    ends = [round(i * width / count) for i in range(count + 1)]
+    return list(itertools.pairwise(ends))
+
+
+class _Line(NamedTuple):
+    """An equation of the traced function; what it reads is a name (int) or a literal."""
+
+    eqn: JaxprEqn
+    inputs: list[Any]
+    outputs: list[int]
+    scope: str
+
+
+_CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_vjp_call", "custom_jvp_call")
+
+
+def _inner(eqn: JaxprEqn) -> list[Any]:
+    """The functions inside an equation."""
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: isinstance(p, Jaxpr | ClosedJaxpr))
+    return [leaf for leaf in leaves if isinstance(leaf, Jaxpr | ClosedJaxpr)]
+
+
+def _jaxpr(function: Any) -> Jaxpr:
+    return function.jaxpr if isinstance(function, ClosedJaxpr) else function
+
+
+def _exchanges(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == "all_to_all":
+        return True
+    return any(_exchanges(inner) for function in _inner(eqn) for inner in _jaxpr(function).eqns)
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    """Of the matrix products of an equation; of a loop's body once."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        inner = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * inner
+    if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
+        return 0.0
+    return sum(_flops(inner) for function in _inner(eqn) for inner in _jaxpr(function).eqns)
+
+
+class _Program:
+    """A traced function as one list of lines, with the calls that hold an all-to-all taken apart."""
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self._names = itertools.count()
+        self.constants: dict[int, Any] = {}
+        self.lines: list[_Line] = []
+        self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
+        self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
+
+    def _add(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
+        names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            names[var] = next(self._names)
+            self.constants[names[var]] = value
+        read = lambda v: v if isinstance(v, Literal) else names[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            given = [read(v) for v in eqn.invars]
+            here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+            if eqn.primitive.name in _CALLS and _exchanges(eqn):
+                (function,) = (f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr"))
+                consts = function.consts if isinstance(function, ClosedJaxpr) else ()
+                found = self._add(_jaxpr(function), consts, given, here)
+            else:
+                found = [next(self._names) for _ in eqn.outvars]
+                self.lines.append(_Line(eqn, given, found, here))
+            names.update(zip(eqn.outvars, found, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def exchanges(self) -> list[int]:
+        """The lines that are all-to-alls."""
+        return [i for i, line in enumerate(self.lines) if line.eqn.primitive.name == "all_to_all"]
+
+    def places(self) -> dict[int, float]:
+        """Where work may run: {the line of the next all-to-all, or the end: FLOPs before it}."""
+        places, begin = {}, 0
+        for end in [*self.exchanges(), len(self.lines)]:
+            flops = [_flops(line.eqn) for line in self.lines[begin:end]]
+            needed = set(self.lines[end].inputs if end < len(self.lines) else ())
+            waits = end == len(self.lines) and sum(flops) > 0
+            for line, line_flops in zip(reversed(self.lines[begin:end]), reversed(flops), strict=True):
+                if needed.intersection(line.outputs):
+                    waits |= line_flops > 0
+                    needed.update(name for name in line.inputs if not isinstance(name, Literal))
+            if waits:
+                places[end] = sum(flops)
+            begin = end + 1
+        return places
+
+
+class _Order:
+    """Makes every collective wait for the one before it."""
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self.zero = lax.axis_index(axes) // lax.axis_size(axes)
+        self.last: jax.Array | None = None
+
+    def after(self, x: jax.Array) -> jax.Array:
+        """x, known only when the last collective is done."""
+        if self.last is None:
+            return x
+        words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ self.last.astype(words), x.dtype)
+
+    def done(self, y: jax.Array) -> None:
+        first = y[(slice(0, 1),) * y.ndim].reshape(())
+        words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
+        self.last = lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+
+
+def _share(work: Sequence[Work], places: dict[int, float], schedule: Schedule) -> dict[int, list[int]]:
+    """Which work runs in which place, in order, in proportion to the places' FLOPs."""
+    chosen = list(places.items())[schedule.places]
+    total = sum(flops for _, flops in chosen)
+    ends = list(itertools.accumulate(flops / total for _, flops in chosen))
+    shares: dict[int, list[int]] = {place: [] for place, _ in chosen}
+    for i in range(len(work)):
+        at = sum((i + 0.5) / len(work) > end for end in ends[:-1])
+        shares[chosen[at][0]].append(i)
+    return shares
+
+
+def interleave(
+    function: Callable[..., Any], args: tuple[Any, ...], work: Sequence[Work], schedule: Schedule, axes: tuple[str, ...]
+) -> tuple[Any, list[jax.Array]]:
+    """(function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order."""
+    if not schedule.ordered:
+        return function(*args), [send(lambda x: x) for send in work]
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    program = _Program(closed)
+    places = program.places() or {len(program.lines): 1.0}
+    shares = _share(work, places, schedule)
+    order, results = _Order(axes), {}
+    values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
+
+    def run_work(place: int) -> None:
+        for i in shares.get(place, ()):
+            results[i] = work[i](order.after)
+            order.done(results[i])
+
+    for at, line in enumerate(program.lines):
+        given = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
+        exchange = line.eqn.primitive.name == "all_to_all"
+        if exchange:
+            run_work(at)
+            given = [order.after(x) for x in given]
+        with jax.named_scope(line.scope):
+            found = line.eqn.primitive.bind(*given, **line.eqn.primitive.get_bind_params(line.eqn.params))
+        found = found if line.eqn.primitive.multiple_results else [found]
+        if exchange:
+            order.done(found[0])
+        values.update(zip(line.outputs, found, strict=True))
+    run_work(len(program.lines))
+    out = [x.val if isinstance(x, Literal) else values[x] for x in program.outputs]
+    return jax.tree.unflatten(jax.tree.structure(shape), out), [results[i] for i in range(len(work))]
+
+
+def chunk_bytes(bytes_per_s: float) -> int:
+    """The bytes of a chunk where collectives move this many."""
+    return max(1, min(MAX_CHUNK_BYTES, round(CHUNK_S * bytes_per_s)))
