@@ -33,22 +33,22 @@ class Schedule:
     """How a layer's all-to-alls and the rest share the network.
 
     ordered: collectives run in the order given here, else in XLA's. places: which of the places take work, all in
-    proportion to their matrix products, or the first or last alone. chunked: work is cut into chunks. pipelined: so are
-    the all-to-alls, and experts begin with the first part.
+    proportion to their matrix products, or the first or last alone. chunked: work is cut into chunks. pieces: so many
+    parts the all-to-alls are cut into, and experts begin with the first.
     """
 
     ordered: bool
     places: slice
     chunked: bool
-    pipelined: bool
+    pieces: int
 
 
 SCHEDULES = {
-    "none": Schedule(ordered=False, places=slice(None), chunked=False, pipelined=False),
-    "fixed": Schedule(ordered=True, places=slice(-1, None), chunked=False, pipelined=False),
-    "priority": Schedule(ordered=True, places=slice(1), chunked=False, pipelined=False),
-    "chunks": Schedule(ordered=True, places=slice(None), chunked=True, pipelined=False),
-    "pipelined": Schedule(ordered=True, places=slice(None), chunked=True, pipelined=True),
+    "none": Schedule(ordered=False, places=slice(None), chunked=False, pieces=1),
+    "fixed": Schedule(ordered=True, places=slice(-1, None), chunked=False, pieces=1),
+    "priority": Schedule(ordered=True, places=slice(1), chunked=False, pieces=1),
+    "chunks": Schedule(ordered=True, places=slice(None), chunked=True, pieces=1),
+    "pipelined": Schedule(ordered=True, places=slice(None), chunked=True, pieces=2),
 }
 
 
@@ -153,12 +153,10 @@ class _Order:
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.zero = lax.axis_index(axes) // lax.axis_size(axes)
-        self.last: jax.Array | None = None
+        self.last = self.zero
 
     def after(self, x: jax.Array) -> jax.Array:
         """x, known only when the last collective is done."""
-        if self.last is None:
-            return x
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ self.last.astype(words), x.dtype)
 
@@ -181,16 +179,26 @@ def _share(work: Sequence[Work], places: dict[int, float], schedule: Schedule) -
 
 
 def interleave(
-    function: Callable[..., Any], args: tuple[Any, ...], work: Sequence[Work], schedule: Schedule, axes: tuple[str, ...]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    work: Sequence[Work],
+    schedule: Schedule,
+    axes: tuple[str, ...],
+    begin: jax.Array,
 ) -> tuple[Any, list[jax.Array]]:
-    """(function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order."""
+    """(function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order.
+
+    begin: no work starts before this is known: XLA would gather all layers at once, or keep them from the forward pass.
+    """
+    order = _Order(axes)
+    order.done(begin)
     if not schedule.ordered:
-        return function(*args), [send(lambda x: x) for send in work]
+        return function(*args), [send(order.after) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     program = _Program(closed)
     places = program.places() or {len(program.lines): 1.0}
     shares = _share(work, places, schedule)
-    order, results = _Order(axes), {}
+    results = {}
     values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
 
     def run_work(place: int) -> None:

@@ -49,6 +49,7 @@ class DecoderLayer(nnx.Module):
         mesh: jax.sharding.Mesh | None,
         expert_axes: tuple[str, ...],
         exchange: ExchangeChoice,
+        pieces: int,
         rngs: nnx.Rngs,
     ) -> None:
         out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
@@ -77,6 +78,7 @@ class DecoderLayer(nnx.Module):
                 mesh=mesh,
                 expert_axes=expert_axes,
                 exchange=exchange,
+                pieces=pieces,
                 **mlp,
             )
             if moe
@@ -228,12 +230,13 @@ class Decoder(nnx.Module):
         mesh: jax.sharding.Mesh | None = None,
         expert_axes: tuple[str, ...] = (),
         exchange: ExchangeChoice = "auto",
+        pieces: int = 1,
     ) -> None:
         self.config = config
 
         def layer(moe: bool) -> Callable[[nnx.Rngs], nnx.Module]:
             return lambda rngs: DecoderLayer(
-                config, moe=moe, mesh=mesh, expert_axes=expert_axes, exchange=exchange, rngs=rngs
+                config, moe=moe, mesh=mesh, expert_axes=expert_axes, exchange=exchange, pieces=pieces, rngs=rngs
             )
 
         std = config.initializer_range

@@ -265,7 +265,7 @@ class _Scan:
             index = unit.index(position, repeat)
             args = whole, _at(rest[kind], index), _at(extras[kind], index), x
             (x, found, kept), gathered = interleave(
-                partial(self._forward_layer, kind), args, self._gathers(following), self.config.schedule, self.axes
+                partial(self._forward_layer, kind), args, self._gathers(following), self.config.schedule, self.axes, x
             )
             whole = self._whole(gathered) if gathered else whole
             residuals.append(kept)
@@ -351,7 +351,7 @@ class _Scan:
                 _at(dstats, index) if kind else [],
             )
             (rows_RG, drest_here, dx), results = interleave(
-                partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes
+                partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
             )
             if gathers:
                 whole = self._whole(results[: len(gathers)])

@@ -83,13 +83,13 @@ class _Model:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(config.compute_dtype)
+        self.levels = levels(mesh, config.mesh.two_level)
+        self.fused = config.mesh.shard_dense and config.mesh.fuse_dense and mesh.size > 1
         self.abstract = nnx.eval_shape(self.build)
         split: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
         self.graph, params, bias = split
         self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self.bias_shapes = _pure(params), _pure(bias)
-        self.levels = levels(mesh, config.mesh.two_level)
-        self.fused = config.mesh.shard_dense and config.mesh.fuse_dense and mesh.size > 1
         self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense, self.fused)
         self.shard_dims = {}  # path inside a layer -> dimension split over all devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
@@ -113,6 +113,7 @@ class _Model:
             mesh=self.mesh,
             expert_axes=EXPERT,
             exchange=config.mesh.exchange,
+            pieces=SCHEDULES[config.mesh.schedule].pieces if self.fused else 1,
         )
 
     def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:
