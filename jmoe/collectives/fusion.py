@@ -63,16 +63,11 @@ def _width(part: Part, carrier: Any) -> int:
     return part.size * (jnp.dtype(part.dtype).itemsize // carrier.itemsize)
 
 
-def row_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of one device's part of the buffer."""
-    return sum(part.size * jnp.dtype(part.dtype).itemsize for part in parts)
-
-
 def pack(shards: Sequence[jax.Array], parts: Sequence[Part]) -> jax.Array:
     """[C]: a device's shards side by side, each in the dtype of its use."""
     carrier = _carrier(parts)
     rows = [lax.bitcast_convert_type(w.astype(part.dtype), carrier) for w, part in zip(shards, parts, strict=True)]
-    return jnp.concatenate([row.reshape(-1) for row in rows])
+    return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
 def unpack(buffer_RC: jax.Array, parts: Sequence[Part], levels: Levels) -> list[jax.Array]:
@@ -95,7 +90,7 @@ def unpack(buffer_RC: jax.Array, parts: Sequence[Part], levels: Levels) -> list[
 def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[Part], levels: Levels) -> jax.Array:
     """float32 [R, G]: row r holds what device r's shards get."""
     sizes = _sizes(levels)
-    rows = []
+    rows = [jnp.zeros((math.prod(sizes), 0))]
     for g, part in zip(grads, parts, strict=True):
         split = (*part.shape[: part.dim], *sizes, *part.shape[part.dim :])
         places = [len(sizes) - 1 - i + part.dim for i in range(len(sizes))]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # a collective whose input passes through `After`
@@ -54,9 +54,8 @@ SCHEDULES = {
 
 def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
     """[(start, stop), ...]: `width` elements in the fewest even parts of at most `limit_bytes` each."""
-    count = min(width, max(1, -(-width * element_bytes // limit_bytes)))
-    ends = [round(i * width / count) for i in range(count + 1)]
-    return list(itertools.pairwise(ends))
+    count = min(width, -(-width * element_bytes // max(1, limit_bytes)))
+    return list(itertools.pairwise(round(i * width / count) for i in range(count + 1 if count else 0)))
 
 
 class _Line(NamedTuple):
@@ -72,43 +71,40 @@ _CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_vjp_call
 
 
 def _inner(eqn: JaxprEqn) -> list[Any]:
-    """The functions inside an equation."""
-    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: isinstance(p, Jaxpr | ClosedJaxpr))
-    return [leaf for leaf in leaves if isinstance(leaf, Jaxpr | ClosedJaxpr)]
-
-
-def _jaxpr(function: Any) -> Jaxpr:
-    return function.jaxpr if isinstance(function, ClosedJaxpr) else function
+    """The functions inside an equation: of the two classes of older versions of JAX, or the one of newer."""
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
+    return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
 
 
 def _exchanges(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "all_to_all":
         return True
-    return any(_exchanges(inner) for function in _inner(eqn) for inner in _jaxpr(function).eqns)
+    return any(_exchanges(inner) for function in _inner(eqn) for inner in function.eqns)
 
 
 def _flops(eqn: JaxprEqn) -> float:
     """Of the matrix products of an equation; of a loop's body once."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        inner = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * inner
+        left: Any = eqn.invars[0].aval
+        out: Any = eqn.outvars[0].aval
+        return 2.0 * math.prod(out.shape) * math.prod(left.shape[d] for d in contracted)
     if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
         return 0.0
-    return sum(_flops(inner) for function in _inner(eqn) for inner in _jaxpr(function).eqns)
+    return sum(_flops(inner) for function in _inner(eqn) for inner in function.eqns)
 
 
 class _Program:
     """A traced function as one list of lines, with the calls that hold an all-to-all taken apart."""
 
-    def __init__(self, closed: ClosedJaxpr) -> None:
+    def __init__(self, closed: Any) -> None:
         self._names = itertools.count()
         self.constants: dict[int, Any] = {}
         self.lines: list[_Line] = []
         self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
         self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
 
-    def _add(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
+    def _add(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
         names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             names[var] = next(self._names)
@@ -119,8 +115,7 @@ class _Program:
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             if eqn.primitive.name in _CALLS and _exchanges(eqn):
                 (function,) = (f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr"))
-                consts = function.consts if isinstance(function, ClosedJaxpr) else ()
-                found = self._add(_jaxpr(function), consts, given, here)
+                found = self._add(getattr(function, "jaxpr", function), getattr(function, "consts", ()), given, here)
             else:
                 found = [next(self._names) for _ in eqn.outvars]
                 self.lines.append(_Line(eqn, given, found, here))

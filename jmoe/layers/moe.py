@@ -68,9 +68,10 @@ def moe_local(
     pieces = 1 if x_TD.shape[0] % pieces else pieces
     experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
     arrived = []
-    for part in zip(*(jnp.split(a, pieces) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK)), strict=True):
-        counts_E = (part[1][:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
-        arrived.append(exchange.dispatch(*part, counts_E, worst_case=worst_case))
+    parts = (jnp.split(a, pieces) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
+    for x, idx, weights in zip(*parts, strict=True):
+        counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
+        arrived.append(exchange.dispatch(x, idx, weights, counts_E, worst_case=worst_case))
     with jax.named_scope("experts"):
         out = [expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows) for part in arrived]
     y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]

@@ -189,7 +189,8 @@ def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
 
 
 def _step(layer: Layer, kind: bool, x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats | None]:
-    return layer(kind, *xs, x_BSD)
+    state, key, window = xs
+    return layer(kind, state, key, window, x_BSD)
 
 
 def scan_layers(plan: Plan, layer: Layer, inputs: Stacks, x_BSD: jax.Array) -> tuple[jax.Array, MoEStats | None]:

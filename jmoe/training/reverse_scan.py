@@ -216,12 +216,14 @@ class _Scan:
 
         return [partial(reduce, start=start, end=end) for start, end in pieces]
 
-    def _whole(self, gathered: list[jax.Array]) -> jax.Array:
-        return jnp.concatenate(gathered, axis=1)
+    def _whole(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
+        """[R, C] from its chunks; none where no parameter of a layer is split."""
+        empty = jnp.zeros((self.num_devices, 0), row_C.dtype)
+        return jnp.concatenate([empty, *gathered], axis=1)
 
     def _store(self, sums: dict[bool, jax.Array], bucket: _Bucket, reduced: list[jax.Array]) -> dict[bool, jax.Array]:
         """A bucket's sums in their layers' places."""
-        row, start, sums = jnp.concatenate(reduced), 0, dict(sums)
+        row, start, sums = jnp.concatenate([jnp.zeros(0), *reduced]), 0, dict(sums)
         for kind, index in zip(bucket.kinds, bucket.indices, strict=True):
             end = start + sums[kind].shape[1]
             sums[kind] = _put(sums[kind], index, row[start:end])
@@ -235,10 +237,10 @@ class _Scan:
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
             fused, rest[kind] = layers.split(states[kind])
-            flat[kind] = jax.vmap(partial(pack, parts=layers.parts))(fused)
+            flat[kind] = jax.vmap(partial(pack, parts=layers.parts), axis_size=layers.num_layers)(fused)
         run = partial(self._forward_unit, flat, rest, extras)
         firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
-        carry = self._whole([send(lambda row: row) for send in self._gathers(firsts[0])]), x
+        carry = self._whole([send(lambda row: row) for send in self._gathers(firsts[0])], firsts[0]), x
         residuals, found = [], []
         for number, unit in enumerate(self.units):
             early: Any = None
@@ -267,7 +269,7 @@ class _Scan:
             (x, found, kept), gathered = interleave(
                 partial(self._forward_layer, kind), args, self._gathers(following), self.config.schedule, self.axes, x
             )
-            whole = self._whole(gathered) if gathered else whole
+            whole = whole if following is None else self._whole(gathered, following)
             residuals.append(kept)
             stats += [found] * kind
         return (whole, x), (residuals, stats)
@@ -275,9 +277,10 @@ class _Scan:
     def _forward_layer(self, kind: bool, whole: jax.Array, rest: Any, extra: Any, x: jax.Array) -> tuple[Any, Any, Any]:
         layers = self.kinds[kind]
         params = unpack(whole, layers.parts, self.config.levels)
+        key, window = extra
 
         def apply(params: Any, rest: Any, x: jax.Array) -> Any:
-            y, stats = self.layer(kind, layers.join(params, rest), *extra, x)
+            y, stats = self.layer(kind, layers.join(params, rest), key, window, x)
             return (y, [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)]), stats
 
         (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
@@ -353,10 +356,9 @@ class _Scan:
             (rows_RG, drest_here, dx), results = interleave(
                 partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
             )
-            if gathers:
-                whole = self._whole(results[: len(gathers)])
-            if reductions:
-                sums, pending = self._store(sums, pending, results[len(gathers) :]), _Bucket()
+            if before is not None:
+                whole = self._whole(results[: len(gathers)], before)
+            sums, pending = self._store(sums, pending, results[len(gathers) :]), _Bucket()
             drest = drest | {kind: _put(drest[kind], index, drest_here)}
             open_bucket = open_bucket.add(kind, index, rows_RG)
             if position == 0 or len(open_bucket.kinds) == self.layers_per_bucket:

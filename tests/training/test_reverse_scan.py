@@ -84,6 +84,15 @@ def test_number_of_collectives_of_larger_buckets() -> None:
     assert ops["reduce-scatter"] == 1 + 2 + 1
 
 
+def test_parameters_that_no_number_of_devices_divides() -> None:
+    """Nothing travels in the buffer; the state keeps its shapes."""
+    config = TrainConfig(model=MODEL, mesh=MeshConfig(7), batch_size=7, sequence_length=8)
+    program = make_program(config, make_mesh((7, 1, 1), jax.devices()[:7]))
+    state, metrics = jax.eval_shape(program.step, program.state_shape, jax.ShapeDtypeStruct((1, 7, 9), jnp.int32))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, program.state_shape)
+    assert metrics["counts"].shape == (4, 8)
+
+
 def test_one_by_one_takes_more() -> None:
     fused, single = (
         Counter(op.kind for op in collectives(MeshConfig(1, 1, 8, fuse_dense=fuse))) for fuse in (True, False)
