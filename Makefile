@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train decode serve test test-all lint bench
+.PHONY: help setup train decode serve test test-all lint bench kernels-aot
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-all   lint and all tests, the slow ones too'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make bench      time a training step'
+	@echo 'make kernels-aot  compile the GPU kernels for an H200 without one (EXTRA=cuda13 for the libraries)'
 
 setup: $(STAMP)
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), JAX $$($(BIN)/python -c 'import jax; print(jax.__version__)')"
@@ -54,6 +55,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/training.py $(ARGS)
+
+kernels-aot: $(STAMP)
+	$(BIN)/python benchmarks/kernels_aot.py $(ARGS)
 
 # The stamp is written last, so that a set-up broken off half-way is done again.
 $(STAMP): pyproject.toml

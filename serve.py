@@ -98,7 +98,9 @@ def load(folder: Path, config: ServeConfig) -> Engine:
         host_cache_bytes=config.host_cache_bytes,
         cache_dir=config.cache_dir,
         dtype=config.dtype,
+        estimator=config.estimator,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
+        max_prefill_tokens=config.max_prefill_tokens,
     )
 
 

@@ -5,6 +5,7 @@
     sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
     sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
     sudo python benchmarks/communication.py order --rates 100    training steps: orders of collectives
+    sudo python benchmarks/communication.py embedding            training steps with the embedding table in parts
 
 exchange: tokens to their experts and back (`dispatch` and `combine`, the experts change nothing), forward alone and
 with its backward pass, the exchanges in turn. A shape is K:E:T, K of E experts for each of a rank's T tokens of 1024
@@ -13,6 +14,7 @@ Bytes are those that a node sends: by the interface's counter, with all headers,
 `jmoe.planning.exchange.traffic`.
 
 fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link.
+embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
 import argparse
@@ -34,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import steps
+from benchmarks import embedding, steps
 from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes
 from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
 
@@ -53,16 +55,15 @@ def parse() -> argparse.Namespace:
     exchange.add_argument("--kinds", nargs="+", default=["flat", "two_level", "dedup"])
     exchange.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     exchange.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
+    parts = commands.add_parser("embedding", help="training steps with the embedding table in parts")
+    embedding.add_options(parts)
     comparisons = [commands.add_parser(name, help=text) for name, text in steps.COMMANDS.items()]
     for command in comparisons:
         steps.add_options(command)
-    for command in (exchange, *comparisons):
+    for command in (exchange, parts, *comparisons):
+        rates = [0, 100] if command is parts else [50, 100, 200]
         command.add_argument(
-            "--rates",
-            type=float,
-            nargs="+",
-            default=[50, 100, 200],
-            help="Mbit/s, both directions together; 0: no link",
+            "--rates", type=float, nargs="+", default=rates, help="Mbit/s, both directions together; 0: no link"
         )
         command.add_argument("--rounds", type=int, default=7)
         command.add_argument("--cache-dir", help="keep compiled programs in this folder")
@@ -223,6 +224,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     jax.distributed.initialize(f"{address}:{a.port}", RANKS, a.rank)
     mesh = make_mesh((1, NODES, RANKS_PER_NODE))
     clock = Clock(mesh, has_link=a.rates[0] > 0)
+    if a.command == "embedding":
+        return embedding.measure(a, mesh, clock)
     if a.command in steps.COMMANDS:
         return steps.measure(a, mesh, clock)
     rows = []

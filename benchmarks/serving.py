@@ -1,4 +1,4 @@
-"""Load on a server of the OpenAI API: throughput, waiting times, refusals; the last line is one JSON object.
+r"""Load on a server of the OpenAI API: throughput, waiting times, refusals; the last line is one JSON object.
 
     python benchmarks/serving.py --url http://127.0.0.1:8000 --concurrency 32 --requests 256      # closed loop
     python benchmarks/serving.py --rate 4 --requests 500                                          # Poisson arrivals
@@ -7,6 +7,13 @@
 Any such server will do (vLLM, llama.cpp). `--start MODEL_DIR [options of serve.py]`, last, starts `serve.py` on a free
 port, waits until it is ready, stops it at the end, and adds its resident memory. Prompts are pieces of `--text FILE`,
 or of this file. Tokens are counted by the server's `usage`, or else as pieces of the stream.
+
+`--engine MODEL_DIR [options of serve.py]`, last, gives the same prompts to the engine at once, without HTTP. A server's
+throughput beside its engine's, in turn:
+
+    load='python benchmarks/serving.py --concurrency 32 --requests 256 --max-tokens 32 --ignore-eos'
+    python benchmarks/alternate.py "$load --engine DIR --max-batch 32" \
+        "$load --start DIR --max-batch 32 --max-waiting 200"
 """
 
 import argparse
@@ -56,7 +63,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--request-timeout-s", type=float, default=600)
     parser.add_argument("--start-timeout-s", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", nargs=argparse.REMAINDER, metavar="MODEL_DIR")
+    served = parser.add_mutually_exclusive_group()
+    served.add_argument("--start", nargs=argparse.REMAINDER, metavar="MODEL_DIR")
+    served.add_argument("--engine", nargs=argparse.REMAINDER, metavar="MODEL_DIR")
     a = parser.parse_args(argv)
     for name, ok, rule in (
         ("requests", a.requests > 0, "must be greater than 0"),
@@ -64,6 +73,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("rate", a.rate is None or a.rate > 0, "must be greater than 0"),
         ("disconnect-fraction", 0 <= a.disconnect_fraction <= 1, "must be between 0 and 1"),
         ("start", a.start != [], "needs a model folder"),
+        ("engine", a.engine != [], "needs a model folder"),
+        ("engine", a.engine is None or not (a.chat or a.rate or a.disconnect_fraction), "takes whole prompts at once"),
     ):
         if not ok:
             parser.error(f"--{name} {rule}")
@@ -159,14 +170,18 @@ class Client:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The data of server-sent events up to `[DONE]`, which must come."""
-    async for line in response.content:
-        data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-        if data == b"[DONE]":
-            return
-        if data:
-            yield json.loads(data)
-    raise ValueError("the stream ended without [DONE]")
+    """The data of server-sent events; `[DONE]` must come."""
+    rest, ended = b"", False
+    async for read in response.content.iter_any():
+        *lines, rest = (rest + read).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+            if data == b"[DONE]":
+                ended = True  # but read on, so that the connection serves the next request
+            elif data:
+                yield json.loads(data)
+    if not ended:
+        raise ValueError("the stream ended without [DONE]")
 
 
 async def closed_loop(client: Client, requests: Sequence[Plan], concurrency: int) -> list[Outcome]:
@@ -313,9 +328,36 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
     raise TimeoutError(f"serve.py was not ready within {timeout_s} s")
 
 
+def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
+    """All requests at once, in the engine that `serve.py` would make."""
+    sys.path.insert(0, str(SERVE.parent))
+    import serve
+
+    config = serve.parse(a.engine)
+    folder = serve.hugging_face_folder(config.model)
+    _, config = serve.plan(folder, config)
+    prompts = [plan.body["prompt"] for plan in plans(a, config.model)]
+    sampling = {"max_new_tokens": a.max_tokens, "temperature": a.temperature, "ignore_eos": a.ignore_eos}
+    with serve.load(folder, config) as engine:
+        engine.generate(prompts[: a.warm_up], **sampling)
+        begun = time.perf_counter()
+        completions = engine.generate(prompts, **sampling)
+        duration_s = time.perf_counter() - begun
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "duration_s": round(duration_s, 3),
+        "tokens_per_s": round(tokens / duration_s, 2),
+        COMPLETED: len(completions),
+        "prompt_tokens": sum(len(completion.prompt_token_ids) for completion in completions),
+        "completion_tokens": tokens,
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     a = arguments(argv)
-    if a.start:
+    if a.engine:
+        result = engine_alone(a)
+    elif a.start:
         with started(a.start, a.start_timeout_s) as (url, server):
             result = asyncio.run(measure(a, url, server))
     else:
@@ -325,4 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if "--engine" in sys.argv:  # jmoe need not be installed to load another server
+        from jmoe.runtime import start_anew
+
+        start_anew()  # before JAX is imported
     main()

@@ -77,6 +77,7 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, mes
             2,
             chunk_bytes=a.chunk_bytes or round(rate / 8 * 1e6 * 0.02),
             bucket_bytes=a.bucket_bytes,
+            embedding="replicated",
             **mesh,
         ),
         batch_size=num_ranks * num_tokens // SEQUENCE_LENGTH,
@@ -190,7 +191,9 @@ class Run:
         program = make_program(config, mesh)
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         rng = np.random.default_rng(a.rank)
-        local = rng.integers(0, 256, (1, config.batch_size // jax.process_count(), SEQUENCE_LENGTH + 1)).astype(np.int32)
+        local = rng.integers(0, 256, (1, config.batch_size // jax.process_count(), SEQUENCE_LENGTH + 1)).astype(
+            np.int32
+        )
         self.tokens = jax.make_array_from_process_local_data(sharding, local)
         with self.waits.traced() if self.timed else tempfile.TemporaryDirectory():
             lowered = program.step.lower(program.state_shape, self.tokens)  # type: ignore[attr-defined]

@@ -70,10 +70,21 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         done = run_python(["serve.py", model, "--port", str(port)])
     assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    for option, message in (("--policy=fast", "invalid choice"), ("--port=70000", "port = 70000")):
+    for option, message in (
+        ("--policy=fast", "invalid choice"),
+        ("--estimator=luck", "invalid choice"),
+        ("--port=70000", "port = 70000"),
+        ("--max-prefill-tokens=511", "max_prefill_tokens = 511"),
+    ):
         with pytest.raises(SystemExit):
             serve.main([model, option])
         assert message in capsys.readouterr().err
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change of everything in a folder."""
+    found = {path: path.stat() for path in sorted(folder.rglob("*"))}
+    return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
 
 
 def test_a_run_is_served(
@@ -84,6 +95,10 @@ def test_a_run_is_served(
     output_dir, env = tmp_path / "run", runs.environment()
     done = run_python(runs.command(output_dir, "--num-steps", 5, data=runs.text), env=env)
     assert done.returncode == 0, done.stderr
+    unfinished = output_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state"  # the run may still go on
+    unfinished.mkdir(parents=True)
+    (unfinished / "manifest.ocdbt").touch()
+    checkpoints = contents(output_dir / "checkpoints")
     for start in range(2):
         log = tmp_path / f"log-{start}"
         process = start_python(["serve.py", output_dir, "--port", "0", "--max-batch", "2"], log, env=env)
@@ -99,5 +114,6 @@ def test_a_run_is_served(
         process.terminate()
         assert process.wait(30) == 0, log.read_text()
         assert f"step 5 of {output_dir}" in log.read_text()
+    assert contents(output_dir / "checkpoints") == checkpoints, "nothing written, nothing cleaned up"
     assert [folder.name for folder in (output_dir / "exported").iterdir()] == ["step-5"]
     assert json.loads((output_dir / "exported" / "step-5" / "config.json").read_text())["vocab_size"] == 512

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.planning.exchange import ExchangePlan, buffer_rows, index_bytes
 from kernels_pallas.saved import saved, saved_residual
-from kernels_pallas.token_permute import combine, dispatch, sum_rows
+from kernels_pallas.token_permute import combine, dispatch, sort_by_expert, sum_rows
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,9 @@ class Exchange(Protocol):
         """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing."""
 
 
-def _order_by_expert(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
-    order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
-    rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(idx_N.size, dtype=jnp.int32), unique_indices=True)
+    order_N, rank_N = sort_by_expert(idx_N, num_experts)
     return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
 
 
@@ -74,7 +73,7 @@ class OneDevice:
         worst_case: bool = False,
     ) -> Arrived:
         with jax.named_scope("dispatch"):
-            order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1))
+            order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
             token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
             rows_ND = dispatch(x_TD, token_N, slot_TK, True)
         handle = (topk_weights_TK, token_N, slot_TK)
@@ -82,7 +81,8 @@ class OneDevice:
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
-            return combine(saved(out_MD, "expert_out"), *handle, True)
+            topk_weights_TK, token_N, slot_TK = handle
+            return combine(saved(out_MD, "expert_out"), topk_weights_TK, token_N, slot_TK, True)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PerDevice:
         num_assignments, num_devices = num_tokens * k, self.num_devices
         with jax.named_scope("dispatch"):
             idx_N = topk_idx_TK.reshape(-1)
-            order_N, rank_N = _order_by_expert(idx_N)
+            order_N, rank_N = _order_by_expert(idx_N, counts_E.size)
             sizes_RL = counts_E.reshape(num_devices, -1)
             totals_R = sizes_RL.sum(axis=1, dtype=jnp.int32)
             starts_R = jnp.cumsum(totals_R) - totals_R
@@ -160,7 +160,7 @@ def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Ar
     ends_RL = jnp.cumsum(sizes_RL, axis=1)
     at_C = jnp.arange(rows, dtype=jnp.int32)
     expert_M = (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)
-    return _order_by_expert(expert_M)
+    return _order_by_expert(expert_M, sizes_RL.shape[1])
 
 
 @dataclass(frozen=True)

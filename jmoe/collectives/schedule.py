@@ -11,7 +11,6 @@ integer that is always 0, which XLA cannot know, is added to the bits of what is
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,9 +31,9 @@ MAX_CHUNK_BYTES = 30_000_000
 class Schedule:
     """How a layer's all-to-alls and the rest share the network.
 
-    ordered: collectives run in the order given here, else in XLA's. places: which of the places take work, all in
-    proportion to their matrix products, or the first or last alone. chunked: work is cut into chunks. pieces: so many
-    parts the all-to-alls are cut into, and experts begin with the first.
+    ordered: collectives run in the order given here, else in XLA's. places: which of the places take work, all, or the
+    first or last alone. chunked: work is cut into chunks. pieces: so many parts the all-to-alls are cut into, and
+    experts begin with the first.
     """
 
     ordered: bool
@@ -82,16 +81,11 @@ def _exchanges(eqn: JaxprEqn) -> bool:
     return any(_exchanges(inner) for function in _inner(eqn) for inner in function.eqns)
 
 
-def _flops(eqn: JaxprEqn) -> float:
-    """Of the matrix products of an equation; of a loop's body once."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        left: Any = eqn.invars[0].aval
-        out: Any = eqn.outvars[0].aval
-        return 2.0 * math.prod(out.shape) * math.prod(left.shape[d] for d in contracted)
+def _multiplies(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
-        return 0.0
-    return sum(_flops(inner) for function in _inner(eqn) for inner in function.eqns)
+        return False
+    inner = (line for function in _inner(eqn) for line in function.eqns)
+    return eqn.primitive.name == "dot_general" or any(_multiplies(line) for line in inner)
 
 
 class _Program:
@@ -126,21 +120,18 @@ class _Program:
         """The lines that are all-to-alls."""
         return [i for i, line in enumerate(self.lines) if line.eqn.primitive.name == "all_to_all"]
 
-    def places(self) -> dict[int, float]:
-        """Where work may run: {the line of the next all-to-all, or the end: FLOPs before it}."""
-        places, begin = {}, 0
-        for end in [*self.exchanges(), len(self.lines)]:
-            flops = [_flops(line.eqn) for line in self.lines[begin:end]]
-            needed = set(self.lines[end].inputs if end < len(self.lines) else ())
-            waits = end == len(self.lines) and sum(flops) > 0
-            for line, line_flops in zip(reversed(self.lines[begin:end]), reversed(flops), strict=True):
+    def places(self) -> list[int]:
+        """Where work may run: in front of the lines of these all-to-alls, and at the end."""
+        places, begin = [], 0
+        for end in self.exchanges():
+            needed, waits = set(self.lines[end].inputs), False
+            for line in reversed(self.lines[begin:end]):
                 if needed.intersection(line.outputs):
-                    waits |= line_flops > 0
+                    waits |= _multiplies(line.eqn)
                     needed.update(name for name in line.inputs if not isinstance(name, Literal))
-            if waits:
-                places[end] = sum(flops)
+            places += [end] * waits
             begin = end + 1
-        return places
+        return [*places, len(self.lines)]
 
 
 class _Order:
@@ -161,16 +152,14 @@ class _Order:
         self.last = lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
 
-def _share(work: Sequence[Work], places: dict[int, float], schedule: Schedule) -> dict[int, list[int]]:
-    """Which work runs in which place, in order, in proportion to the places' FLOPs."""
-    chosen = list(places.items())[schedule.places]
-    total = sum(flops for _, flops in chosen)
-    ends = list(itertools.accumulate(flops / total for _, flops in chosen))
-    shares: dict[int, list[int]] = {place: [] for place, _ in chosen}
-    for i in range(len(work)):
-        at = sum((i + 0.5) / len(work) > end for end in ends[:-1])
-        shares[chosen[at][0]].append(i)
-    return shares
+def _share(work: Sequence[Work], places: list[int], schedule: Schedule) -> dict[int, Sequence[int]]:
+    """Which work runs in which place.
+
+    One chunk goes where an all-to-all comes next, so that this waits for no more of them; the rest goes last.
+    """
+    chosen = places[schedule.places]
+    shares: dict[int, Sequence[int]] = {place: range(i, min(i + 1, len(work))) for i, place in enumerate(chosen)}
+    return shares | {chosen[-1]: range(len(chosen) - 1, len(work))}
 
 
 def interleave(
@@ -191,8 +180,7 @@ def interleave(
         return function(*args), [send(order.after) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     program = _Program(closed)
-    places = program.places() or {len(program.lines): 1.0}
-    shares = _share(work, places, schedule)
+    shares = _share(work, program.places(), schedule)
     results = {}
     values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
 

@@ -20,7 +20,7 @@ class ServeConfig:
     the model has fewer positions. max_waiting: sequences that wait for a place; beyond them requests get 429.
     request_timeout_s: a request that takes longer is ended. max_body_bytes: of a request.
     drain_timeout_s: after SIGTERM what runs has so long to finish.
-    policy ... prefill_chunk_tokens: see `Engine.from_pretrained`.
+    policy ... max_prefill_tokens: see `Engine.from_pretrained`.
     log_prompts: write prompts to the log. dry_run: print the plan and exit.
     """
 
@@ -42,7 +42,9 @@ class ServeConfig:
     host_cache_bytes: int | None = None
     cache_dir: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
+    estimator: Literal["router", "counts"] | None = "router"
     prefill_chunk_tokens: int = 512
+    max_prefill_tokens: int | None = None
     log_prompts: bool = False
     dry_run: bool = False
 
@@ -50,3 +52,7 @@ class ServeConfig:
         check(0 <= self.port < 65536, "port", self.port, "must be between 0 and 65535")
         check(self.max_waiting >= 0, "max_waiting", self.max_waiting, "must not be negative")
         positive(self, "max_batch", "request_timeout_s", "drain_timeout_s", "max_body_bytes", "prefill_chunk_tokens")
+        if self.max_prefill_tokens is not None:
+            chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
+            constraint = f"must be at least {chunk}, a chunk of one prompt"
+            check(self.max_prefill_tokens >= chunk, "max_prefill_tokens", self.max_prefill_tokens, constraint)

@@ -16,3 +16,13 @@ class Constraint(Protocol):
 
     def accept(self, token_id: int) -> None:
         """This token has come next."""
+
+
+class Unconstrained:
+    """Any token may come next."""
+
+    def fill(self, words_W: np.ndarray) -> None:
+        words_W[:] = -1
+
+    def accept(self, token_id: int) -> None:
+        pass

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 from jmoe.inference import sampler
 from jmoe.inference.compile_cache import keep_compiled_programs
-from jmoe.inference.constraint import Constraint
+from jmoe.inference.constraint import Constraint, Unconstrained
 from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.estimators import EstimatorName, make_estimator
 from jmoe.inference.expert_tiers import memory_plan, open_experts
@@ -269,6 +269,20 @@ class Engine:
             self._plan_anew(seen)
         return [output for output in outputs if output is not None]
 
+    def compile_for_service(self) -> None:
+        """Compile also what constraints and prompt log-probabilities need: else their first request holds up others."""
+        x_11D = self._decoder.zeros(1, 1)
+        logits_1V = self._decoder.logits(x_11D, np.zeros(1, np.int32))
+        for logprobs in (None, 0):
+            request = Request("warm-up", [0], SamplingParams(logprobs=logprobs))
+            self._streams[request.id] = _Stream(request, None, Unconstrained())
+            self._draw(logits_1V, [request], [self.max_batch], [0])
+        del self._streams[request.id]
+        self._params = None
+        for rows, width in self._scheduler.prefill_shapes:
+            logits_CV = self._decoder.all_logits(self._decoder.zeros(rows, width), 0)
+            _prompt_logprobs(logits_CV, np.zeros(width, np.int32), num_logprobs=MAX_LOGPROBS)
+
     def stats(self) -> EngineStats:
         """Counters since the start, or since `reset_stats`."""
         return self._meter.stats()
@@ -408,7 +422,7 @@ class Engine:
         return Output(request.id, [token], text, logprobs, request.finish_reason, of_prompt)
 
     def _warm_up(self) -> None:
-        """Compile, before the first request, every program but those of prompt log-probabilities and constraints."""
+        """Compile, before the first request, every program but those of `compile_for_service`."""
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
         for rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
             (x_PCD,) = self._decoder.forward([self._decoder.tokens([], rows, width)])

@@ -121,6 +121,7 @@ class RingDecoder:
         self.caches = list(caches)
         self._ends = split(ends)
         self._layers = [split(layer) for layer in layers]
+        self._num_moe_layers = config.num_moe_layers
         self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
@@ -135,6 +136,11 @@ class RingDecoder:
             tokens_PC[i, : len(tokens)] = tokens
             positions_PC[i, : len(tokens)] = np.arange(start, start + len(tokens))
         return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
+
+    def zeros(self, num_rows: int, width: int) -> jax.Array:
+        """Hidden states as `forward` gives them, to compile what follows."""
+        x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
+        return jax.device_put(x_PCD, jax.devices()[0])
 
     def forward(self, groups: Sequence[Tokens]) -> list[jax.Array]:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
@@ -179,7 +185,7 @@ class RingDecoder:
         if chosen is not None:
             self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
         out = [residency.slots.mlp(r, table_E, self.config.hidden_act) for r in routed]
-        following = (moe_layer + 1) % self.config.num_moe_layers
+        following = (moe_layer + 1) % self._num_moe_layers
         if chosen is not None and self.estimator is not None and following != moe_layer:
             begun = time.perf_counter()
             residency.expect(following, self.estimator.estimate(path))

@@ -27,16 +27,16 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 SMALLEST_WIDTH = 16  # of more than one token: a narrower program would hardly be quicker
-PREFILL_RATIO = 4
+ROWS_RATIO = 4  # of prefill programs: rows, unlike tokens, are never padding
 DEFAULT_PREFILL_CHUNKS = 8  # in a step: reading every expert once must serve many tokens where experts are streamed
 
 
-def buckets(maximum: int, *, ratio: int = 2) -> tuple[int, ...]:
-    """The sizes that programs are compiled for: 1, ratio, ratio^2, ... and `maximum`."""
+def buckets(maximum: int) -> tuple[int, ...]:
+    """The sizes that programs are compiled for: 1, 2, 4, ... and `maximum`."""
     check(maximum >= 1, "maximum", maximum, "must be at least 1")
     sizes = [1]
-    while sizes[-1] * ratio < maximum:
-        sizes.append(sizes[-1] * ratio)
+    while 2 * sizes[-1] < maximum:
+        sizes.append(2 * sizes[-1])
     return tuple(sorted({*sizes, maximum}))
 
 
@@ -184,7 +184,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_buckets = buckets(max_batch)
         chunk = min(prefill_chunk_tokens, max_seq_len)
-        widths = buckets(chunk, ratio=PREFILL_RATIO)
+        widths = buckets(chunk)
         self.prefill_widths = tuple(n for n in widths if n in (1, chunk) or n >= SMALLEST_WIDTH)
         if max_prefill_tokens is None:
             max_prefill_tokens = min(DEFAULT_PREFILL_CHUNKS, max_batch) * chunk
@@ -327,8 +327,8 @@ class Scheduler:
         """The rows of programs of this width, ascending: few, and any number of chunks is a sum of them."""
         most = min(self.max_batch, self.max_prefill_tokens // width)
         rows = [1]
-        while rows[-1] * PREFILL_RATIO <= most:
-            rows.append(rows[-1] * PREFILL_RATIO)
+        while rows[-1] * ROWS_RATIO <= most:
+            rows.append(rows[-1] * ROWS_RATIO)
         return rows
 
     def _admit(self, tokens: int) -> bool:

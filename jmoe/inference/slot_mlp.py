@@ -138,8 +138,8 @@ def _bundles(idx_TK: jax.Array, experts: Sequence[Weights]) -> Iterator[tuple[np
     """
     numbers = np.arange(len(experts), dtype=np.int32)
     if idx_TK.shape[0] <= FEW_TOKENS:
-        chosen = np.unique(np.asarray(idx_TK))
-        numbers = chosen[chosen < len(experts)]
+        uses_E = np.bincount(np.asarray(idx_TK).reshape(-1), minlength=len(experts))[: len(experts)]
+        numbers = np.flatnonzero(uses_E).astype(np.int32)
     if not numbers.size:  # padding alone, to warm up: every size, of nobody's choice, so that none is compiled later
         for size in (8, 4, 2, 1):
             if size <= len(experts):

@@ -16,6 +16,7 @@ import numpy as np
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import normal
 from jmoe.layers.norm import Norm
+from kernels_pallas.implementations import first_supported
 from kernels_pallas.matmul import dot, matmul, transposed
 from kernels_pallas.saved import saved, saved_residual
 
@@ -176,7 +177,9 @@ def causal_attention(
     """
     plain = sinks_H is None and window is None and q_BSHd.shape[-1] == v_BSGd.shape[-1]
     if plain and jax.default_backend() == "gpu" and q_BSHd.dtype == jnp.bfloat16:  # cuDNN's kernel has no float32
-        return jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, is_causal=True, implementation="cudnn")
+        cudnn = partial(jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn")
+        candidates = (("cudnn", cudnn), ("xla", partial(blocked_attention, scale=scale)))
+        return first_supported("attention", [(name, partial(f, q_BSHd, k_BSGd, v_BSGd)) for name, f in candidates])
     return blocked_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, sinks_H=sinks_H, window=window)
 
 

@@ -189,6 +189,12 @@ class MoELayer(nnx.Module):
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train)
             routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
+        return self.routed(x_TD, routing, worst_case=worst_case, keep_routing=keep_routing)
+
+    def routed(
+        self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False, keep_routing: bool = False
+    ) -> tuple[jax.Array, MoEStats]:
+        """`local` for tokens that have been routed."""
         y_TD, dropped = moe_local(x_TD, routing, self.experts, self.exchange, worst_case=worst_case, pieces=self.pieces)
         kept = routing if keep_routing else None
         stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)

@@ -18,6 +18,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention
+from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import MLP, normal
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import MoELayer, MoEStats
@@ -49,7 +50,7 @@ class DecoderLayer(nnx.Module):
         mesh: jax.sharding.Mesh | None,
         expert_axes: tuple[str, ...],
         exchange: ExchangeChoice,
-        pieces: int,
+        pieces: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
         out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
@@ -98,9 +99,7 @@ class DecoderLayer(nnx.Module):
         worst_case: bool,
         keep_routing: bool,
     ) -> tuple[jax.Array, MoEStats | None]:
-        with jax.named_scope("attention"):
-            h_BSD = self.attention(self.attention_norm(x_BSD, dtype), window)
-            x_BSD = saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
+        x_BSD = self.attend(x_BSD, window, dtype)
         if self.moe is None:
             assert self.mlp is not None
             with jax.named_scope("mlp"):
@@ -113,6 +112,12 @@ class DecoderLayer(nnx.Module):
             if self.shared_expert is not None:
                 y_TD = y_TD + self.shared(h_TD)
         return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype), stats
+
+    def attend(self, x_BSD: jax.Array, window: jax.Array | None, dtype: Any) -> jax.Array:
+        """x + attention(norm(x)), the first half of the layer."""
+        with jax.named_scope("attention"):
+            h_BSD = self.attention(self.attention_norm(x_BSD, dtype), window)
+            return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
 
     def shared(self, h: jax.Array) -> jax.Array:
         """float32 output of the shared expert, gated where it has a gate."""
@@ -251,6 +256,25 @@ class Decoder(nnx.Module):
         tied = config.tie_word_embeddings
         self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)
 
+    @staticmethod
+    def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
+        """The experts of one layer with experts (counted among its kind) of `Decoder(config, rngs=rngs)`, alone."""
+        dense = config.num_hidden_layers > config.num_moe_layers
+        for _ in range(1 + (config.position == "learned") + dense):  # what the decoder draws before
+            rngs.params()
+        key = jax.random.split(rngs.params(), config.num_moe_layers)[layer]
+        drawn = DecoderLayer(config, moe=True, mesh=None, expert_axes=(), exchange="flat", rngs=nnx.Rngs(params=key))
+        assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
+        return drawn.moe.experts
+
+    def embed(self, tokens_BS: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
+        """[B, S, D] in `dtype`: the first layer's input."""
+        with jax.named_scope("embedding"):
+            x_BSD = lookup(self.embedding[...], tokens_BS, dtype)
+            if self.positions is not None:
+                x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
+            return x_BSD
+
     def lm_head(self) -> jax.Array:
         """[D, V]: logits = hidden @ lm_head."""
         return self.embedding[...].T if self.head is None else self.head[...]
@@ -266,17 +290,16 @@ class Decoder(nnx.Module):
         remat: bool = False,
         gather: Gather = lambda tree: tree,
         layers: LayerScan = scan_layers,
+        lookup: Lookup = lookup,
         keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats | None]:
         """(hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None), inside `shard_map` or on one device.
 
         gather: turns one layer's parameters as they lie on this device into the whole ones. layers: what runs them all.
-        key: for router jitter. keep_routing: the statistics hold every token's routing.
+        lookup: the tokens' rows of the embedding table as it lies here. key: for router jitter. keep_routing: the
+        statistics hold every token's routing.
         """
-        with jax.named_scope("embedding"):
-            x_BSD = self.embedding[...][tokens_BS].astype(dtype)
-            if self.positions is not None:
-                x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
+        x_BSD = self.embed(tokens_BS, dtype, lookup)
         options = {"dtype": dtype, "train": train, "worst_case": worst_case, "keep_routing": keep_routing}
 
         graphs, inputs = self._stacks(key)

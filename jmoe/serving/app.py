@@ -51,6 +51,7 @@ def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -
     """Everything but HTTP. The folder must hold a tokenizer.json."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "checked before the weights were read"
+    engine.compile_for_service()
     metrics = Metrics(name)
     loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
     metrics.watch(loop)
@@ -170,6 +171,7 @@ def live_view(service: Service, view: View) -> Live:
     engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
     return Live(
         model=service.name,
+        chat=service.chat_template is not None,
         policy=engine.policy,
         uptime_s=time.time() - service.created,
         requests_running=scheduler.running,

@@ -383,11 +383,13 @@ class Status(BaseModel):
 class Live(BaseModel):
     """`GET /live`: what the page shows. Totals are since the start.
 
-    slots: for each slot the [layer, expert] in it, or null; empty: all experts stay on the device. expert_counts:
-    [layer][expert], how many tokens chose it in the last steps. tokens_per_s: drawn in the last seconds.
+    chat: the model has a chat template. slots: for each slot the [layer, expert] in it, or null; empty: all experts
+    stay on the device. expert_counts: [layer][expert], how many tokens chose it in the last steps. tokens_per_s: drawn
+    in the last seconds.
     """
 
     model: str
+    chat: bool
     policy: str
     uptime_s: float
     requests_running: int

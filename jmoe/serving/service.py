@@ -62,7 +62,11 @@ class Service:
         return ids
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
-        """The prompt of a chat."""
+        """The prompt of a chat.
+
+        Text of a message that looks like a control token becomes one, as it does in transformers and vLLM: the template
+        gives one string. https://github.com/huggingface/transformers/issues/29279
+        """
         if self.chat_template is None:
             raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
         given = [message.for_template() for message in messages]
@@ -113,14 +117,14 @@ class Service:
         """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end."""
         without = None if body.includes_usage else {"usage"}
 
-        async def events() -> AsyncIterator[dict[str, str]]:
+        async def events() -> AsyncIterator[bytes]:
             try:
                 async for chunk in chunks:
-                    yield {"data": chunk.model_dump_json(exclude=without)}
+                    yield _event(chunk.model_dump_json(exclude=without))
             except ApiError as error:
-                yield {"data": error.body.model_dump_json()}
+                yield _event(error.body.model_dump_json())
                 return
-            yield {"data": "[DONE]"}
+            yield _event("[DONE]")
 
         return _Stream(generation, events())
 
@@ -132,7 +136,7 @@ class Service:
 class _Stream(EventSourceResponse):
     """Server-sent events that end a generation with them, however they end."""
 
-    def __init__(self, generation: Generation, events: AsyncIterator[dict[str, str]]) -> None:
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n")
         self._generation = generation
 
@@ -142,6 +146,11 @@ class _Stream(EventSourceResponse):
                 await super().__call__(scope, receive, send)
             finally:
                 scope["state"]["note"](f"{self._generation.num_tokens} drawn")
+
+
+def _event(data: str) -> bytes:
+    """A server-sent event; `data` is one line. sse-starlette looks for lines in what is not bytes, at every token."""
+    return f"data: {data}\n\n".encode()
 
 
 async def _disconnected(request: Request) -> None:

@@ -8,7 +8,7 @@ exchange and the parameter gathers, whose transposes are themselves.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.nnx as nnx
@@ -20,9 +20,10 @@ from jax.sharding import Mesh
 from jmoe.collectives.fusion import Part, all_reduce_local, gather_fused_local, gather_local
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, chunk_bytes
 from jmoe.config import TrainConfig
-from jmoe.layers.loss import cross_entropy
+from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
+from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
     ACCUMULATED_BATCH,
     ALL,
@@ -36,8 +37,10 @@ from jmoe.mesh import (
     path_names,
     shard_dim,
     shardings,
+    split_over,
 )
 from jmoe.models.decoder import Decoder, LayerScan
+from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.training.bandwidth import gathered_bytes_per_s
 from jmoe.training.optimizer import advance, decays, learning_rate
 from jmoe.training.reverse_scan import ReverseScan
@@ -61,7 +64,11 @@ class TrainState:
 class Program:
     """The jitted functions of one run. `state_shape` has the shapes and shardings of the state.
 
+    to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh.
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
+    embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
+    its own; whole: the saved state with all of that, of `whole_shape`. expert_stats: what moved between tiers
+    (`expert_state.ExpertStats`); None where nothing does. close: end threads.
     """
 
     init: Callable[[], TrainState]
@@ -70,14 +77,33 @@ class Program:
     evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
+    saved_shape: TrainState
+    to_saved: Callable[[TrainState], TrainState]
+    from_saved: Callable[[TrainState], TrainState]
     exchange: str
+    embedding: str
+    whole_shape: TrainState
+    whole: Callable[[TrainState], TrainState]
+    records: RecordCheckpoints | None = None
+    expert_stats: Callable[[], Any] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 def _pure(state: Any) -> Any:
     return nnx.to_pure_dict(state)
 
 
-class _Model:
+def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
+    model, inside = config.model, mesh.shape[ALL[-1]]
+    tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
+    itemsize = jnp.dtype(config.compute_dtype).itemsize
+    tied, sharded = model.tie_word_embeddings, config.mesh.shard_dense
+    vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
+    plan = plan_embedding(config.mesh.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside)
+    return Embedding(plan, ALL, tied)
+
+
+class PureDecoder:
     """The decoder as a pure function of nested dicts of this device's parameters."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
@@ -90,13 +116,16 @@ class _Model:
         self.graph, params, bias = split
         self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self.bias_shapes = _pure(params), _pure(bias)
+        self.embedding = _plan_embedding(config, mesh)
         self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense, self.fused)
+        self.specs |= {name: split_over(ALL, dim) for name, dim in self.embedding.split.items()}
         self.shard_dims = {}  # path inside a layer -> dimension split over all devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
             dim = shard_dim(path, leaf.shape, mesh.size, config.mesh.shard_dense, self.fused)
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
+        self.shard_dims |= {(name,): dim for name, dim in self.embedding.split.items()}
 
     @property
     def exchange(self) -> str:
@@ -123,7 +152,7 @@ class _Model:
     def _part(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Part | None:
         """How this device's shard of a parameter, without a layer dimension, lies in the flat buffer, if it does."""
         names = tuple(name for name in path_names(path) if name != "value")
-        dim = self.shard_dims.get(names, -1)
+        dim = -1 if names[0] in self.embedding.split else self.shard_dims.get(names, -1)
         return None if dim < 0 else Part(shape, dim, self._compute_dtype(names, len(shape)))
 
     def gather(self, tree: Any) -> Any:
@@ -133,7 +162,8 @@ class _Model:
         for i, (path, w) in enumerate(leaves):
             names = tuple(name for name in path_names(path) if name != "value")
             dtype, part = self._compute_dtype(names, w.ndim - is_expert(path)), self._part(path, w.shape)
-            whole[i] = w.astype(dtype) if part is None else part
+            stays = names[0] in self.embedding.split  # in parts
+            whole[i] = part or (w if stays else w.astype(dtype))
         parts = {i: part for i, part in whole.items() if isinstance(part, Part)}
         shards = [leaves[i][1] for i in parts]
         if parts and self.fused:
@@ -163,7 +193,10 @@ class _Model:
     def __call__(
         self, params: Any, router_bias: Any, tokens: jax.Array, layers: LayerScan | None = None, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        """(hidden [B, S, D], lm_head [D, V], stats) of local tokens [B, S]; layers: None to gather each by itself."""
+        """(hidden [B, S, D], head as `Embedding` made it, stats) of local tokens [B, S].
+
+        layers: None to gather each by itself.
+        """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         with jax.named_scope("gather"):
             outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
@@ -171,8 +204,9 @@ class _Model:
         bias = jax.tree.unflatten(self.bias_structure, jax.tree.leaves(router_bias))
         model = nnx.merge(self.graph, state, bias)
         kwargs |= {"gather": self.gather} if layers is None else {"layers": layers}
-        hidden, stats = model(tokens, dtype=self.dtype, **kwargs)
-        return hidden, model.lm_head().astype(self.dtype), stats
+        hidden, stats = model(tokens, dtype=self.dtype, lookup=self.embedding.lookup, **kwargs)
+        head = None if model.head is None else model.head[...]
+        return hidden, self.embedding.head(model.embedding[...], head, self.dtype), stats
 
 
 def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -184,7 +218,9 @@ def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> 
     return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
 
 
-def _make_loss(config: TrainConfig, model: _Model, worst_case: bool, layers: LayerScan | None) -> Callable[..., Any]:
+def _make_loss(
+    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+) -> Callable[..., Any]:
     accumulation = config.gradient_accumulation_steps
     num_tokens = config.batch_size * config.sequence_length // accumulation
     has_moe = config.model.num_moe_layers > 0
@@ -203,7 +239,8 @@ def _make_loss(config: TrainConfig, model: _Model, worst_case: bool, layers: Lay
         labels_T = tokens[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = jnp.full(labels_T.shape, 1.0 / (num_tokens * accumulation), jnp.float32)
-            nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
+            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+            nll = model.embedding.cross_entropy(hidden_TD, head, labels_T, weights_T)
         sums = {"loss": nll}
         if has_moe:
             with jax.named_scope("auxiliary_losses"):
@@ -221,7 +258,7 @@ def _make_loss(config: TrainConfig, model: _Model, worst_case: bool, layers: Lay
     return loss_fn
 
 
-def _reduce(grads: Any, model: _Model) -> Any:
+def _reduce(grads: Any, model: PureDecoder) -> Any:
     """Sum gradients over the devices that hold the same parameter (gathered ones are summed already)."""
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
@@ -238,7 +275,7 @@ def _reduce(grads: Any, model: _Model) -> Any:
     return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
-def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
+def _squared_norms(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
     """Global squared gradient norms: `embedding`, `head`, ... scalars; `moe_layers`, `dense_layers` one per layer."""
     sums: dict[str, jax.Array] = {}
     mesh = model.mesh
@@ -255,7 +292,7 @@ def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
 
 
 def _local_gradients(
-    config: TrainConfig, model: _Model, worst_case: bool, layers: LayerScan | None
+    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
 ) -> Callable[[TrainState, jax.Array], tuple[Any, dict[str, jax.Array]]]:
     loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case, layers), has_aux=True)
     jitter = config.model.router.jitter_noise > 0
@@ -282,7 +319,9 @@ def _local_gradients(
     return gradients
 
 
-def _make_step(config: TrainConfig, model: _Model, worst_case: bool, layers: LayerScan | None) -> Callable[..., Any]:
+def _make_step(
+    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+) -> Callable[..., Any]:
     gradients = _local_gradients(config, model, worst_case, layers)
     schedule = learning_rate(config.optimizer, config.num_steps)
     clip_norm, mesh = config.optimizer.clip_norm, model.mesh
@@ -324,6 +363,37 @@ def _make_step(config: TrainConfig, model: _Model, worst_case: bool, layers: Lay
     return step
 
 
+def _placed_shape(init: Callable[[], TrainState], state_shardings: TrainState) -> TrainState:
+    """The shapes of a state with the shardings it is kept in."""
+    placed: TrainState = jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        jax.eval_shape(init),
+        state_shardings,
+    )
+    return placed
+
+
+def _with_tables(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
+    """The state with `change` made to the embedding table and its moments."""
+    trees = (getattr(state, name) for name in ("params", "m", "v"))
+    params, m, v = (tree | {"embedding": change(tree["embedding"])} for tree in trees)
+    return replace(state, params=params, m=m, v=v)
+
+
+def _saved_form(model: PureDecoder, init: Callable[[], TrainState], shape: TrainState) -> tuple[Any, Any, TrainState]:
+    """(to_saved, from_saved, saved_shape): a table kept in stripes is saved whole, split by columns."""
+    if not model.embedding.striped:
+        return (lambda state: state), (lambda state: state), shape
+    table = model.shapes["embedding"]
+    dim = next(d for d in (1, 0) if table.shape[d] % model.mesh.size == 0)
+    place = shardings(split_over(ALL, dim), model.mesh)
+    kept = shape.params["embedding"].sharding
+    save = jax.jit(lambda table: table.reshape(-1, table.shape[-1]), out_shardings=place)
+    restore = jax.jit(model.embedding.kept, out_shardings=kept)
+    saved_shape = _with_tables(shape, lambda _: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place))
+    return (lambda state: _with_tables(state, save)), (lambda state: _with_tables(state, restore)), saved_shape
+
+
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     """Build the jitted functions of a run on `mesh`; compiles nothing yet, but may measure the network.
 
@@ -332,7 +402,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     `step_worst_case` runs the same step with room for every token). evaluate(state, tokens [B, S + 1], weights
     [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
-    model = _Model(config, mesh)
+    model = PureDecoder(config, mesh)
     layers = model.reverse_scan()
     step_spec: Any = REPLICATED
     state_specs = TrainState(
@@ -346,35 +416,41 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         zeros = jax.tree.map(jnp.zeros_like, _pure(params))
         return TrainState(_pure(params), zeros, jax.tree.map(jnp.copy, zeros), _pure(bias), jnp.int32(0))
 
+    def initial() -> TrainState:
+        return _with_tables(init(), model.embedding.kept)
+
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any, **jit: Any) -> Callable[..., Any]:
         return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), **jit)
 
     def evaluate(state: TrainState, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         hidden, head, _ = model(state.params, state.router_bias, tokens[:, :-1], worst_case=True)
-        nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, tokens[:, 1:].reshape(-1), weights.reshape(-1))
-        return lax.psum(nll, ALL)
+        hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+        return lax.psum(model.embedding.cross_entropy(hidden_TD, head, labels_T, weights.reshape(-1)), ALL)
 
     def next_logits(state: TrainState, tokens: jax.Array, position: jax.Array) -> jax.Array:
         hidden, head, _ = model(state.params, state.router_bias, tokens, worst_case=True)
-        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False)
-        logits = jnp.dot(last.astype(jnp.float32), head.astype(jnp.float32))
-        return lax.psum(jnp.where(lax.axis_index(ALL) == 0, logits, 0), ALL)
+        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
+        last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
+        return model.embedding.logits(last, head)
 
     def step(worst_case: bool) -> Callable[..., Any]:
         body = _make_step(config, model, worst_case, layers)
         return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
 
-    shape = jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        jax.eval_shape(init),
-        state_shardings,
-    )
+    shape = _placed_shape(initial, state_shardings)
+    to_saved, from_saved, saved_shape = _saved_form(model, init, shape)
     return Program(
-        init=jax.jit(init, out_shardings=state_shardings),
+        init=jax.jit(initial, out_shardings=state_shardings),
         step=step(worst_case=False),
         step_worst_case=step(worst_case=True),
         evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
+        saved_shape=saved_shape,
+        to_saved=to_saved,
+        from_saved=from_saved,
+        whole_shape=saved_shape,
+        whole=to_saved,
         exchange=model.exchange,
+        embedding="" if mesh.size == 1 else f"{model.embedding.plan.kind} embedding: {model.embedding.plan.reason}",
     )

@@ -1,4 +1,4 @@
 """The expert MLP over ragged groups of rows."""
 
+from kernels_pallas.grouped_mlp.api import grouped_mlp as grouped_mlp
 from kernels_pallas.grouped_mlp.reference import activate as activate
-from kernels_pallas.grouped_mlp.xla import grouped_mlp as grouped_mlp

@@ -42,10 +42,10 @@ def layer(x: jax.Array, w: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        ("chunks", "g a g g g a a"),  # one product, then three
-        ("pipelined", "g a g g g a a"),
+        ("chunks", "g a g a a g g"),
+        ("pipelined", "g a g a a g g"),
         ("priority", "g g g g a a a"),
-        ("fixed", "a g g g g a a"),
+        ("fixed", "a a a g g g g"),
         ("none", None),
     ],
 )

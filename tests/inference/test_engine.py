@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.inference.constraint import Unconstrained
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_slots import DeviceSlots, HostSlots
 from jmoe.inference.outputs import Completion
@@ -192,13 +192,21 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
 
 
 def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) -> None:
-    requests = [(p, replace(s, prompt_logprobs=None)) for p, s in eight_requests()]
+    requests = eight_requests()
     plain = [(prompt[:-1] + [7], SamplingParams(max_new_tokens=3)) for prompt, _ in requests]
     sizes = {"max_batch": 4, "max_seq_len": 64, "prefill_chunk_tokens": 16}
     jax.clear_caches()  # what other tests compiled
-    with engine("mixtral", policy="resident", **sizes) as served, jax.log_compiles():
-        serve_together(served, [*requests[3:], *requests, *plain])
-        copied_tokens = served._scheduler.stats().copied_tokens
+    with engine("mixtral", policy="resident", **sizes) as served:
+        served.compile_for_service()
+        with jax.log_compiles():
+            serve_together(served, [*requests[3:], *requests, *plain])
+            copied_tokens = served._scheduler.stats().copied_tokens
+            for logprobs in (None, 2):
+                sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, prompt_logprobs=logprobs)
+                served.add_request([1, 2, 3] * 7, sampling, constraint=Unconstrained())
+                while served.has_unfinished:
+                    served.step()
+    assert any(sampling.prompt_logprobs is not None for _, sampling in requests)
     assert copied_tokens, "rows were copied, too"
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
 

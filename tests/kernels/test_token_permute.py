@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.token_permute import combine, dispatch, sum_rows, take_rows
+from kernels_pallas.token_permute import combine, dispatch, sort_by_expert, sum_rows, take_rows
+from kernels_pallas.token_permute.sort import counting_sort
 
 T, K, D = 20, 3, 8
 
@@ -150,3 +151,15 @@ def test_no_scatter_forwards_or_backwards() -> None:
 def test_take_rows_out_of_range_is_zero() -> None:
     x = jnp.arange(6.0).reshape(3, 2) + 1
     np.testing.assert_array_equal(take_rows(x, jnp.array([2, 3, 0])), [[5, 6], [0, 0], [1, 2]])
+
+
+@pytest.mark.parametrize(("n", "experts"), [(1, 1), (7, 3), (128, 4), (1000, 5), (513, 512)])
+def test_sort_by_expert(n: int, experts: int) -> None:
+    """Both ways of sorting are the stable sort; the index `experts` (none) comes last."""
+    idx = np.random.default_rng(n).integers(0, experts + 1, n).astype(np.int32)
+    expected = np.argsort(idx, kind="stable")
+    order, rank = sort_by_expert(jnp.asarray(idx), experts)
+    assert order.dtype == rank.dtype == jnp.int32
+    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(rank, np.argsort(expected))
+    np.testing.assert_array_equal(counting_sort(jnp.asarray(idx), experts), rank)

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import TEMPLATE
+from conftest import END, TEMPLATE
 from http_servers import LIMIT_S, HttpProcess
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
@@ -119,6 +119,8 @@ def test_tokens(server: HttpProcess, engine: Engine) -> None:
     assert chat["tokens"] == engine.tokenizer.encode(RENDERED, add_special_tokens=False).ids
     without = server.post("/tokenize", messages=MESSAGES, add_generation_prompt=False).json()
     assert without["tokens"] == engine.tokenizer.encode(RENDERED.removesuffix("<|assistant|>")).ids
+    control = server.post("/tokenize", messages=[{"role": "user", "content": END}]).json()
+    assert engine.tokenizer.token_to_id(END) in control["tokens"], "as transformers and vLLM encode it"
     assert server.post("/detokenize", tokens=[400]).status_code == 400
     assert server.post("/tokenize", prompt="x", messages=MESSAGES).status_code == 400
     assert TEMPLATE  # the one that RENDERED is of
@@ -148,7 +150,7 @@ def test_health_metrics_and_live(server: HttpProcess) -> None:
     assert page.headers["content-type"].startswith("text/html") and "<title>" in page.text
     live = server.get("/live").json()
     assert len(live["expert_counts"]) == 3 and sum(map(sum, live["expert_counts"])) > 0 and live["slots"] == []
-    assert live["model"] == "org/tiny" and live["policy"] == "resident"
+    assert live["model"] == "org/tiny" and live["policy"] == "resident" and live["chat"]
     assert live["generation_tokens_total"] == samples["vllm:generation_tokens_total"]
     assert live["kv_tokens_total"] == 4 * 256
 

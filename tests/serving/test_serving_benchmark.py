@@ -111,6 +111,15 @@ def test_starts_and_stops_the_server(
     assert result["args"]["start"] == ["some-model", "--policy", "ring"]
 
 
+def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -> None:
+    """The same prompts, without HTTP."""
+    options = ["--max-batch", "1", "--max-seq-len", "64", "--prefill-chunk-tokens", "8", "--policy", "resident"]
+    requests = ["--requests", "3", "--max-tokens", "4", "--ignore-eos", "--prompt-chars", "40"]
+    result = load(*requests, "--engine", str(model_folder), *options)
+    assert (result["completed"], result["completion_tokens"]) == (3, 12)
+    assert result["tokens_per_s"] == pytest.approx(12 / result["duration_s"], rel=0.05)
+
+
 def test_server_that_does_not_start(
     serving: ModuleType, load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -127,6 +136,8 @@ def test_server_that_does_not_start(
         (["--rate", "-1"], "--rate must be greater than 0"),
         (["--disconnect-fraction", "2"], "--disconnect-fraction must be between 0 and 1"),
         (["--start"], "--start needs a model folder"),
+        (["--engine"], "--engine needs a model folder"),
+        (["--chat", "--engine", "DIR"], "--engine takes whole prompts at once"),
         (["--rate", "1", "--concurrency", "2"], "not allowed with argument"),
     ],
 )

@@ -47,6 +47,7 @@ def _quick_compilation() -> Iterator[None]:
 
 @functools.cache
 def compiled(mesh: MeshConfig, model: ModelConfig = MODEL, tokens: int = 16) -> Any:
+    mesh = dataclasses.replace(mesh, embedding="replicated")
     config = TrainConfig(model=model, mesh=mesh, batch_size=8, sequence_length=tokens, compute_dtype="float32")
     shape = (mesh.data, mesh.expert_inter, mesh.expert_intra)
     devices = make_mesh(shape, jax.devices()[: math.prod(shape)])

@@ -1,0 +1,167 @@
+"""Compile every kernel and its gradient for an H200, and the XLA path for an A100, on a machine without a GPU.
+
+    python benchmarks/kernels_aot.py                       all named shapes
+    python benchmarks/kernels_aot.py --shapes olmoe tiny   some of them
+
+Needs the CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver; without them it says so and ends with
+status 0. Prints registers, spilled bytes and shared memory of every Mosaic GPU kernel, and the temporary bytes of every
+program; the last line is one JSON object.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_RESOURCES"] = "1"
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_mlp import grouped_mlp
+from kernels_pallas.implementations import Name
+from kernels_pallas.shapes import MODELS, MoEShape
+from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
+
+TARGETS = Path(__file__).resolve().parent / "targets"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--targets", nargs="+", choices=("h200", "a100"), default=["h200", "a100"])
+    return parser.parse_args()
+
+
+def moe_loss(
+    shape: MoEShape, implementation: Name, x_TD: jax.Array, weights: Any, idx_TK: jax.Array, gate_TK: jax.Array
+) -> jax.Array:
+    """The sum of what one MoE layer makes of its tokens: sort, dispatch, experts, combine."""
+    order_N, rank_N = sort_by_expert(idx_TK.reshape(-1), shape.num_experts)
+    sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
+    token_N, slot_TK = order_N // idx_TK.shape[1], rank_N.reshape(idx_TK.shape)
+    rows_ND = dispatch(x_TD, token_N, slot_TK, True, implementation=implementation)
+    slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
+    out_ND = grouped_mlp(
+        rows_ND, sizes_E, *weights, None, None, activation="swiglu", slots=slots, implementation=implementation
+    )
+    return combine(out_ND, gate_TK, token_N, slot_TK, True, implementation=implementation).sum()
+
+
+def matmul_and_gradients(implementation: Name, x_ND: jax.Array, w: jax.Array, sizes_E: jax.Array) -> Any:
+    """The grouped matmul and both its gradients."""
+    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, implementation=implementation), x_ND, w)
+    return y_NF, *vjp(y_NF)
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """What the compiler prints to stdout and stderr below Python; empty until the block ends."""
+    lines: list[str] = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        kept = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+        try:
+            yield lines
+        finally:
+            for fd, old in zip((1, 2), kept):
+                os.dup2(old, fd)
+                os.close(old)
+            file.seek(0)
+            lines.extend(file.read().splitlines())
+
+
+def kernels_in(lines: list[str]) -> list[dict[str, Any]]:
+    """Name, registers and spilled bytes of each Mosaic GPU kernel that was compiled: equal ones only once."""
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        if match := re.search(r"Compiling entry function '(\w+?)(_mosaic_gpu_kernel)?'", line):
+            found.append({"kernel": match[1]})
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            found[-1]["spill_bytes"] = int(match[2]) + int(match[3])
+        elif match := re.search(r"Used (\d+) registers", line):
+            found[-1]["registers"] = int(match[1])
+    return found
+
+
+def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dict[str, Any]:
+    """Compile `function` for a device that is not there."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands)
+    started = time.perf_counter()
+    with captured() as lines:
+        compiled = jax.jit(function).trace(*abstract).lower(lowering_platforms=("cuda",)).compile()
+    return {
+        "compile_s": round(time.perf_counter() - started, 1),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "shared_memory_bytes": [int(n) for line in lines for n in re.findall(r"smem_scratch_bytes=(\d+)", line)],
+        "kernels": kernels_in(lines),
+    }
+
+
+def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+    """(name, function, operands) of what is compiled for a shape."""
+    t, k, n = shape.num_tokens, shape.num_experts_per_tok, shape.num_rows
+    d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    of = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((e,), jnp.int32)
+    up, down = of((e, d, 2 * f)), of((e, f, d))
+    matmul = partial(matmul_and_gradients, implementation)
+    yield "up projection, gradients", matmul, (of((n, d)), up, sizes)
+    yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
+    routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
+    loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
+    yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
+
+
+def main() -> int:
+    a = parse()
+    if not any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+        print("skipped: JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed")
+        print(json.dumps({"skipped": True}))
+        return 0
+    results = []
+    for target in a.targets:
+        config = (TARGETS / f"{target}.txtpb").read_text()
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name=target, target_config=config, topology="1x1x1"
+        )
+        implementation: Name = "mosaic_gpu" if target == "h200" else "xla"
+        for name in a.shapes:
+            for what, function, operands in programs(MODELS[name], implementation):
+                result = compile_for(topology.devices[0], function, operands)
+                results.append({"target": target, "shape": name, "program": what, **result})
+                size = result["temp_bytes"] / 2**20
+                most = max(result["shared_memory_bytes"], default=0)
+                print(
+                    f"{target} {name} {what}: {result['compile_s']} s, {size:.1f} MiB of temporaries, "
+                    f"at most {most} bytes of shared memory a block",
+                    flush=True,
+                )
+                for kernel in result["kernels"]:
+                    print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
+    print(json.dumps({"jax": jax.__version__, "programs": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The grouped matmul and its gradients, by the best implementation for the platform and the case.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.implementations import Name, run
+
+
+class Implementation(NamedTuple):
+    """The two functions of `reference.py`."""
+
+    grouped_matmul: Callable[..., jax.Array]
+    weight_gradient: Callable[..., jax.Array]
+
+
+MODULES: dict[Name, str] = {
+    "mosaic_gpu": "kernels_pallas.grouped_matmul.mosaic_gpu",
+    "xla": "kernels_pallas.grouped_matmul.xla",
+}
+_run = partial(run, MODULES)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_matmul(
+    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool, implementation: Any
+) -> jax.Array:
+    return _run(implementation, "grouped_matmul", x_ND, w, group_sizes_E, transpose_rhs=transpose_rhs)
+
+
+def _forward(x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool, implementation: Any) -> Any:
+    return _grouped_matmul(x_ND, w, group_sizes_E, transpose_rhs, implementation), (x_ND, w, group_sizes_E)
+
+
+def _backward(transpose_rhs: bool, implementation: Any, residuals: Any, dy_NF: jax.Array) -> Any:
+    x_ND, w, group_sizes_E = residuals
+    dx_ND = _run(implementation, "grouped_matmul", dy_NF, w, group_sizes_E, transpose_rhs=not transpose_rhs)
+    operands = (dy_NF, x_ND) if transpose_rhs else (x_ND, dy_NF)
+    return dx_ND, _run(implementation, "weight_gradient", *operands, group_sizes_E), None
+
+
+_grouped_matmul.defvjp(_forward, _backward)
+
+
+def grouped_matmul(
+    x_ND: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    implementation: Name | Implementation | None = None,
+) -> jax.Array:
+    """y_NF[n] = x_ND[n] w_EDF[e] for row n of group e, in x's dtype, summed in float32; differentiable in x and w.
+
+    Args:
+        x_ND: rows sorted by group: the first group_sizes_E[0] are those of group 0, and so on.
+        w: [E, D, F], or [E, F, D] with transpose_rhs; x's dtype.
+        group_sizes_E: int32, zeros allowed; sums to at most N. Rows beyond hold anything, as do their gradients.
+        transpose_rhs: the last two dimensions of w are swapped.
+        implementation: None for the best that supports the case; a named one raises `NotImplementedError` instead.
+
+    Raises ValueError if shapes or dtypes do not fit together.
+    """
+    if x_ND.ndim != 2 or w.ndim != 3 or group_sizes_E.shape != w.shape[:1]:
+        shapes = f"x {x_ND.shape}, w {w.shape}, group_sizes {group_sizes_E.shape}"
+        raise ValueError(f"{shapes}: must be [N, D], [E, D, F] and [E]")
+    if x_ND.shape[1] != w.shape[2 if transpose_rhs else 1]:
+        raise ValueError(f"x {x_ND.shape} and w {w.shape}: the inner dimensions differ ({transpose_rhs=})")
+    if x_ND.dtype != w.dtype:
+        raise ValueError(f"x {x_ND.dtype} and w {w.dtype}: must have one dtype")
+    if not jnp.issubdtype(group_sizes_E.dtype, jnp.integer):
+        raise ValueError(f"group_sizes {group_sizes_E.dtype}: must be integers")
+    return _grouped_matmul(x_ND, w, group_sizes_E, transpose_rhs, implementation)

@@ -1,0 +1,342 @@
+"""The grouped matmul and its weight gradient on Hopper: wgmma fed by bulk asynchronous copies.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles; wg: a warpgroup, 128 threads.
+
+One persistent block on every multiprocessor: a warpgroup that only copies, two that only multiply. The copies run
+ahead by STAGES steps and on into the next tile, so that the tensor cores do not wait while a finished tile is stored.
+A tile is `ROWS` rows of one group; rows of a neighbouring group that lie in it are multiplied and not stored. Its first
+row is rounded down to a multiple of 8, the height of a swizzled block of shared memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ALIGN = 8
+ROWS = 128
+INNER = 64  # of one step: 128 bytes, one swizzled line
+STAGES = 4
+BAND = 16  # row tiles that share a column tile of the weights before the next one is taken up
+NUM_SMS = 132  # of an H100 SXM or an H200
+COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
+DTYPES = (jnp.bfloat16, jnp.float16)
+TILING: Any = plgpu.TilingTransform  # abstract, as JAX annotates it
+SWIZZLE: Any = plgpu.SwizzleTransform
+TILED = TILING((8, 64)), SWIZZLE(128)
+BY_ROW = TILING((1, 64)), SWIZZLE(128)
+
+
+def _columns(num_columns: int) -> int:
+    """Columns of one multiplying warpgroup; a tile has twice as many."""
+    for columns in (128, 64):
+        if num_columns % (2 * columns) == 0:
+            return columns
+    raise NotImplementedError(f"{num_columns} columns: not a multiple of 128")
+
+
+def _check(operands: tuple[jax.Array, ...], inner: int, multiple: int) -> None:
+    dtype = operands[0].dtype
+    if dtype not in DTYPES or any(a.dtype != dtype for a in operands):
+        raise NotImplementedError(f"dtypes {[str(a.dtype) for a in operands]}: only bfloat16 or float16, all the same")
+    if inner % multiple:
+        raise NotImplementedError(f"inner dimension {inner}: not a multiple of {multiple}")
+
+
+def _whole_rows(x_ND: jax.Array) -> jax.Array:
+    """x with zero rows appended where a tile would reach past its end."""
+    num_rows = x_ND.shape[0]
+    wanted = max(ROWS, pl.cdiv(num_rows, ALIGN) * ALIGN)
+    return x_ND if wanted == num_rows else jnp.pad(x_ND, ((0, wanted - num_rows), (0, 0)))
+
+
+def _bounds(group_sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """First row, end row and first row rounded down, of every group."""
+    ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
+    starts_E = ends_E - group_sizes_E.astype(jnp.int32)
+    return starts_E, ends_E, starts_E // ALIGN * ALIGN
+
+
+def _row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """(count [1], tiles [4, M]): each tile's group, first row, and the rows from .. to that are the group's."""
+    num_groups = group_sizes_E.shape[0]
+    starts_E, ends_E, aligned_E = _bounds(group_sizes_E)
+    tiles_E = jnp.where(group_sizes_E > 0, pl.cdiv(ends_E - aligned_E, jnp.int32(ROWS)), 0)
+    tile_ends_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
+    at_M = jnp.arange((num_rows + (ALIGN - 1) * num_groups) // ROWS + num_groups, dtype=jnp.int32)
+    group_M = (at_M[:, None] >= tile_ends_E).sum(axis=-1, dtype=jnp.int32)
+    group_M = jnp.minimum(group_M, num_groups - 1)
+    first_M = aligned_E[group_M] + (at_M - (tile_ends_E - tiles_E)[group_M]) * ROWS
+    from_M, to_M = jnp.maximum(first_M, starts_E[group_M]), jnp.minimum(first_M + ROWS, ends_E[group_M])
+    first_M = jnp.minimum(first_M, num_rows - ROWS)
+    return tile_ends_E[-1:], jnp.stack([group_M, first_M, from_M, to_M])
+
+
+def _snake(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Array, jax.Array]:
+    """Tile (m, n) of an index that runs down BAND rows of tiles, then to the next column."""
+    band = index // (BAND * num_n)
+    height = jnp.minimum(BAND, num_m - band * BAND)
+    within = index - band * (BAND * num_n)
+    n = within // height
+    return band * BAND + within - n * height, n
+
+
+def _copying(
+    num_mine: jax.Array, steps_of: Callable[[jax.Array], Any], copy: Callable[..., None], full: Any, empty: Any
+) -> None:
+    """What the copying warpgroup does: all steps of all tiles of this block, STAGES steps ahead of the others."""
+    plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+
+    def tile(i: jax.Array, done: jax.Array) -> jax.Array:
+        num_steps, where = steps_of(i)
+
+        def step(k: jax.Array, done: jax.Array) -> jax.Array:
+            stage = lax.rem(done, jnp.int32(STAGES))
+
+            @pl.when(done >= STAGES)
+            def _() -> None:
+                plgpu.barrier_wait(empty.at[stage])
+
+            copy(where, k, stage, full.at[stage])
+            return done + 1
+
+        return lax.fori_loop(0, num_steps, step, done)
+
+    lax.fori_loop(0, num_mine, tile, jnp.int32(0))
+
+
+def _multiplying(
+    num_mine: jax.Array,
+    steps_of: Callable[[jax.Array], Any],
+    multiply: Callable[..., None],
+    store: Callable[..., None],
+    columns: int,
+    full: Any,
+    empty: Any,
+) -> None:
+    """What a multiplying warpgroup does: wait for a step, multiply, and hand the step before it back."""
+    plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+
+    def tile(i: jax.Array, done: jax.Array) -> jax.Array:
+        num_steps, where = steps_of(i)
+
+        def accumulate(acc: Any) -> jax.Array:
+            def step(k: jax.Array, done: jax.Array) -> jax.Array:
+                stage = lax.rem(done, jnp.int32(STAGES))
+                plgpu.barrier_wait(full.at[stage])
+                multiply(acc, where, k, stage)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(k > 0)
+                def _() -> None:
+                    plgpu.barrier_arrive(empty.at[lax.rem(done + (STAGES - 1), jnp.int32(STAGES))])
+
+                return done + 1
+
+            lax.fori_loop(0, num_steps, step, done)
+            return acc[...]
+
+        sums = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
+        done = done + num_steps
+
+        @pl.when(num_steps > 0)
+        def _() -> None:
+            plgpu.barrier_arrive(empty.at[lax.rem(done + (STAGES - 1), jnp.int32(STAGES))])
+
+        store(sums, where)
+        return done
+
+    lax.fori_loop(0, num_mine, tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _launch(
+    body: Callable[..., None], out_type: jax.ShapeDtypeStruct, scratch: list[Any], num_sms: int, interpret: Any
+) -> Callable[..., jax.Array]:
+    barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)] * 2  # full: two copies; empty: two warpgroups
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[*scratch, *barriers],
+        grid=(num_sms,),
+        grid_names=("sm",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+
+
+def _mine(total: jax.Array | int, num_sms: int) -> jax.Array:
+    """How many of `total` tiles this block does: its own number, and every num_sms-th from there."""
+    return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
+
+
+def grouped_matmul(
+    x_ND: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    num_sms: int = NUM_SMS,
+    interpret: Any = None,
+) -> jax.Array:
+    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything."""
+    num_rows, inner = x_ND.shape
+    num_columns = w.shape[1 if transpose_rhs else 2]
+    _check((x_ND, w), inner, INNER)
+    columns = _columns(num_columns)
+    num_n, num_steps = num_columns // (2 * columns), inner // INNER
+    x_ND = _whole_rows(x_ND)
+    count, tiles_4M = _row_tiles(group_sizes_E, x_ND.shape[0])
+
+    def grouped_matmul_kernel(count, tiles, x, w, out, x_smem, w_smem, out_smem, full, empty):  # type: ignore[no-untyped-def]
+        wg = lax.axis_index("wg")
+        num_mine = _mine(count[0] * num_n, num_sms)
+
+        def steps_of(i: jax.Array) -> Any:
+            m, n = _snake(lax.axis_index("sm") + i * num_sms, count[0], num_n)
+            return num_steps, (m, n)
+
+        def copy(where: Any, k: jax.Array, stage: jax.Array, barrier: Any) -> None:
+            m, n = where
+            rows = pl.ds(pl.multiple_of(tiles[1, m], ALIGN), ROWS)
+            inside, across = pl.ds(k * INNER, INNER), pl.ds(n * 2 * columns, 2 * columns)
+            plgpu.copy_gmem_to_smem(x.at[rows, inside], x_smem.at[stage], barrier)
+            block = (across, inside) if transpose_rhs else (inside, across)
+            plgpu.copy_gmem_to_smem(w.at[tiles[0, m], *block], w_smem.at[stage], barrier)
+
+        def multiply(acc: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
+            mine = pl.ds(wg * columns, columns)
+            if transpose_rhs:
+                plgpu.wgmma(acc, x_smem.at[stage], w_smem.at[stage, mine].transpose((1, 0)))
+            else:
+                plgpu.wgmma(acc, x_smem.at[stage], w_smem.at[stage, :, mine])
+
+        def store(sums: jax.Array, where: Any) -> None:
+            m, n = where
+            first, start, end = tiles[1, m], tiles[2, m], tiles[3, m]
+            for c in range(0, columns, 64):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem[wg] = sums[:, c : c + 64].astype(out.dtype)
+                plgpu.commit_smem()
+                at, size = start - first, end - start
+                to = pl.ds(n * 2 * columns + wg * columns + c, 64)
+                length = ROWS  # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
+                while length:
+
+                    @pl.when((size & length) != 0)
+                    def _(at: jax.Array = at, length: int = length, to: Any = to) -> None:
+                        source = out_smem.at[wg, pl.ds(at, length)]
+                        plgpu.copy_smem_to_gmem(source, out.at[pl.ds(first + at, length), to], commit_group=False)
+
+                    at = at + (size & length)
+                    length //= 2
+                plgpu.commit_smem_to_gmem_group()
+
+        @pl.when(wg == 2)
+        def copying() -> None:
+            _copying(num_mine, steps_of, copy, full, empty)
+
+        @pl.when(wg < 2)
+        def multiplying() -> None:
+            _multiplying(num_mine, steps_of, multiply, store, columns, full, empty)
+
+    w_block = (2 * columns, INNER) if transpose_rhs else (INNER, 2 * columns)
+    scratch = [
+        plgpu.SMEM((STAGES, ROWS, INNER), x_ND.dtype, transforms=TILED),
+        plgpu.SMEM((STAGES, *w_block), x_ND.dtype, transforms=TILED),
+        plgpu.SMEM((2, ROWS, 64), x_ND.dtype, transforms=BY_ROW),
+    ]
+    out_type = jax.ShapeDtypeStruct((x_ND.shape[0], num_columns), x_ND.dtype)
+    return _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret)(count, tiles_4M, x_ND, w)[:num_rows]
+
+
+def weight_gradient(
+    x_ND: jax.Array,
+    dy_NF: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    num_sms: int = NUM_SMS,
+    interpret: Any = None,
+) -> jax.Array:
+    """[E, D, F] in x's dtype: x^T dy of each group's rows."""
+    (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
+    _check((x_ND, dy_NF), d, ROWS)
+    columns = _columns(num_columns)
+    num_m, num_n = d // ROWS, num_columns // (2 * columns)
+    x_ND, dy_NF = _whole_rows(x_ND), _whole_rows(dy_NF)
+    num_rows = x_ND.shape[0]
+    bounds_3E = jnp.stack(_bounds(group_sizes_E))
+
+    def weight_gradient_kernel(bounds, x, dy, out, x_smem, dy_smem, out_smem, masked, full, empty):  # type: ignore[no-untyped-def]
+        wg = lax.axis_index("wg")
+        num_mine = _mine(num_groups * num_m * num_n, num_sms)
+
+        def steps_of(i: jax.Array) -> Any:
+            index = lax.axis_index("sm") + i * num_sms
+            group = index // (num_m * num_n)
+            m, n = _snake(index - group * (num_m * num_n), num_m, num_n)
+            start, end, aligned = bounds[0, group], bounds[1, group], bounds[2, group]
+            num_steps = jnp.where(end > start, (end - aligned + (INNER - 1)) // INNER, 0)
+            return num_steps, (group, m, n)
+
+        def rows_of(group: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Step k's first row as copied, and which of its 64 rows, from .. to, count."""
+            first = bounds[2, group] + k * INNER
+            start, end = jnp.maximum(first, bounds[0, group]), jnp.minimum(first + INNER, bounds[1, group])
+            first = jnp.minimum(first, num_rows - INNER)
+            return pl.multiple_of(first, ALIGN), start - first, end - first
+
+        def copy(where: Any, k: jax.Array, stage: jax.Array, barrier: Any) -> None:
+            group, m, n = where
+            rows = pl.ds(rows_of(group, k)[0], INNER)
+            plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(m * ROWS, ROWS)], x_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(dy.at[rows, pl.ds(n * 2 * columns, 2 * columns)], dy_smem.at[stage], barrier)
+
+        def multiply(acc: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
+            _, start, end = rows_of(where[0], k)
+            mine = pl.ds(wg * columns, columns)
+
+            @pl.when((start > 0) | (end < INNER))
+            def _() -> None:
+                # rows of other groups, or of none, which may even be NaN: x's half and dy's half of each warpgroup
+                halves = (x_smem.at[stage, :, pl.ds(wg * 64, 64)], 64), (dy_smem.at[stage, :, mine], columns)
+                for half, width in halves:
+                    at = plgpu.broadcasted_iota(jnp.int32, (INNER, width), 0, layout=plgpu.Layout.WGMMA)
+                    half[...] = jnp.where((at >= start) & (at < end), half[...], 0).astype(half.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(masked)
+                plgpu.barrier_wait(masked)
+
+            plgpu.wgmma(acc, x_smem.at[stage].transpose((1, 0)), dy_smem.at[stage, :, mine])
+
+        def store(sums: jax.Array, where: Any) -> None:
+            group, m, n = where
+            for c in range(0, columns, 64):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem[wg] = sums[:, c : c + 64].astype(out.dtype)
+                plgpu.commit_smem()
+                to = pl.ds(n * 2 * columns + wg * columns + c, 64)
+                plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[group, pl.ds(m * ROWS, ROWS), to])
+
+        @pl.when(wg == 2)
+        def copying() -> None:
+            _copying(num_mine, steps_of, copy, full, empty)
+
+        @pl.when(wg < 2)
+        def multiplying() -> None:
+            _multiplying(num_mine, steps_of, multiply, store, columns, full, empty)
+
+    scratch = [
+        plgpu.SMEM((STAGES, INNER, ROWS), x_ND.dtype, transforms=TILED),
+        plgpu.SMEM((STAGES, INNER, 2 * columns), x_ND.dtype, transforms=TILED),
+        plgpu.SMEM((2, ROWS, 64), x_ND.dtype, transforms=TILED),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    out_type = jax.ShapeDtypeStruct((num_groups, d, num_columns), x_ND.dtype)
+    return _launch(weight_gradient_kernel, out_type, scratch, num_sms, interpret)(bounds_3E, x_ND, dy_NF)

@@ -1,0 +1,25 @@
+"""The grouped matmul by `lax.ragged_dot`: the tests' oracle. Masked, so E times the work: never the product's path.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def grouped_matmul(
+    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, *, transpose_rhs: bool = False
+) -> jax.Array:
+    """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows beyond the groups: 0."""
+    w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
+    return lax.ragged_dot(x_ND, w_EDF, group_sizes_E, preferred_element_type=jnp.float32).astype(x_ND.dtype)
+
+
+def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+    """[E, D, F] in x's dtype: x^T dy of each group's rows."""
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    dw = lax.ragged_dot_general(x_ND, dy_NF, group_sizes_E, dims, preferred_element_type=jnp.float32)
+    return dw.astype(x_ND.dtype)

@@ -1,0 +1,118 @@
+"""The grouped matmul in plain XLA, with no masked work: for CPU, and for GPUs older than Hopper.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a tile.
+
+The first C rows of every group go through one batched product, the rest through a loop over tiles of one group. How
+the sizes fall decides at run time which C of a few costs least: even groups fit into slots exactly, one hot group runs
+in large tiles, a few rows touch only the weights of their own groups.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.groups import Layout, Tiles, slot_layout
+from kernels_pallas.matmul import MIN_ROWS, dot, transposed
+from kernels_pallas.token_permute.reference import take_any_rows, take_rows
+
+SLOT_FACTORS = (0.625, 1.0, 1.25)  # slots / an even share; and none at all
+SLOT_MULTIPLE = 16
+TILE_ROWS = (256, 64)
+TILE_COST_ROWS = 64  # reading a group's weights for a tile takes as long as so many rows of product
+
+
+def _slot_choices(num_rows: int, num_groups: int) -> list[int]:
+    share = num_rows / num_groups
+    some = {math.ceil(share * f / SLOT_MULTIPLE) * SLOT_MULTIPLE for f in SLOT_FACTORS}
+    return [0, *sorted(c for c in some if c <= num_rows and c * num_groups <= 2 * num_rows)]
+
+
+def _tiles(starts: Any, ends: Any, slots: int, num_rows: int) -> list[Tiles]:
+    """Large tiles while a group fills them, then small ones."""
+    large, small = (min(rows, max(MIN_ROWS, num_rows)) for rows in TILE_ROWS)
+    over = jnp.maximum(ends - starts - slots, 0)
+    filled = over // large
+    first = starts + slots
+    rest = (over - filled * large + small - 1) // small
+    return [Tiles(filled, first, ends, large), Tiles(rest, first + filled * large, ends, small)]
+
+
+def _cheapest(
+    group_sizes_E: jax.Array, num_rows: int, run: Callable[[Layout, int, list[Tiles]], jax.Array]
+) -> jax.Array:
+    """run(layout, slots, tiles) with the number of slots that these sizes make cheapest."""
+    num_groups = group_sizes_E.shape[0]
+    ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
+    starts_E = ends_E - group_sizes_E
+    choices = _slot_choices(num_rows, num_groups)
+
+    def branch(slots: int) -> Callable[[], jax.Array]:
+        def call() -> jax.Array:
+            return run(slot_layout(group_sizes_E, num_rows, slots), slots, _tiles(starts_E, ends_E, slots, num_rows))
+
+        return call
+
+    costs = []
+    for slots in choices:
+        tiles = _tiles(starts_E, ends_E, slots, num_rows)
+        costs.append(slots * num_groups + sum((t.total() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0)))
+    if len(choices) == 1:
+        return branch(0)()
+    return lax.switch(jnp.argmin(jnp.stack(costs)), [branch(slots) for slots in choices])
+
+
+def grouped_matmul(
+    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, *, transpose_rhs: bool = False
+) -> jax.Array:
+    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything finite."""
+    num_rows, num_columns = x_ND.shape[0], w.shape[1 if transpose_rhs else 2]
+    if num_rows < MIN_ROWS:
+        x_MD = jnp.pad(x_ND, ((0, MIN_ROWS - num_rows), (0, 0)))
+        return grouped_matmul(x_MD, w, group_sizes_E, transpose_rhs=transpose_rhs)[:num_rows]
+
+    def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
+        if slots:
+            y_ECF = dot(take_any_rows(x_ND, layout.rows_LC), w, b_transposed=transpose_rhs).astype(x_ND.dtype)
+            y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
+        else:
+            y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
+        for some in tiles:
+
+            def tile(i: jax.Array, y_NF: jax.Array, some: Tiles = some) -> jax.Array:
+                one = some.at(i, num_rows)
+                y_BF = dot(one.read(x_ND), one.pick(w), b_transposed=transpose_rhs).astype(x_ND.dtype)
+                return one.write(y_NF, y_BF)
+
+            y_NF = lax.fori_loop(0, some.total(), tile, y_NF)
+        return y_NF
+
+    return _cheapest(group_sizes_E, num_rows, run)
+
+
+def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+    """[E, D, F] in x's dtype: x^T dy of each group's rows."""
+    num_rows, num_groups = x_ND.shape[0], group_sizes_E.shape[0]
+    if num_rows < MIN_ROWS:
+        pad = ((0, MIN_ROWS - num_rows), (0, 0))
+        return weight_gradient(jnp.pad(x_ND, pad), jnp.pad(dy_NF, pad), group_sizes_E)
+
+    def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
+        if slots:
+            x_ECD, dy_ECF = take_any_rows(x_ND, layout.rows_LC), take_rows(dy_NF, layout.rows_LC)
+            dw_EDF = dot(transposed(x_ECD), dy_ECF)
+        else:
+            dw_EDF = jnp.zeros((num_groups, x_ND.shape[1], dy_NF.shape[1]), jnp.float32)
+        for some in tiles:
+
+            def tile(i: jax.Array, dw_EDF: jax.Array, some: Tiles = some) -> jax.Array:
+                one = some.at(i, num_rows)
+                return dw_EDF.at[one.group].add(dot(transposed(one.read(x_ND)), one.read(dy_NF)))
+
+            dw_EDF = lax.fori_loop(0, some.total(), tile, dw_EDF)
+        return dw_EDF.astype(x_ND.dtype)
+
+    return _cheapest(group_sizes_E, num_rows, run)

@@ -1,0 +1,139 @@
+"""Dispatch (tokens -> rows by expert) and combine (rows -> weighted sums by token): gathers both ways, no atomics.
+
+Legend: T tokens, K choices a token, M rows of a buffer, D hidden.
+`src_M` names the token of each row (T: the row is empty); `slot_TK` the row of each choice (M: it was dropped).
+They are each other's inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] < M. `sort_by_expert` makes both.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.implementations import Name, run
+from kernels_pallas.token_permute.reference import take_any_rows, take_rows
+
+
+class Implementation(NamedTuple):
+    """The two functions of `reference.py`."""
+
+    gather_rows: Callable[..., jax.Array]
+    gather_sum: Callable[..., jax.Array]
+
+
+MODULES: dict[Name, str] = {
+    "mosaic_gpu": "kernels_pallas.token_permute.mosaic_gpu",
+    "xla": "kernels_pallas.token_permute.reference",
+}
+_run = partial(run, MODULES)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _dispatch(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> jax.Array:
+    return _run(implementation, "gather_rows", x_TD, src_M)
+
+
+def _dispatch_fwd(x_TD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> Any:
+    return _dispatch(x_TD, src_M, slot_TK, complete, implementation), slot_TK
+
+
+def _dispatch_bwd(complete: bool, implementation: Any, slot_TK: jax.Array, dy_MD: jax.Array) -> Any:
+    return _run(implementation, "gather_sum", dy_MD, slot_TK, complete=complete).astype(dy_MD.dtype), None, None
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def dispatch(
+    x_TD: jax.Array,
+    src_M: jax.Array,
+    slot_TK: jax.Array,
+    complete: bool = False,
+    *,
+    implementation: Name | Implementation | None = None,
+) -> jax.Array:
+    """Copy tokens into their rows: y_MD[m] = x_TD[src_M[m]]; empty rows hold some token.
+
+    complete: promises that no choice was dropped.
+    """
+    return _dispatch(x_TD, src_M, slot_TK, complete, implementation)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sum_rows(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, implementation: Any) -> jax.Array:
+    return _run(implementation, "gather_sum", y_MD, slot_TK)
+
+
+def _sum_rows_fwd(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, implementation: Any) -> Any:
+    return _sum_rows(y_MD, src_M, slot_TK, implementation), (src_M, jnp.zeros(0, y_MD.dtype))
+
+
+def _sum_rows_bwd(implementation: Any, residuals: tuple[jax.Array, jax.Array], dout_TD: jax.Array) -> Any:
+    src_M, of_dtype = residuals
+    return _run(implementation, "gather_rows", dout_TD.astype(of_dtype.dtype), src_M), None, None
+
+
+_sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
+
+
+def sum_rows(
+    y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, *, implementation: Name | Implementation | None = None
+) -> jax.Array:
+    """Sum of each token's rows, float32: out_TD[t] = sum_k y_MD[slot_TK[t, k]]. The transpose of `dispatch`.
+
+    The gradient of an empty row is that of some token.
+    """
+    return _sum_rows(y_MD, src_M, slot_TK, implementation)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _combine(
+    y_MD: jax.Array,
+    weights_TK: jax.Array,
+    src_M: jax.Array,
+    slot_TK: jax.Array,
+    complete: bool,
+    implementation: Any,
+) -> jax.Array:
+    return _run(implementation, "gather_sum", y_MD, slot_TK, weights_TK, complete=complete)
+
+
+def _combine_fwd(
+    y_MD: jax.Array, weights_TK: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any
+) -> Any:
+    out_TD = _combine(y_MD, weights_TK, src_M, slot_TK, complete, implementation)
+    return out_TD, (y_MD, weights_TK, src_M, slot_TK)
+
+
+def _combine_bwd(complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array) -> Any:
+    y_MD, weights_TK, src_M, slot_TK = residuals
+    dout_TD = dout_TD.astype(y_MD.dtype)
+    # dweights as a sum over each row, which XLA fuses with its gather, then a gather of scalars
+    dout_MD = take_any_rows(dout_TD, src_M).astype(jnp.float32)
+    dweight_M = (y_MD.astype(jnp.float32) * dout_MD).sum(axis=-1)
+    dweights_TK = take_rows(dweight_M, slot_TK)
+    # the weight of a row: the choice of its token that points back at it; none for an empty row
+    mine_MK = take_any_rows(slot_TK, src_M) == jnp.arange(src_M.shape[0], dtype=slot_TK.dtype)[:, None]
+    weight_M = jnp.where(mine_MK, take_any_rows(weights_TK, src_M), 0).sum(axis=-1)
+    return _run(implementation, "gather_rows", dout_TD, src_M, weight_M), dweights_TK, None, None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def combine(
+    y_MD: jax.Array,
+    weights_TK: jax.Array,
+    src_M: jax.Array,
+    slot_TK: jax.Array,
+    complete: bool = False,
+    *,
+    implementation: Name | Implementation | None = None,
+) -> jax.Array:
+    """Weighted sum of each token's rows, float32: out_TD[t] = sum_k weights_TK[t, k] y_MD[slot_TK[t, k]].
+
+    complete: promises that no choice was dropped and no row is empty.
+    """
+    return _combine(y_MD, weights_TK, src_M, slot_TK, complete, implementation)

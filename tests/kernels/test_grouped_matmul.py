@@ -1,0 +1,133 @@
+"""The grouped matmul and its gradients against the `ragged_dot` oracle, on the named shapes and on any group sizes.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, reference, xla
+from kernels_pallas.shapes import MODELS, ROUTINGS, group_sizes
+
+ORACLE = Implementation(reference.grouped_matmul, reference.weight_gradient)
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # of the largest value; bfloat16 is rounded once
+dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+
+
+def operands(n: int, d: int, f: int, e: int, dtype: Any, transpose_rhs: bool = False) -> tuple[jax.Array, ...]:
+    """(x, w, dy)."""
+    rng = np.random.default_rng(n + e)
+    shapes = (n, d), (e, f, d) if transpose_rhs else (e, d, f), (n, f)
+    x, w, dy = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    return x, w, dy
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def run(implementation: Any, transpose_rhs: bool, x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Any:
+    """(y, dx, dw)."""
+    f = partial(grouped_matmul, transpose_rhs=transpose_rhs, implementation=implementation)
+    y, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+    return y, *vjp(dy)
+
+
+def assert_close(ours: Any, expected: Any, num_inside: int, tolerance: float, message: str) -> None:
+    """The largest error of each array is within `tolerance` of its largest value; rows beyond the groups may differ."""
+    for name, a, b in zip(("y", "dx", "dw"), ours, expected, strict=True):
+        assert a.dtype == b.dtype
+        a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        if name != "dw":
+            a32, b32 = a32[:num_inside], b32[:num_inside]
+        limit = tolerance * max(1e-3, np.abs(b32).max(initial=0))
+        np.testing.assert_allclose(a32, b32, rtol=0, atol=limit, err_msg=f"{message} {name}")
+
+
+@dtypes
+@pytest.mark.parametrize("name", MODELS)
+def test_named_shapes(name: str, dtype: Any) -> None:
+    """The models' ratios, scaled down, and every routing; all slot counts and both tile sizes come into play."""
+    shape = MODELS[name].scaled(width=32, experts=16, rows=600)
+    n, e = shape.num_rows, shape.num_experts
+    x, w, dy = operands(n, shape.hidden_size, shape.moe_intermediate_size, e, dtype)
+    for routing in ROUTINGS:
+        sizes = jnp.asarray(group_sizes(routing, n, e))
+        ours, expected = (run(i, False, x, w, dy, sizes) for i in (None, ORACLE))
+        assert_close(ours, expected, n, TOLERANCE[dtype], routing)
+
+
+@dtypes
+def test_transposed(dtype: Any) -> None:
+    x, w, dy = operands(300, 24, 40, 5, dtype, transpose_rhs=True)
+    for routing in ROUTINGS:
+        sizes = jnp.asarray(group_sizes(routing, 300, 5))
+        ours, expected = (run(i, True, x, w, dy, sizes) for i in ("xla", ORACLE))
+        assert_close(ours, expected, 300, TOLERANCE[dtype], routing)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 400), min_size=6, max_size=6).filter(lambda sizes: sum(sizes) <= 700))
+def test_any_group_sizes(sizes: list[int]) -> None:
+    """Rows beyond the groups too."""
+    x, w, dy = operands(700, 8, 16, 6, jnp.float32)
+    ours, expected = (run(i, False, x, w, dy, jnp.asarray(sizes, jnp.int32)) for i in ("xla", ORACLE))
+    assert_close(ours, expected, sum(sizes), 1e-5, str(sizes))
+    assert np.isfinite(np.asarray(ours[0])).all()
+
+
+def test_sums_are_float32() -> None:
+    """4096 bfloat16 ones add up to 4096: a bfloat16 sum would stop at 256."""
+    x, w = jnp.ones((16, 4096), jnp.bfloat16), jnp.ones((2, 4096, 8), jnp.bfloat16)
+    assert (grouped_matmul(x, w, jnp.array([10, 6], jnp.int32)) == 4096).all()
+
+
+def temp_bytes(implementation: Any, e: int) -> int:
+    n, d, f = 2048, 64, 128
+    of = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    operands = of((n, d)), of((e, d, f)), of((n, f)), jax.ShapeDtypeStruct((e,), jnp.int32)
+    compiled = run.lower(implementation, False, *operands).compile()
+    return compiled.memory_analysis().temp_size_in_bytes - 4 * e * d * f  # less what grows with the weights
+
+
+def test_no_work_is_masked_or_padded_for_every_expert() -> None:
+    """Temporaries do not grow with the number of experts, beyond one copy of the weights; the oracle's do."""
+    few, many = temp_bytes("xla", 4), temp_bytes("xla", 32)
+    rows_bytes = 4 * 2048 * (64 + 128)
+    assert many < few + 2 * rows_bytes
+    assert many < 6 * rows_bytes
+    assert temp_bytes(ORACLE, 32) > 4 * many
+
+
+def test_groups_that_are_not_chosen_are_not_read() -> None:
+    """One row: NaN in every other group's weights does not matter."""
+    w = jnp.full((8, 16, 4), jnp.nan).at[5].set(1.0)
+    y = xla.grouped_matmul(jnp.ones((1, 16)), w, jnp.array([0, 0, 0, 0, 0, 1, 0, 0], jnp.int32))
+    np.testing.assert_array_equal(y, np.full((1, 4), 16))
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "sizes", "complaint"),
+    [
+        ((8, 4), (2, 4, 6), (3,), r"must be \[N, D\], \[E, D, F\] and \[E\]"),
+        ((8, 4, 1), (2, 4, 6), (2,), r"must be \[N, D\], \[E, D, F\] and \[E\]"),
+        ((8, 5), (2, 4, 6), (2,), "inner dimensions differ"),
+    ],
+)
+def test_shapes_are_checked(x: Any, w: Any, sizes: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        grouped_matmul(jnp.ones(x), jnp.ones(w), jnp.ones(sizes, jnp.int32))
+
+
+def test_dtypes_are_checked() -> None:
+    x, w, sizes = jnp.ones((8, 4)), jnp.ones((2, 4, 6)), jnp.array([3, 5], jnp.int32)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        grouped_matmul(x.astype(jnp.bfloat16), w, sizes)
+    with pytest.raises(ValueError, match="must be integers"):
+        grouped_matmul(x, w, sizes.astype(jnp.float32))

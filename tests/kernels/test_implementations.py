@@ -1,0 +1,90 @@
+"""Which implementation runs: the first that supports the case, said once; a named one or none."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas import implementations
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.implementations import default_names, first_supported
+from kernels_pallas.token_permute import dispatch
+
+SIZES = jnp.array([3, 5], jnp.int32)
+
+
+def test_on_this_cpu() -> None:
+    assert default_names() == ("xla",)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "names"),
+    [("gpu", "9.0", ("mosaic_gpu", "xla")), ("gpu", "8.0", ("xla",)), ("gpu", "10.0", ("xla",)), ("tpu", "", ("xla",))],
+)
+def test_by_device(monkeypatch: pytest.MonkeyPatch, platform: str, capability: str, names: Any) -> None:
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert default_names() == names
+
+
+def unsupported() -> str:
+    raise NotImplementedError("seven columns")
+
+
+def test_the_next_one_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    candidates = (("fast", unsupported), ("plain", lambda: "done"))
+    with caplog.at_level(logging.WARNING):
+        assert [first_supported("multiply", candidates) for _ in range(3)] == ["done"] * 3
+    assert [r.message for r in caplog.records] == [
+        "multiply: fast does not support this case (seven columns); plain is used"
+    ]
+
+
+def test_the_last_error_is_raised() -> None:
+    with pytest.raises(NotImplementedError, match="seven columns"):
+        first_supported("multiply", (("fast", unsupported),))
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    with pytest.raises(ZeroDivisionError):
+        first_supported("multiply", (("fast", lambda: 1 // 0), ("plain", lambda: 1)))
+
+
+def test_an_unsupported_case_falls_through(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a Hopper GPU, for float32, which its tensor cores do not have."""
+    monkeypatch.setattr(implementations, "default_names", lambda: ("mosaic_gpu", "xla"))
+    with caplog.at_level(logging.WARNING):
+        y = grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 128)), SIZES)
+    assert (y == 64).all()
+    assert len(caplog.records) == 1
+    assert "grouped_matmul: mosaic_gpu does not support this case (dtypes" in caplog.records[0].message
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "why"),
+    [
+        (jnp.ones((8, 64)), jnp.ones((2, 64, 128)), "dtypes"),
+        (jnp.ones((8, 48), jnp.bfloat16), jnp.ones((2, 48, 128), jnp.bfloat16), "inner dimension 48"),
+        (jnp.ones((8, 64), jnp.bfloat16), jnp.ones((2, 64, 96), jnp.bfloat16), "96 columns"),
+    ],
+)
+def test_a_named_one_fails_loudly(x: jax.Array, w: jax.Array, why: str) -> None:
+    with pytest.raises(NotImplementedError, match=why):
+        grouped_matmul(x, w, SIZES, implementation="mosaic_gpu")
+
+
+def test_a_named_permutation_fails_loudly() -> None:
+    index = jnp.arange(4, dtype=jnp.int32)
+    with pytest.raises(NotImplementedError, match="hidden size 96"):
+        dispatch(jnp.ones((4, 96)), index, index[:, None], implementation="mosaic_gpu")
+
+
+def test_an_unknown_name() -> None:
+    unknown: Any = "triton"
+    with pytest.raises(ValueError, match="'triton': must be one of mosaic_gpu, xla"):
+        grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 128)), SIZES, implementation=unknown)
