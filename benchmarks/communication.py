@@ -2,6 +2,9 @@
 
     sudo python benchmarks/communication.py exchange             50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
     sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:560 --kinds flat dedup
+    sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
+    sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
+    sudo python benchmarks/communication.py order --rates 100    training steps: orders of collectives
     sudo python benchmarks/communication.py embedding            training steps with the embedding table in parts
 
 exchange: tokens to their experts and back (`dispatch` and `combine`, the experts change nothing), forward alone and
@@ -10,6 +13,7 @@ bfloat16. Seconds are medians from a barrier to a barrier; `ratio_to_flat` is th
 Bytes are those that a node sends: by the interface's counter, with all headers, and by the formula of
 `jmoe.planning.exchange.traffic`.
 
+fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link.
 embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
@@ -32,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import embedding
+from benchmarks import embedding, steps
 from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes
 from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
 
@@ -53,11 +57,16 @@ def parse() -> argparse.Namespace:
     exchange.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
     parts = commands.add_parser("embedding", help="training steps with the embedding table in parts")
     embedding.add_options(parts)
-    for command, rates in ((exchange, [50, 100, 200]), (parts, [0, 100])):
+    comparisons = [commands.add_parser(name, help=text) for name, text in steps.COMMANDS.items()]
+    for command in comparisons:
+        steps.add_options(command)
+    for command in (exchange, parts, *comparisons):
+        rates = [0, 100] if command is parts else [50, 100, 200]
         command.add_argument(
             "--rates", type=float, nargs="+", default=rates, help="Mbit/s, both directions together; 0: no link"
         )
         command.add_argument("--rounds", type=int, default=7)
+        command.add_argument("--cache-dir", help="keep compiled programs in this folder")
         command.add_argument("--rank", type=int, help=argparse.SUPPRESS)
         command.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -209,12 +218,16 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if a.cache_dir:
+        jax.config.update("jax_compilation_cache_dir", a.cache_dir)
     address = ADDRESSES[0] if a.rates[0] else "127.0.0.1"
     jax.distributed.initialize(f"{address}:{a.port}", RANKS, a.rank)
     mesh = make_mesh((1, NODES, RANKS_PER_NODE))
     clock = Clock(mesh, has_link=a.rates[0] > 0)
     if a.command == "embedding":
         return embedding.measure(a, mesh, clock)
+    if a.command in steps.COMMANDS:
+        return steps.measure(a, mesh, clock)
     rows = []
     for shape in a.shapes:
         k, num_experts, num_tokens = map(int, shape.split(":"))
@@ -258,7 +271,7 @@ def main() -> int:
     if a.rank is not None:
         print(json.dumps(worker(a)), flush=True)
         return 0
-    hidden_options = ("command", "rates", "rank", "port")
+    hidden_options = ("command", "rates", "rank", "port", "cache_dir")
     result = {
         "benchmark": a.command,
         "nodes": NODES,
