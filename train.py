@@ -216,11 +216,16 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The whole run: processes, mesh, data, state, steps, evaluation."""
+    """Print the plan, or train."""
     config = with_chosen_tiers(parse([argument for argument in arguments if argument != "--plan"]))
     if "--plan" in arguments:
         print(training_plan(config))
-        return
+    else:
+        run_all(config)
+
+
+def run_all(config: TrainConfig) -> None:
+    """The whole run: processes, mesh, data, state, steps, evaluation."""
     distributed.start(config.distributed)
     output_dir = Path(config.output_dir)
     mesh = make_mesh(config.check_devices(jax.device_count(), devices_per_host()))
@@ -234,13 +239,8 @@ def main(arguments: Sequence[str]) -> None:
         watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
         with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s):
             main_process = jax.process_index() == 0
-            corpus = prepare(
-                config.data,
-                config.model.vocab_size,
-                output_dir / "data",
-                is_main=main_process,
-                wait_s=limits.start_timeout_s,
-            )
+            vocab_size, wait_s = config.model.vocab_size, limits.start_timeout_s
+            corpus = prepare(config.data, vocab_size, output_dir / "data", is_main=main_process, wait_s=wait_s)
         say(f"{corpus.num_train_tokens:,} tokens to train on, {len(corpus.held_out_tokens):,} held out")
         batches = train_batches(
             corpus,
@@ -257,13 +257,9 @@ def main(arguments: Sequence[str]) -> None:
         stack.callback(program.close)
         for note in filter(None, (program.exchange, program.embedding)):
             say(note)
+        folder, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
         checkpoints = stack.enter_context(
-            Checkpoints(
-                output_dir / "checkpoints",
-                config.checkpoint,
-                timeout_s=limits.step_timeout_s,
-                records=program.records,
-            )
+            Checkpoints(folder, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
         with watchdog.waiting_for("restore or initialisation"):

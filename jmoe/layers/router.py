@@ -87,8 +87,8 @@ def route(
     all be 1 and the router would get no gradient. All are multiplied by `routed_scaling_factor`.
 
     logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is zero. topk_idx_TK: the
-    choices, where they were made before, from the same logits.
-    Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises `ValueError` for shapes that do not fit.
+    choices, where they were made before, from the same logits. Gradients flow through the weights, `probs_sum_E` and
+    `z_sum`. Raises `ValueError` for shapes that do not fit.
     """
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
@@ -103,7 +103,6 @@ def route(
         probs_TE = scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
     else:
         scores_TE = probs_TE = jax.nn.softmax(logits_TE, axis=1)
-
     selection_TE = lax.stop_gradient(scores_TE)
     if bias_E is not None:
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
