@@ -108,7 +108,6 @@ def route(
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
     if config.kind == "group_limited":
         selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
-
     idx_TK = top_k_indices(selection_TE, num_experts_per_tok) if topk_idx_TK is None else topk_idx_TK
     weights_TK, counts_E = _gather_and_count(scores_TE, idx_TK)
     normalise = config.kind == "gshard" or (config.kind != "switch" and config.norm_topk_prob)
