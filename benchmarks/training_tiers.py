@@ -145,14 +145,18 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """No cache to speak of, so that what is moved is what is used."""
-    session = Session.open(config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=a.small_cache))
+    """With a cache for the same share of the experts in use."""
     result = {}
-    for number, (name, experts) in enumerate((("all", a.experts), ("half", a.experts // 2))):
+    for name, experts in (("all", a.experts), ("half", a.experts // 2)):
+        record_bytes = 16 * 3 * a.hidden_size * a.intermediate_size
+        cache_bytes = int(a.cache * a.layers * experts) * (record_bytes + 4 * 4096)
+        session = Session.open(
+            config_of(a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)
+        )
         session.only(experts)
-        steps = [session.step(10 * number + i) for i in range(a.rounds + 2)][2:]
+        steps = [session.step(i) for i in range(a.rounds + 2)][2:]
         result[name] = median(read + written for _, read, written in steps)
-    session.program.close()
+        session.program.close()
     return result | {"half_against_all": result["half"] / result["all"]}
 
 
