@@ -25,13 +25,16 @@ from configs import PRESETS
 from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.training import distributed
-from jmoe.training.checkpoint import Checkpoints, check_compatible
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.compatibility import check_compatible
 from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load
+from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
 from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
-from jmoe.training.step import Program, TrainState, make_program
+from jmoe.training.step import Program, TrainState
+from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.tier_plan import tiers_summary, training_plan, with_chosen_tiers
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -39,7 +42,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):
         presets = "".join(f"  {preset:{max(map(len, PRESETS))}}  {line}\n" for preset, (line, _) in PRESETS.items())
-        print(f"{__doc__}\n\npresets:\n{presets}\ntrain.py PRESET --help shows every option with the preset's value.")
+        print(f"{__doc__}\n\npresets:\n{presets}\ntrain.py PRESET --help shows every option with the preset's value,")
+        print("train.py PRESET --plan what memory the run needs, by tier, and how long a step takes.")
         sys.exit(0 if name else 2)
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
@@ -99,7 +103,8 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         with self.watchdog.waiting_for("checkpoint of step", step):
-            self.checkpoints.save(step, state, self.batches.get_state(), json.dumps(self.resolved, indent=1))
+            saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
+            self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
 
 
 def start_or_resume(
@@ -112,11 +117,10 @@ def start_or_resume(
         return pretrained_state(program, config) if config.init_from else program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
-    state, data_state, _ = checkpoints.restore(step, program.state_shape)
+    state, data_state, _ = checkpoints.restore(step, program.saved_shape)
     batches.set_state(data_state)
     say(f"resuming from step {step} of {checkpoints.directory}")
-    restored: TrainState = state
-    return restored
+    return program.from_saved(state)
 
 
 def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
@@ -140,26 +144,6 @@ def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[s
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
         raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; {last}")
     return state, values
-
-
-def record(values: dict[str, Any], step_s: float, config: TrainConfig) -> dict[str, Any]:
-    """The line of metrics.jsonl for one step."""
-    names = ("loss", "grad_norm", "learning_rate")
-    line = {name: values[name] for name in names} | {
-        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
-        "dropped_fraction": 0.0,
-        "step_s": step_s,
-    }
-    if "counts" in values:
-        assignments = values["counts"].sum()
-        line |= {
-            "dropped_fraction": float(values["dropped"].sum() / assignments),
-            "balance_loss": values["balance_loss"],
-            "z_loss": values["z_loss"],
-            "router_entropy": values["entropy"].mean(),
-            "expert_load": values["counts"] / values["counts"].sum(axis=1, keepdims=True),
-        }
-    return line
 
 
 def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
@@ -188,7 +172,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             if done == span[1] > start:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:
-                line = record(values, step_s, config)
+                line = step_record(values, step_s, config)
                 run.log.write_step(step, line)
                 progress.update(step, loss=line["loss"], step_s=step_s, dropped_fraction=line["dropped_fraction"])
             run.checkpoints.check()
@@ -227,11 +211,21 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
         expert_load=recent_expert_load(run.log.path),
         sample=sample,
     )
+    if not run.config.tiers.on_device:
+        say(tiers_summary(run.config, run.program.expert_stats(), run.log))
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Print the plan, or train."""
+    config = with_chosen_tiers(parse([argument for argument in arguments if argument != "--plan"]))
+    if "--plan" in arguments:
+        print(training_plan(config))
+    else:
+        run_all(config)
+
+
+def run_all(config: TrainConfig) -> None:
     """The whole run: processes, mesh, data, state, steps, evaluation."""
-    config = parse(arguments)
     distributed.start(config.distributed)
     output_dir = Path(config.output_dir)
     mesh = make_mesh(config.check_devices(jax.device_count(), devices_per_host()))
@@ -245,13 +239,8 @@ def main(arguments: Sequence[str]) -> None:
         watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
         with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s):
             main_process = jax.process_index() == 0
-            corpus = prepare(
-                config.data,
-                config.model.vocab_size,
-                output_dir / "data",
-                is_main=main_process,
-                wait_s=limits.start_timeout_s,
-            )
+            vocab_size, wait_s = config.model.vocab_size, limits.start_timeout_s
+            corpus = prepare(config.data, vocab_size, output_dir / "data", is_main=main_process, wait_s=wait_s)
         say(f"{corpus.num_train_tokens:,} tokens to train on, {len(corpus.held_out_tokens):,} held out")
         batches = train_batches(
             corpus,
@@ -264,11 +253,13 @@ def main(arguments: Sequence[str]) -> None:
             prefetch_batches=config.data.prefetch_batches,
         )
         stack.callback(batches.close)
-        program = make_program(config, mesh)
-        if program.exchange:
-            say(program.exchange)
+        program = make_tiered_program(config, mesh)
+        stack.callback(program.close)
+        for note in filter(None, (program.exchange, program.embedding)):
+            say(note)
+        folder, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
         checkpoints = stack.enter_context(
-            Checkpoints(output_dir / "checkpoints", config.checkpoint, timeout_s=limits.step_timeout_s)
+            Checkpoints(folder, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
         with watchdog.waiting_for("restore or initialisation"):

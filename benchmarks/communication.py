@@ -2,12 +2,19 @@
 
     sudo python benchmarks/communication.py exchange             50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
     sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:560 --kinds flat dedup
+    sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
+    sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
+    sudo python benchmarks/communication.py order --rates 100    training steps: orders of collectives
+    sudo python benchmarks/communication.py embedding            training steps with the embedding table in parts
 
 exchange: tokens to their experts and back (`dispatch` and `combine`, the experts change nothing), forward alone and
 with its backward pass, the exchanges in turn. A shape is K:E:T, K of E experts for each of a rank's T tokens of 1024
 bfloat16. Seconds are medians from a barrier to a barrier; `ratio_to_flat` is the median of the ratios round by round.
 Bytes are those that a node sends: by the interface's counter, with all headers, and by the formula of
 `jmoe.planning.exchange.traffic`.
+
+fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link.
+embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
 import argparse
@@ -20,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import embedding, steps
 from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes
 from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
 
@@ -42,16 +51,24 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     exchange = commands.add_parser("exchange", help="the exchange alone")
-    exchange.add_argument(
-        "--rates", type=float, nargs="+", default=[50, 100, 200], help="Mbit/s, both directions together"
-    )
     exchange.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128"], help="K:E:T")
     exchange.add_argument("--kinds", nargs="+", default=["flat", "two_level", "dedup"])
     exchange.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     exchange.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
-    exchange.add_argument("--rounds", type=int, default=7)
-    exchange.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    exchange.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parts = commands.add_parser("embedding", help="training steps with the embedding table in parts")
+    embedding.add_options(parts)
+    comparisons = [commands.add_parser(name, help=text) for name, text in steps.COMMANDS.items()]
+    for command in comparisons:
+        steps.add_options(command)
+    for command in (exchange, parts, *comparisons):
+        rates = [0, 100] if command is parts else [50, 100, 200]
+        command.add_argument(
+            "--rates", type=float, nargs="+", default=rates, help="Mbit/s, both directions together; 0: no link"
+        )
+        command.add_argument("--rounds", type=int, default=7)
+        command.add_argument("--cache-dir", help="keep compiled programs in this folder")
+        command.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+        command.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -100,7 +117,7 @@ def draw(mesh: Any, rank: int, shape: tuple[int, int, int]) -> tuple[Any, ...]:
 class Clock:
     """Times a program from a barrier to a barrier, and counts what the node sends meanwhile."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, has_link: bool) -> None:
         import jax
         from jax.sharding import NamedSharding
 
@@ -109,6 +126,7 @@ class Clock:
         one = np.ones(1, np.float32)
         self.ones = jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), one)
         self.total = jax.jit(lambda x: x.sum())
+        self.sent_bytes = sent_bytes if has_link else lambda: 0
 
     def barrier(self) -> None:
         self.total(self.ones).block_until_ready()
@@ -117,10 +135,10 @@ class Clock:
         import jax
 
         self.barrier()
-        sent, begun = sent_bytes(), time.perf_counter()
+        sent, begun = self.sent_bytes(), time.perf_counter()
         jax.block_until_ready(program(*args))
         self.barrier()
-        return time.perf_counter() - begun, sent_bytes() - sent
+        return time.perf_counter() - begun, self.sent_bytes() - sent
 
 
 def formula_bytes(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str) -> int:
@@ -200,9 +218,16 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"{ADDRESSES[0]}:{a.port}", RANKS, a.rank)
+    if a.cache_dir:
+        jax.config.update("jax_compilation_cache_dir", a.cache_dir)
+    address = ADDRESSES[0] if a.rates[0] else "127.0.0.1"
+    jax.distributed.initialize(f"{address}:{a.port}", RANKS, a.rank)
     mesh = make_mesh((1, NODES, RANKS_PER_NODE))
-    clock = Clock(mesh)
+    clock = Clock(mesh, has_link=a.rates[0] > 0)
+    if a.command == "embedding":
+        return embedding.measure(a, mesh, clock)
+    if a.command in steps.COMMANDS:
+        return steps.measure(a, mesh, clock)
     rows = []
     for shape in a.shapes:
         k, num_experts, num_tokens = map(int, shape.split(":"))
@@ -216,12 +241,13 @@ def launch(rate: float) -> list[dict[str, Any]]:
         s.bind(("", 0))
         port = str(s.getsockname()[1])
     ranks: list[subprocess.Popen[str]] = []
-    with TwoNodes(rate) as nodes, tempfile.TemporaryFile("w+") as output:
+    with TwoNodes(rate) if rate else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
         try:
             for rank in range(RANKS):
                 command = [sys.executable, *sys.argv, "--rates", str(rate), "--rank", str(rank), "--port", port]
+                command = nodes.inside(rank // RANKS_PER_NODE, command) if nodes else command
                 out = output if rank == 0 else subprocess.DEVNULL
-                ranks.append(subprocess.Popen(nodes.inside(rank // RANKS_PER_NODE, command), stdout=out, text=True))
+                ranks.append(subprocess.Popen(command, stdout=out, text=True))
             codes: list[int | None] = [None]
             while None in codes and not any(codes):  # one that failed leaves the others waiting
                 time.sleep(0.1)
@@ -245,13 +271,12 @@ def main() -> int:
     if a.rank is not None:
         print(json.dumps(worker(a)), flush=True)
         return 0
+    hidden_options = ("command", "rates", "rank", "port", "cache_dir")
     result = {
-        "benchmark": "exchange",
+        "benchmark": a.command,
         "nodes": NODES,
         "ranks_per_node": RANKS_PER_NODE,
-        "hidden_size": HIDDEN_SIZE,
-        "capacity_factor": a.capacity_factor,
-        "rounds": a.rounds,
+        "options": {name: value for name, value in vars(a).items() if name not in hidden_options},
         "rows": [row for rate in a.rates for row in launch(rate)],
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"python": sys.version.split()[0]},
     }

@@ -3,16 +3,18 @@
     python benchmarks/tiers.py                      everything
     python benchmarks/tiers.py --only policies      hit rates of cache policies on routing traces (no disk, no timing)
     python benchmarks/tiers.py --only reads --folder /mnt/nvme
+    python benchmarks/tiers.py --only store         read, write and replace against fio
+    python benchmarks/tiers.py --only checkpoint    what a checkpoint of records costs
     python benchmarks/tiers.py --only ring
 
 reads: `TieredStore` against a plain loop of O_DIRECT reads of the same bytes with the same number of threads, in
 turn; medians. policies: share of uses that need no read, of those that are not a record's first. ring: time of a
-step against sum max(compute, transfer), with numpy matrix products as compute and a limited link.
+step against sum max(compute, transfer), with numpy matrix products as compute and a limited link. store, checkpoint:
+see `storage.py`; give --total-bytes 8000000000 for the latter.
 Axes: E experts of a layer, L layers, T tokens, R bytes of a record.
 """
 
 import argparse
-import heapq
 import json
 import os
 import statistics
@@ -20,231 +22,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cache_policies import PHASE_STEPS, policies
+from storage import checkpoint, store
+
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.hot_set import HitCounts
-from jmoe.memory.lfu_cache import LFUCache
 from jmoe.memory.record_store import RecordLayout, RecordStore
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.roofline import ring_step_time_s, serial_step_time_s, spread
-
-NUM_RECORDS = 512  # of the traces
-PHASE_STEPS = 200  # a trace's popularity changes this often
-# One step of a trace: the records each layer uses, layer by layer. A record is used once in a step.
-Step = list[NDArray[np.int64]]
-
-
-# --- traces ---
-
-
-def balanced(num_steps: int, num_layers: int) -> Iterator[Step]:
-    """Every expert of every layer in every step: what a balance loss aims at, with enough tokens."""
-    for _ in range(num_steps):
-        yield list(np.arange(NUM_RECORDS).reshape(num_layers, -1))
-
-
-def zipf(num_steps: int, num_layers: int, num_tokens: int, seed: int, top_k: int = 2) -> Iterator[Step]:
-    """Tokens that choose experts with probability 1 / rank^1.1, who is popular changing every PHASE_STEPS steps."""
-    rng = np.random.default_rng(seed)
-    num_experts = NUM_RECORDS // num_layers
-    weights_E = np.arange(1.0, num_experts + 1) ** -1.1
-    for step in range(num_steps):
-        if step % PHASE_STEPS == 0:
-            ranks_LE = [rng.permutation(num_experts) for _ in range(num_layers)]
-        yield [
-            layer * num_experts + np.unique(ranks_E[gumbel_top_k(rng, weights_E, num_tokens, top_k)])
-            for layer, ranks_E in enumerate(ranks_LE)
-        ]
-
-
-def gumbel_top_k(rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: int, top_k: int) -> NDArray[Any]:
-    """`top_k` different experts for each token, drawn with these weights."""
-    noise_TE = rng.gumbel(size=(num_tokens, weights_E.size)) + np.log(weights_E)
-    return np.argpartition(-noise_TE, top_k, axis=1)[:, :top_k]
-
-
-def traces(num_steps: int) -> dict[str, list[Step]]:
-    found = {f"balanced, {layers} layers": list(balanced(num_steps, layers)) for layers in (1, 4)}
-    for layers in (1, 4):
-        for tokens in (16, 128, 1024):
-            found[f"zipf, {layers} layers, {tokens} tokens"] = list(zipf(num_steps, layers, tokens, tokens + layers))
-    return found
-
-
-# --- policies: use(record) says whether it was there; end_step(records) tells what the step used ---
-
-
-class Policy(Protocol):
-    def use(self, record: int) -> bool: ...
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
-
-
-class Ours:
-    """`LFUCache`, with one staging slot as `TieredStore` would have some."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.cache = LFUCache(HitCounts(NUM_RECORDS), num_slots - 1, 1)
-
-    def use(self, record: int) -> bool:
-        slot = self.cache.use(record)
-        hit = slot is not None
-        if slot is None:
-            slot = self.cache.admit(record, demanded=True)
-            assert slot is not None
-        self.cache.unpin(slot)
-        if not hit:
-            read = self.cache.use(record)
-            assert read is not None
-            self.cache.unpin(read)
-        return hit
-
-    def end_step(self, records: NDArray[np.int64]) -> None:
-        self.cache.touch(records)
-
-
-class LRU:
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots, self.held = num_slots, dict[int, None]()
-
-    def use(self, record: int) -> bool:
-        hit = record in self.held
-        if hit:
-            del self.held[record]
-        elif len(self.held) == self.num_slots:
-            del self.held[next(iter(self.held))]
-        self.held[record] = None
-        return hit
-
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
-
-
-class Static:
-    """The records used most over the whole trace, known beforehand, never changed."""
-
-    def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        counts = np.bincount(np.concatenate([r for step in steps for r in step]), minlength=NUM_RECORDS)
-        self.held = set(np.argsort(-counts, kind="stable")[:num_slots].tolist())
-
-    def use(self, record: int) -> bool:
-        return record in self.held
-
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
-
-
-class StaticOfPhase:
-    """As `Static`, with the records used most in each phase, changed without cost at its beginning."""
-
-    def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        phases = [steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS)]
-        self.phases = [Static(num_slots, phase) for phase in phases]
-        self.step = 0
-
-    def use(self, record: int) -> bool:
-        return self.phases[self.step // PHASE_STEPS].use(record)
-
-    def end_step(self, records: NDArray[np.int64]) -> None:
-        self.step += 1
-
-
-class Belady:
-    """Knows the future: gives up what is needed last, or does not keep the newcomer if that is."""
-
-    def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        self.num_slots, self.held = num_slots, dict[int, int]()  # record -> position of its next use
-        order = np.concatenate([r for step in steps for r in step]).tolist()
-        self.next_use = [len(order)] * len(order)
-        later: dict[int, int] = {}
-        for position in range(len(order) - 1, -1, -1):
-            self.next_use[position] = later.get(order[position], len(order))
-            later[order[position]] = position
-        self.position = 0
-        self.last: list[tuple[int, int]] = []  # heap of (-next use, record), with entries that are out of date
-
-    def use(self, record: int) -> bool:
-        hit, next_use = record in self.held, self.next_use[self.position]
-        self.position += 1
-        if not hit and len(self.held) == self.num_slots:
-            while self.held.get(self.last[0][1]) != -self.last[0][0]:
-                heapq.heappop(self.last)
-            if -self.last[0][0] <= next_use:
-                return False
-            del self.held[heapq.heappop(self.last)[1]]
-        self.held[record] = next_use
-        heapq.heappush(self.last, (-next_use, record))
-        return hit
-
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
-
-
-class Algorithm2:
-    """MoESys, Algorithm 2, as printed, in our reading: a newcomer replaces the record with the fewest hits if that
-    one has reached the threshold, and otherwise waits, here: is read past the cache. Hits begin at 1 and are lost
-    with the place; the decayed counts are computed every K steps and never assigned. forced: where it would wait,
-    the record with the fewest hits, the oldest among equals, goes all the same.
-    """
-
-    def __init__(self, num_slots: int, *, threshold: float, forced: bool) -> None:
-        self.num_slots, self.threshold, self.forced = num_slots, threshold, forced
-        self.hits: dict[int, int] = {}
-
-    def use(self, record: int) -> bool:
-        if record in self.hits:
-            self.hits[record] += 1
-            return True
-        if len(self.hits) == self.num_slots:
-            fewest = min(self.hits, key=self.hits.__getitem__)
-            if self.hits[fewest] < self.threshold and not self.forced:
-                return False
-            del self.hits[fewest]
-        self.hits[record] = 1
-        return False
-
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
-
-
-def hit_rate(policy: Policy, steps: list[Step]) -> float:
-    """Hits over uses, without the first use of each record, which nobody can hit."""
-    hits, uses, seen = 0, 0, set[int]()
-    for step in steps:
-        for layer in step:
-            for record in layer.tolist():
-                hits += policy.use(record)
-                uses += record in seen
-                seen.add(record)
-        policy.end_step(np.concatenate(step))
-    return hits / uses
-
-
-def policies(num_steps: int) -> list[dict[str, Any]]:
-    """Every policy has the same slots; where some records are only passed through, one of them is for that."""
-    rows = []
-    for name, steps in traces(num_steps).items():
-        for share in (0.25, 0.5):
-            slots = int(NUM_RECORDS * share)
-            contestants: dict[str, Policy] = {
-                "ours": Ours(slots),
-                "lru": LRU(slots),
-                "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
-                "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),
-                "static": Static(slots - 1, steps),
-                "static_of_phase": StaticOfPhase(slots - 1, steps),
-                "belady": Belady(slots, steps),
-            }
-            rates = {policy: round(hit_rate(it, steps), 3) for policy, it in contestants.items()}
-            rows.append({"trace": name, "cache_share": share, **rates})
-            print(f"{name:28} {share:4.2f} " + " ".join(f"{k} {v:.3f}" for k, v in rates.items()), file=sys.stderr)
-    return rows
-
 
 # --- reads ---
 
@@ -388,7 +183,7 @@ def timed(call: Callable[[], None]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("reads", "policies", "ring"))
+    parser.add_argument("--only", choices=("reads", "policies", "store", "checkpoint", "ring"))
     parser.add_argument("--folder", type=Path, help="where to read from; default: the system's temporary folder")
     parser.add_argument("--total-bytes", type=int, default=1 << 29, help="read per round")
     parser.add_argument("--rounds", type=int, default=5)
@@ -402,6 +197,10 @@ def main() -> int:
     if a.only in (None, "reads"):
         with tempfile.TemporaryDirectory(prefix="jmoe-tiers-", dir=a.folder) as folder:
             result["reads"] = reads(Path(folder), a.total_bytes, a.rounds)
+    for name, measure in (("store", store), ("checkpoint", checkpoint)):
+        if a.only in (None, name):
+            with tempfile.TemporaryDirectory(prefix="jmoe-tiers-", dir=a.folder) as folder:
+                result[name] = measure(Path(folder), a.total_bytes, a.rounds)
     if a.only in (None, "ring"):
         result["ring"] = ring(a.layers, a.layer_bytes, a.rounds)
     print(json.dumps(result), flush=True)

@@ -46,6 +46,13 @@ def devices_per_host() -> int:
     return int(processes[0]) * jax.local_device_count() if processes.size == 1 else 0
 
 
+def levels(mesh: Mesh, two_level: bool) -> tuple[tuple[str, ...], ...]:
+    """Over which axes to gather and to reduce what all devices share: across nodes and then inside, or all at once."""
+    if two_level and mesh.shape[EXPERT_INTER] > 1 and mesh.shape[EXPERT_INTRA] > 1:
+        return (DATA, EXPERT_INTER), (EXPERT_INTRA,)
+    return (ALL,)
+
+
 def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names along a pytree path."""
     return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
@@ -60,27 +67,32 @@ def is_expert(path: tuple[Any, ...]) -> bool:
     return EXPERTS_PATH in path_names(path)
 
 
-def shard_dim(path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool) -> int:
+def shard_dim(
+    path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool, fuse_dense: bool = False
+) -> int:
     """The dimension in which a dense parameter is split over all devices, or -1 if every device holds it whole."""
     if not shard_dense or num_devices == 1 or is_expert(path):
         return -1
     stacked = stack_dims(path)
-    if len(shape) - stacked < 2:  # norms and biases are not worth a collective each
+    if not fuse_dense and len(shape) - stacked < 2:  # norms and biases are not worth a collective each
         return -1
     return next((i for i in range(stacked, len(shape)) if shape[i] % num_devices == 0), -1)
 
 
-def param_spec(path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool) -> PartitionSpec:
+def param_spec(
+    path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool, fuse_dense: bool = False
+) -> PartitionSpec:
     """Where a parameter (and its gradient and optimizer state) lives."""
     if is_expert(path):
         return PartitionSpec(*[None] * stack_dims(path), EXPERT)
-    dim = shard_dim(path, shape, num_devices, shard_dense)
+    dim = shard_dim(path, shape, num_devices, shard_dense, fuse_dense)
     return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
 
 
-def param_specs(params: Any, mesh: Mesh, shard_dense: bool) -> Any:
+def param_specs(params: Any, mesh: Mesh, shard_dense: bool, fuse_dense: bool = False) -> Any:
     """`param_spec` of every leaf of a pytree of parameters (arrays or shapes)."""
-    return jax.tree_util.tree_map_with_path(lambda p, x: param_spec(p, x.shape, mesh.size, shard_dense), params)
+    spec = lambda path, x: param_spec(path, x.shape, mesh.size, shard_dense, fuse_dense)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:

@@ -126,6 +126,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (MeshConfig, {"data": -1}, wrong("data", -1, "must not be negative")),
     (MeshConfig, {"expert_inter": 0}, wrong("expert_inter", 0, "must be greater than 0")),
     (MeshConfig, {"expert_intra": -1}, wrong("expert_intra", -1, "must not be negative")),
+    (
+        MeshConfig,
+        {"embedding": "diagonals"},
+        wrong("embedding", "diagonals", "must be one of auto, replicated, columns, rows"),
+    ),
     (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, two_level, dedup")),
     (CheckpointConfig, {"every_steps": 0}, wrong("every_steps", 0, "must be greater than 0")),
     (CheckpointConfig, {"keep": 0}, wrong("keep", 0, "must be greater than 0")),
@@ -219,6 +224,16 @@ def test_experts_over_whole_hosts() -> None:
             {"model": ModelConfig(num_experts=6), "mesh": MeshConfig(expert_inter=2, expert_intra=2)},
             4,
             "model.num_experts = 6: must be a multiple of mesh.expert_inter x mesh.expert_intra = 4",
+        ),
+        (
+            {"model": ModelConfig(vocab_size=50257), "mesh": MeshConfig(embedding="rows")},
+            8,
+            "model.vocab_size = 50257: must be a multiple of 8: mesh.embedding = 'rows' splits it",
+        ),
+        (
+            {"model": ModelConfig(hidden_size=264), "mesh": MeshConfig(embedding="columns"), "batch_size": 16},
+            16,
+            "model.hidden_size = 264: must be a multiple of 16: mesh.embedding = 'columns' splits it",
         ),
     ],
 )

@@ -1,11 +1,24 @@
-"""Sharded parameters made whole for use, and their gradients reduced back onto the shards (ZeRO-3)."""
+"""Sharded parameters made whole for use, and their gradients reduced back onto the shards (ZeRO-3).
 
+Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N layers.
+
+One parameter at a time (`gather_local`), or all of a layer as one flat buffer: every device's shards side by side in
+one vector [C], the devices' vectors as rows of [R, C]. Over two levels, across nodes and inside a node, a vector goes
+to one device of every other node and then to its neighbours, so rows are ordered by place in the node, then by node.
+Parameters cross as bits in the dtype of their use; gradients in float32.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Levels = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest level first
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -26,3 +39,138 @@ def _gather_bwd(dim: int, dtype: Any, axes: tuple[str, ...], _: None, g: jax.Arr
 
 
 gather_local.defvjp(_gather_fwd, _gather_bwd)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter in a flat buffer: the shape of a device's shard, which dimension is split, the dtype of its use."""
+
+    shape: tuple[int, ...]
+    dim: int
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def _carrier(parts: Sequence[Part]) -> Any:
+    """The dtype of a buffer: float32, or two-byte words if a part is used in two bytes."""
+    return jnp.dtype(jnp.float32 if all(part.dtype == jnp.float32 for part in parts) else jnp.uint16)
+
+
+def _width(part: Part, carrier: Any) -> int:
+    return part.size * (jnp.dtype(part.dtype).itemsize // carrier.itemsize)
+
+
+def pack(shards: Sequence[jax.Array], parts: Sequence[Part]) -> jax.Array:
+    """[C]: a device's shards side by side, each in the dtype of its use."""
+    carrier = _carrier(parts)
+    rows = [lax.bitcast_convert_type(w.astype(part.dtype), carrier) for w, part in zip(shards, parts, strict=True)]
+    return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
+
+
+def unpack(buffer_RC: jax.Array, parts: Sequence[Part], levels: Levels) -> list[jax.Array]:
+    """The whole parameters from all devices' vectors."""
+    carrier, sizes = buffer_RC.dtype, _sizes(levels)
+    whole, start = [], 0
+    for part in parts:
+        words = buffer_RC[:, start : start + (width := _width(part, carrier))]
+        start += width
+        if width > part.size:
+            words = words.reshape(words.shape[0], part.size, -1)
+        shards = lax.bitcast_convert_type(words, part.dtype).reshape(*reversed(sizes), *part.shape)
+        # [fast, slow, *shape] -> [..., slow, fast, split dimension, ...]
+        places = [len(sizes) - 1 - i + part.dim for i in range(len(sizes))]
+        shards = jnp.moveaxis(shards, range(len(sizes)), places)
+        whole.append(shards.reshape(_whole_shape(part, sizes)))
+    return whole
+
+
+def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[Part], levels: Levels) -> jax.Array:
+    """float32 [R, G]: row r holds what device r's shards get."""
+    sizes = _sizes(levels)
+    rows = [jnp.zeros((math.prod(sizes), 0))]
+    for g, part in zip(grads, parts, strict=True):
+        split = (*part.shape[: part.dim], *sizes, *part.shape[part.dim :])
+        places = [len(sizes) - 1 - i + part.dim for i in range(len(sizes))]
+        shards = jnp.moveaxis(g.astype(jnp.float32).reshape(split), places, range(len(sizes)))
+        rows.append(shards.reshape(math.prod(sizes), part.size))
+    return jnp.concatenate(rows, axis=1)
+
+
+def unpack_gradients(row_G: jax.Array, parts: Sequence[Part]) -> list[jax.Array]:
+    """A device's shards of the gradients."""
+    shards, start = [], 0
+    for part in parts:
+        shards.append(row_G[start : start + part.size].reshape(part.shape))
+        start += part.size
+    return shards
+
+
+def _sizes(levels: Levels) -> tuple[int, ...]:
+    return tuple(lax.axis_size(axes) for axes in levels)
+
+
+def _whole_shape(part: Part, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    shape = list(part.shape)
+    shape[part.dim] *= math.prod(sizes)
+    return tuple(shape)
+
+
+def all_gather_rows_local(row_C: jax.Array, levels: Levels) -> jax.Array:
+    """[R, C]: every device's vector, level by level, the slowest first: what crosses there crosses once."""
+    rows = row_C[None]
+    for axes in levels:
+        rows = lax.all_gather(rows, axes).reshape(-1, row_C.size)
+    return rows
+
+
+def reduce_scatter_rows_local(rows_RG: jax.Array, levels: Levels) -> jax.Array:
+    """[G]: this device's row of the sum over devices; the transpose of `all_gather_rows_local`."""
+    for axes in reversed(levels):
+        rows_RG = rows_RG.reshape(lax.axis_size(axes), -1)
+        rows_RG = lax.psum_scatter(rows_RG, axes, scatter_dimension=0)
+    return rows_RG
+
+
+def all_reduce_local(tree: Any, levels: Levels) -> Any:
+    """The float32 sum over devices of every array of a pytree, as one vector.
+
+    Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather inside the node.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    total = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
+    if len(levels) == 1:
+        total = lax.psum(total, levels[0])
+    else:
+        across, inside = levels
+        size = total.size
+        total = jnp.pad(total, (0, -size % lax.axis_size(inside)))
+        total = lax.psum(lax.psum_scatter(total, inside, scatter_dimension=0, tiled=True), across)
+        total = lax.all_gather(total, inside, tiled=True)[:size]
+    sums, start = [], 0
+    for leaf in leaves:
+        sums.append(total[start : start + leaf.size].reshape(leaf.shape))
+        start += leaf.size
+    return jax.tree.unflatten(structure, sums)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_fused_local(shards: list[jax.Array], parts: tuple[Part, ...], levels: Levels) -> list[jax.Array]:
+    """The whole parameters, fetched as one buffer; their gradients are reduced as one."""
+    return unpack(all_gather_rows_local(pack(shards, parts), levels), parts, levels)
+
+
+def _gather_fused_fwd(shards: list[jax.Array], parts: tuple[Part, ...], levels: Levels) -> tuple[Any, None]:
+    return gather_fused_local(shards, parts, levels), None
+
+
+def _gather_fused_bwd(parts: tuple[Part, ...], levels: Levels, _: None, grads: list[jax.Array]) -> tuple[Any]:
+    row_G = reduce_scatter_rows_local(pack_gradients(grads, parts, levels), levels)
+    return (unpack_gradients(row_G, parts),)
+
+
+gather_fused_local.defvjp(_gather_fused_fwd, _gather_fused_bwd)

@@ -18,6 +18,8 @@ from jmoe.config.checks import not_negative, one_of, positive
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig
+from jmoe.config.tiers import MachineConfig as MachineConfig
+from jmoe.config.tiers import TiersConfig as TiersConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -90,11 +92,20 @@ class MeshConfig:
     expert_intra: int = 1  # inside a node
     exchange: Literal["auto", "flat", "two_level", "dedup"] = "auto"  # dedup: a token crosses once to a node
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
+    fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
+    two_level: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
+    schedule: Literal["none", "fixed", "priority", "chunks", "pipelined"] = "chunks"  # see `collectives.schedule`
+    bucket_bytes: int = 0  # float32 gradients reduced at once, of several layers or of part of one; 0: of one layer
+    chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
+    # columns, rows: each device keeps and looks up its part of the embedding table; replicated: as `shard_dense` says
+    embedding: Literal["auto", "replicated", "columns", "rows"] = "auto"
 
     def __post_init__(self) -> None:
-        not_negative(self, "data", "expert_intra")
+        not_negative(self, "data", "expert_intra", "bucket_bytes", "chunk_bytes")
         positive(self, "expert_inter")
         one_of(self, exchange=("auto", "flat", "two_level", "dedup"))
+        one_of(self, schedule=("none", "fixed", "priority", "chunks", "pipelined"))
+        one_of(self, embedding=("auto", "replicated", "columns", "rows"))
 
     def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
         """(data, expert_inter, expert_intra) for this many devices, or `ValueError`."""
@@ -183,6 +194,8 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
     num_steps: int = 1000
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256
@@ -202,6 +215,12 @@ class TrainConfig:
             "sequence_length",
             self.sequence_length,
             f"must not exceed model.max_position_embeddings = {self.model.max_position_embeddings}",
+        )
+        check(
+            self.tiers.on_device or self.model.num_moe_layers > 0,
+            "tiers",
+            (self.tiers.experts, self.tiers.optimizer),
+            "must be device for a model without experts",
         )
         span = self.profile.span()
         check(
@@ -224,6 +243,12 @@ class TrainConfig:
             self.batch_size,
             f"must be a multiple of {num_devices} devices x {self.gradient_accumulation_steps} accumulation steps",
         )
+        check(
+            self.tiers.on_device or num_devices == 1,
+            "tiers.(experts, optimizer)",
+            (self.tiers.experts, self.tiers.optimizer),
+            f"must be device on {num_devices} devices: other tiers are for one device so far",
+        )
         experts = shape[1] * shape[2]
         check(
             self.model.num_experts % experts == 0,
@@ -231,6 +256,12 @@ class TrainConfig:
             self.model.num_experts,
             f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}",
         )
+        names = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}.get(self.mesh.embedding, ())
+        for name in names:
+            value, constraint = getattr(self.model, name), f"mesh.embedding = {self.mesh.embedding!r} splits it"
+            check(
+                value % num_devices == 0, f"model.{name}", value, f"must be a multiple of {num_devices}: {constraint}"
+            )
         return shape
 
     def to_json(self) -> str:

@@ -246,26 +246,30 @@ class ModelConfig:
         q = d * heads * dh if self.q_lora_rank is None else self.q_lora_rank * (d + 1 + heads * dh)
         return q + d * (rank + rope) + rank + rank * heads * (self.qk_nope_head_dim + v) + heads * v * d + bias
 
+    def _mlp(self, f: int) -> int:
+        up, d = 1 if self.hidden_act == "gelu" else 2, self.hidden_size
+        return (up + 1) * d * f + (up * f + d if self.mlp_bias else 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return self._mlp(self.moe_intermediate_size)
+
     def num_parameters(self) -> tuple[int, int]:
         """(total, active per token) parameters, embeddings included."""
         d = self.hidden_size
         norm = d * (2 if self.norm == "layernorm" else 1)
         attention = self._attention_parameters()
-
-        def mlp(f: int) -> int:
-            up = 1 if self.hidden_act == "gelu" else 2
-            return (up + 1) * d * f + (up * f + d if self.mlp_bias else 0)
-
         moe_layers, experts, k = self.num_moe_layers, self.num_experts, self.num_experts_per_tok
         dense_layers = self.num_hidden_layers - moe_layers
-        shared = mlp(self.shared_expert_intermediate_size) if self.shared_expert_intermediate_size else 0
+        shared = self._mlp(self.shared_expert_intermediate_size) if self.shared_expert_intermediate_size else 0
         shared += d * self.shared_expert_gate
         bias = experts * (self.router.bias + (self.router.kind in ("sigmoid", "group_limited")))
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
         common += self.max_position_embeddings * d if self.position == "learned" else 0
-        common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * mlp(self.intermediate_size)
+        common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * self._mlp(self.intermediate_size)
         common += moe_layers * (d * experts + bias + shared)
-        expert = mlp(self.moe_intermediate_size)
+        expert = self.expert_parameters
         return common + moe_layers * experts * expert, common + moe_layers * k * expert
 
     def flops_per_token(self, sequence_length: int) -> float:

@@ -1,14 +1,18 @@
 """Next-token cross-entropy that never holds the logits of more than one chunk of tokens.
 
-Legend: T local tokens, C tokens of a chunk, D hidden, V vocabulary.
+Legend: T local tokens, R devices, M = R T tokens of all devices, C tokens of a chunk, D hidden, V vocabulary or this
+device's part of it.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmoe.collectives.rows import all_gather_rows_local, sum_scatter_rows_local
 from kernels_pallas.matmul import dot, transposed
 
 CHUNK_LOGITS = 2**22  # logits of a chunk: 16 MiB in float32
@@ -25,39 +29,47 @@ def _chunks(x_TD: jax.Array, labels_T: jax.Array, weights_T: jax.Array, vocab_si
     return tuple(a.reshape(-1, size, *a.shape[1:]) for a in (x_TD, labels_T, weights_T))
 
 
-def _logits(x_CD: jax.Array, w_DV: jax.Array, labels_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(exp(logits - lse), lse, is_label) of a chunk."""
+def _logits(
+    x_CD: jax.Array, w_DV: jax.Array, labels_C: jax.Array, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(softmax, negative log-likelihood, is_label) of a chunk; axes: of the devices that share the vocabulary."""
     logits_CV = dot(x_CD, w_DV)
     top_C1 = lax.stop_gradient(logits_CV.max(axis=-1, keepdims=True))
     exp_CV = jnp.exp(logits_CV - top_C1)
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
     label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
     label_logit_C = jnp.where(label_CV, logits_CV, 0).sum(axis=-1)
-    nll_C = (top_C1 + jnp.log(total_C1))[:, 0] - label_logit_C
-    return exp_CV / total_C1, nll_C, label_CV
+    if not axes:
+        nll_C = (top_C1 + jnp.log(total_C1))[:, 0] - label_logit_C
+        return exp_CV / total_C1, nll_C, label_CV
+    own = jnp.stack([top_C1[:, 0], total_C1[:, 0], label_logit_C])
+    tops, totals, label_logits = all_gather_rows_local(own[None], axes).swapaxes(0, 1)
+    top_C = tops.max(axis=0)
+    total_C = (totals * jnp.exp(tops - top_C)).sum(axis=0)
+    nll_C = top_C + jnp.log(total_C) - label_logits.sum(axis=0)
+    return exp_CV * (jnp.exp(top_C1[:, 0] - top_C) / total_C)[:, None], nll_C, label_CV
 
 
-@jax.custom_vjp
-def cross_entropy(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> jax.Array:
-    """sum_t weights[t] * -log softmax(x[t] w)[labels[t]], float32. x and w in one dtype; not differentiable in weights.
-
-    The gradients of x and w are computed together with the loss, chunk by chunk, so that each chunk's logits are
-    computed once.
-    """
-
+def _loss(
+    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, axes: tuple[str, ...] = ()
+) -> jax.Array:
     def step(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x_CD, labels_C, weights_C = chunk
-        _, nll_C, _ = _logits(x_CD, w_DV, labels_C)
+        _, nll_C, _ = _logits(x_CD, w_DV, labels_C, axes)
         return total + (nll_C * weights_C).sum(), None
 
     return lax.scan(step, jnp.zeros((), jnp.float32), _chunks(x_TD, labels_T, weights_T, w_DV.shape[1]))[0]
 
 
-def _fwd(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> Any:
+def _loss_and_gradients(
+    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """(loss, (dx, dw)); with axes, dx is this device's part of the vocabulary's."""
+
     def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
         total, dw_DV = carry
         x_CD, labels_C, weights_C = chunk
-        p_CV, nll_C, label_CV = _logits(x_CD, w_DV, labels_C)
+        p_CV, nll_C, label_CV = _logits(x_CD, w_DV, labels_C, axes)
         dlogits_CV = ((p_CV - label_CV.astype(jnp.float32)) * weights_C[:, None]).astype(x_CD.dtype)
         dx_CD = dot(dlogits_CV, w_DV, b_transposed=True).astype(x_CD.dtype)
         dw_DV = dw_DV + dot(transposed(x_CD), dlogits_CV)
@@ -68,9 +80,81 @@ def _fwd(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.A
     return total, (dx.reshape(x_TD.shape), dw_DV.astype(w_DV.dtype))
 
 
+@jax.custom_vjp
+def cross_entropy(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> jax.Array:
+    """sum_t weights[t] * -log softmax(x[t] w)[labels[t]], float32. x and w in one dtype; not differentiable in weights.
+
+    The gradients of x and w are computed together with the loss, chunk by chunk, so that each chunk's logits are
+    computed once.
+    """
+    return _loss(x_TD, w_DV, labels_T, weights_T)
+
+
 def _bwd(residuals: Any, g: jax.Array) -> Any:
     dx_TD, dw_DV = residuals
     return (dx_TD * g.astype(dx_TD.dtype)), (dw_DV * g.astype(dw_DV.dtype)), None, None
 
 
-cross_entropy.defvjp(_fwd, _bwd)
+cross_entropy.defvjp(_loss_and_gradients, _bwd)
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This device's part of a vocabulary split over the devices of `axes`, the last of which is inside a node.
+
+    striped: device r of R has the ids r, r + R, r + 2 R, ...; else the r-th of R blocks.
+    """
+
+    axes: tuple[str, ...]
+    striped: bool
+
+    def index(self, ids: jax.Array, size: int) -> jax.Array:
+        """Where ids lie in this device's `size` entries; outside [0, size) for those of other devices."""
+        rank = lax.axis_index(self.axes).astype(ids.dtype)
+        if not self.striped:
+            return ids - rank * size
+        devices = lax.axis_size(self.axes)
+        return jnp.where(ids % devices == rank, ids // devices, -1)
+
+    def whole(self, part_V: jax.Array) -> jax.Array:
+        """The entries of the whole vocabulary, in order, on every device."""
+        parts_RV = lax.all_gather(part_V, self.axes)
+        return (parts_RV.T if self.striped else parts_RV).reshape(-1)
+
+
+def _of_all_devices(
+    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, shard: VocabularyShard
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    x_MD, labels_M, weights_M = (all_gather_rows_local(a, shard.axes) for a in (x_TD, labels_T, weights_T))
+    return x_MD, w_DV, shard.index(labels_M, w_DV.shape[1]), weights_M
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def parallel_cross_entropy(
+    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, shard: VocabularyShard
+) -> jax.Array:
+    """`cross_entropy` where each device has a part of w's columns; summed over devices it is that of all their tokens.
+
+    Every device computes the logits of all tokens for its part: hidden states go to all devices, three numbers of each
+    token's softmax too, and the parts of dx back, rounded to x's dtype on their way and added in float32. dw needs no
+    reduction. A device returns 1 / R of the sum; the gradients are those of the sum, whose cotangent must be the same
+    on all devices. (Vocabulary-parallel as in Megatron-LM, arXiv 1909.08053 section 3, but of split tokens.)
+    """
+    total = _loss(*_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
+    return total / lax.axis_size(shard.axes)
+
+
+def _parallel_fwd(
+    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, shard: VocabularyShard
+) -> Any:
+    operands = _of_all_devices(x_TD, w_DV, labels_T, weights_T, shard)
+    total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
+    dx_TD = sum_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
+    return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)
+
+
+def _parallel_bwd(shard: VocabularyShard, residuals: Any, g: jax.Array) -> Any:
+    return _bwd(residuals, g)
+
+
+parallel_cross_entropy.defvjp(_parallel_fwd, _parallel_bwd)

@@ -52,18 +52,30 @@ class MoEMetrics:
 
 
 def moe_local(
-    x_TD: jax.Array, routing: Routing, expert_fn: ExpertFn, exchange: Exchange, *, worst_case: bool = False
+    x_TD: jax.Array,
+    routing: Routing,
+    expert_fn: ExpertFn,
+    exchange: Exchange,
+    *,
+    worst_case: bool = False,
+    pieces: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """(float32 y_TD, dropped assignments): the weighted sum of each token's experts, inside `shard_map`.
 
-    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows.
+    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. pieces: the tokens go in so many
+    parts, if that divides them, each with buffers of its own; experts begin when the first has come.
     """
-    arrived = exchange.dispatch(
-        x_TD, routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E, worst_case=worst_case
-    )
+    pieces = 1 if x_TD.shape[0] % pieces else pieces
+    experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
+    arrived = []
+    parts = (jnp.split(a, pieces) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
+    for x, idx, weights in zip(*parts, strict=True):
+        counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
+        arrived.append(exchange.dispatch(x, idx, weights, counts_E, worst_case=worst_case))
     with jax.named_scope("experts"):
-        out_MD = expert_fn(arrived.rows_MD, arrived.group_sizes_L, arrived.expected_rows)
-    return exchange.combine(out_MD, arrived.handle), arrived.dropped
+        out = [expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows) for part in arrived]
+    y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]
+    return jnp.concatenate(y), jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
 
 
 class MoELayer(nnx.Module):
@@ -81,6 +93,7 @@ class MoELayer(nnx.Module):
             data_axes: further axes that split tokens.
         exchange: `flat`; over two expert axes (across nodes, inside a node) also `two_level` and `dedup`, which sends a
             token once to a node; `auto` takes one of them by topology and top-k, see `layer.exchange_plan.reason`.
+        pieces: tokens are exchanged in so many parts, so that experts begin with the first; see `moe_local`.
 
     Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
@@ -103,6 +116,7 @@ class MoELayer(nnx.Module):
         expert_axes: tuple[str, ...] = (),
         data_axes: tuple[str, ...] = (),
         exchange: ExchangeChoice = "auto",
+        pieces: int = 1,
         init_std: float = 0.02,
         init_out_std: float | None = None,
     ) -> None:
@@ -135,6 +149,7 @@ class MoELayer(nnx.Module):
             num_experts_per_tok=num_experts_per_tok,
             **self._groups(),
         )
+        self.pieces = pieces
         self.exchange = make_exchange(self.exchange_plan, self.expert_axes, capacity_factor)
 
     def _groups(self) -> dict[str, int]:
@@ -174,7 +189,13 @@ class MoELayer(nnx.Module):
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train)
             routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
-        y_TD, dropped = moe_local(x_TD, routing, self.experts, self.exchange, worst_case=worst_case)
+        return self.routed(x_TD, routing, worst_case=worst_case, keep_routing=keep_routing)
+
+    def routed(
+        self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False, keep_routing: bool = False
+    ) -> tuple[jax.Array, MoEStats]:
+        """`local` for tokens that have been routed."""
+        y_TD, dropped = moe_local(x_TD, routing, self.experts, self.exchange, worst_case=worst_case, pieces=self.pieces)
         kept = routing if keep_routing else None
         stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
         return y_TD, stats

@@ -71,6 +71,7 @@ def route(
     num_experts_per_tok: int,
     config: RouterConfig = RouterConfig(),  # noqa: B008 (frozen)
     bias_E: jax.Array | None = None,
+    topk_idx_TK: jax.Array | None = None,
 ) -> Routing:
     """Choose K experts for each token from its logits.
 
@@ -85,8 +86,9 @@ def route(
     The weights of the last three are divided by their sum if `norm_topk_prob`, except for K = 1, where they would
     all be 1 and the router would get no gradient. All are multiplied by `routed_scaling_factor`.
 
-    logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is zero.
-    Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises `ValueError` for shapes that do not fit.
+    logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is zero. topk_idx_TK: the
+    choices, where they were made before, from the same logits. Gradients flow through the weights, `probs_sum_E` and
+    `z_sum`. Raises `ValueError` for shapes that do not fit.
     """
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
@@ -101,14 +103,12 @@ def route(
         probs_TE = scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
     else:
         scores_TE = probs_TE = jax.nn.softmax(logits_TE, axis=1)
-
     selection_TE = lax.stop_gradient(scores_TE)
     if bias_E is not None:
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
     if config.kind == "group_limited":
         selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
-
-    idx_TK = top_k_indices(selection_TE, num_experts_per_tok)
+    idx_TK = top_k_indices(selection_TE, num_experts_per_tok) if topk_idx_TK is None else topk_idx_TK
     weights_TK, counts_E = _gather_and_count(scores_TE, idx_TK)
     normalise = config.kind == "gshard" or (config.kind != "switch" and config.norm_topk_prob)
     if normalise and num_experts_per_tok > 1:
@@ -246,9 +246,17 @@ class Router(nnx.Module):
         biased = config.kind in _BIASED_KINDS
         self.e_score_correction_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if biased else None
 
-    def __call__(self, x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+        topk_idx_TK: jax.Array | None = None,
+    ) -> Routing:
         """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise), for the logits
         only; `key` is needed if jitter_noise > 0 and must differ between devices (fold in the device's index).
+        topk_idx_TK: choices to keep to, made before from the same x.
         """
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
@@ -263,4 +271,4 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
-        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E)
+        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, topk_idx_TK)

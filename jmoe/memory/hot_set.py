@@ -5,6 +5,7 @@ this. Not thread-safe: whoever shares one holds a lock.
 """
 
 import heapq
+from collections import deque
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +14,8 @@ from jmoe.config import check
 
 # Counts grow by beta ** -decays. Before that leaves float64 they are all brought down again.
 RESCALE_ABOVE = 2.0**512
+# What is announced ranks above every count, and what comes sooner above what comes later.
+ANNOUNCED = 2.0**900
 
 
 def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
@@ -30,6 +33,9 @@ class HitCounts:
     Counts belong to records, not to slots, so they survive eviction. Instead of shrinking all counts, what a hit adds
     is made larger by 1 / beta: the order is the same and a decay costs nothing. `scores` are these scaled counts;
     they only ever rise, but for a common rescaling now and then, which `generation` counts.
+
+    Who knows what the next step will use says so with `expect`. Until it is used, such a record ranks above all that
+    are not expected: the rule that is best when the future is known (Belady's), as far as it is known here.
     MoESys, Algorithm 2 (arXiv 2205.10034), with the decayed counts assigned.
     """
 
@@ -42,10 +48,36 @@ class HitCounts:
         self._hit = 1.0
         self._beta, self._decay_every_steps = beta, decay_every_steps
         self._steps = 0
+        self._coming: dict[int, deque[int]] = {}  # record -> its places in the order of expected uses
+        self._place = self._place_before = 0  # the next place, and what it was when the step before ended
 
     @property
     def num_records(self) -> int:
         return self.scores.size
+
+    def expect(self, indices: ArrayLike) -> None:
+        """All that the next step will use, in order, which is after what was expected before.
+
+        What has not come by the end of the step after that is not expected any more.
+        """
+        for index in record_ids(indices, self.num_records).tolist():
+            self._coming.setdefault(index, deque()).append(self._place)
+            self._place += 1
+
+    def used(self, index: int) -> bool:
+        """An expected use of the record has come, so that its rank falls; False if none was expected."""
+        coming = self._coming.get(index)
+        if coming is None:
+            return False
+        coming.popleft()
+        if not coming:
+            del self._coming[index]
+        return True
+
+    def rank(self, index: int, *, uses: int = 0) -> float:
+        """What says which of two records deserves its place more, after so many of the expected uses."""
+        coming = self._coming.get(index, ())
+        return ANNOUNCED / (1 + coming[uses]) if len(coming) > uses else float(self.scores[index])
 
     @property
     def counts(self) -> NDArray[np.float64]:
@@ -57,6 +89,11 @@ class HitCounts:
         ids = record_ids(indices, self.num_records)
         self.scores[np.unique(ids)] += self._hit
         self._steps += 1
+        overdue = [index for index, coming in self._coming.items() if coming[0] < self._place_before]
+        for index in overdue:
+            self.used(index)
+        self.generation += bool(overdue)
+        self._place_before = self._place
         if self._steps % self._decay_every_steps == 0:
             self._hit /= self._beta
             if self._hit > RESCALE_ABOVE:
@@ -71,7 +108,7 @@ class HotSet:
     The victim is the slot with the lowest score; among equal ones the record that came last, so that on balanced
     traffic what is there stays there (evicting the oldest would lose every hit of a repeating order). Slots with pins
     are never victims. Finding a victim costs O(log num_slots) on average: a heap whose keys may be out of date, put
-    right when they come to the top (scores only rise, so a key is never too high).
+    right when they come to the top; where a rank falls, a second key is added.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int) -> None:
@@ -98,7 +135,7 @@ class HotSet:
 
     def victim(self) -> int | None:
         """The slot to give up next; None if every occupied slot is pinned."""
-        if self._generation != self.counts.generation:
+        if self._generation != self.counts.generation or len(self._heap) > 8 * self.num_slots:
             self._rebuild()
         heap = self._heap
         while heap:
@@ -160,8 +197,12 @@ class HotSet:
         held: list[int] = self.record_in[self.record_in >= 0].tolist()
         return held
 
+    def fallen(self, record: int) -> None:
+        """The rank of this record, which is here, has fallen."""
+        self._push(int(self.slot_of[record]))
+
     def _score(self, slot: int) -> float:
-        return float(self.counts.scores[self.record_in[slot]])
+        return self.counts.rank(int(self.record_in[slot]))
 
     def _push(self, slot: int) -> None:
         heapq.heappush(self._heap, (self._score(slot), -self._came[slot], slot))

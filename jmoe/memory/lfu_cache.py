@@ -1,11 +1,14 @@
 """The bookkeeping of the host tier: which records are in memory, and which one goes when another comes.
 
-Slots are numbers of places in `RecordBuffers`: the first `num_slots` form the cache, `staging_slots` more take what
-the cache does not let in. Not thread-safe: `TieredStore` holds the lock.
+Slots are numbers of places in `RecordBuffers`: `num_slots` of them form the cache, `staging_slots` more take what the
+cache does not let in, and what it has given up until that is written back. Not thread-safe: `TieredStore` holds the
+lock.
 """
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 
 from numpy.typing import ArrayLike
 
@@ -19,6 +22,7 @@ class CacheStats:
 
     evictions: records that lost their slot in the cache. passed_through: reads that went to a staging slot.
     unused: records read and then given up, or discarded, before anyone used them.
+    written_back: dirty records that were handed out to be written and were written.
     """
 
     hits: int = 0
@@ -26,6 +30,7 @@ class CacheStats:
     evictions: int = 0
     passed_through: int = 0
     unused: int = 0
+    written_back: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -41,6 +46,11 @@ class LFUCache:
     in turn and do not all fit; this rule then keeps a fixed set, the best there is (MoESys, Algorithm 2, as changed
     in this project: counts survive eviction, ties go to the record that is there). Entries with pins are never given
     up. Between `admit` and the last `unpin` a slot belongs to its record.
+
+    Dirty entries keep their slot until they are written: `next_write` hands one out, `written` takes it back. A dirty
+    victim leaves the cache at once all the same: it becomes a staged entry where it is, and the newcomer's staging
+    slot becomes one of the cache's, so nobody waits for the write. What is staged and dirty is written first; what is
+    in the cache when it is given up, or when `write_back` asks for it.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int, staging_slots: int) -> None:
@@ -53,11 +63,17 @@ class LFUCache:
         )
         self.counts = counts
         self._hot = HotSet(counts, num_slots)
+        self._slot_at = list(range(num_slots))  # place in the hot set -> slot
+        self._place_of = {slot: slot for slot in range(num_slots)}  # and back
         self._free_staging = list(range(num_slots + staging_slots - 1, num_slots - 1, -1))
         self._staged: OrderedDict[int, int] = OrderedDict()  # record -> slot, longest unused first
         self._staging_pins: dict[int, int] = {}  # slot -> pins
         self._fresh: set[int] = set()  # records read and not used yet
-        self._hits = self._misses = self._evictions = self._passed_through = self._unused = 0
+        self._dirty: dict[int, None] = {}  # oldest first
+        self._to_write: dict[int, None] = {}  # dirty records whose slot is wanted, in this order
+        self._to_clean: dict[int, None] = {}  # dirty records to write after those
+        self._writing: set[int] = set()  # handed out, each with a pin
+        self._hits = self._misses = self._evictions = self._passed_through = self._unused = self._written_back = 0
 
     @property
     def num_slots(self) -> int:
@@ -67,16 +83,22 @@ class LFUCache:
         """Count one step that used these records."""
         self.counts.touch(indices)
 
+    def expect(self, indices: ArrayLike) -> None:
+        """All that the next step will use, in order; see `HitCounts.expect`."""
+        self.counts.expect(indices)
+
     def slot_of(self, index: int) -> int | None:
         """The slot that the record has, or None."""
-        slot = int(self._hot.slot_of[index])
-        return slot if slot >= 0 else self._staged.get(index)
+        place = int(self._hot.slot_of[index])
+        return self._slot_at[place] if place >= 0 else self._staged.get(index)
 
     def use(self, index: int) -> int | None:
         """The slot of a record that is here, with one more pin, counted as a hit or miss; None if it is not here."""
         slot = self.slot_of(index)
         if slot is None:
             return None
+        if self.counts.used(index) and self._hot.slot_of[index] >= 0:
+            self._hot.fallen(index)
         if index in self._fresh:
             self._fresh.remove(index)
             self._misses += 1
@@ -94,7 +116,7 @@ class LFUCache:
         may not push out another one that is not used yet.
         """
         assert self.slot_of(index) is None, index
-        slot = self._cache_slot(index)
+        slot = self._cache_slot(index, demanded)
         if slot is None:
             slot = self._staging_slot(demanded)
             if slot is None:
@@ -111,8 +133,8 @@ class LFUCache:
         assert slot is not None, index
         self.unpin(slot)
         self._fresh.discard(index)
-        if slot < self.num_slots:
-            self._hot.evict(slot)
+        if slot in self._place_of:
+            self._hot.evict(self._place_of[slot])
         else:
             del self._staged[index]
             self._free_staging.append(slot)
@@ -125,39 +147,102 @@ class LFUCache:
 
     def unpin(self, slot: int) -> None:
         """Take back one pin."""
-        if slot < self.num_slots:
-            self._hot.unpin(slot)
+        if slot in self._place_of:
+            self._hot.unpin(self._place_of[slot])
             return
         self._staging_pins[slot] -= 1
         if self._staging_pins[slot] == 0:
             del self._staging_pins[slot]
 
+    @property
+    def num_dirty(self) -> int:
+        """Records that are newer here than in the store, those being written included."""
+        return len(self._dirty) + len(self._writing)
+
+    def is_writing(self, index: int) -> bool:
+        """Whether the record is handed out to be written, so that its bytes must not change."""
+        return index in self._writing
+
+    def mark_dirty(self, index: int) -> None:
+        """A record that is here, pinned by the caller, has changed."""
+        self._dirty.setdefault(index)
+        if index in self._staged:
+            self._to_write.setdefault(index)
+
+    def write_back(self) -> None:
+        """Every record that is dirty now is to be written."""
+        self._to_clean |= self._dirty
+
+    def next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
+        """(record, slot) of a dirty record to write now, with a pin for the writer; None if there is none.
+
+        changing: records not to hand out, since somebody is writing to their memory.
+        """
+        for index in chain(self._to_write, self._to_clean):
+            if index not in changing:
+                slot = self.slot_of(index)
+                assert slot is not None, index
+                self._to_write.pop(index, None)
+                self._to_clean.pop(index, None)
+                del self._dirty[index]
+                self._writing.add(index)
+                self._pin(slot)
+                return index, slot
+        return None
+
+    def written(self, index: int, *, ok: bool) -> None:
+        """Take back a record from its writer; where the write failed it is dirty as before."""
+        slot = self.slot_of(index)
+        assert slot is not None, index
+        self._writing.remove(index)
+        self._written_back += ok
+        if not ok:
+            self._dirty[index] = None
+            self._to_write[index] = None
+        self.unpin(slot)
+
     def stats(self) -> CacheStats:
-        return CacheStats(self._hits, self._misses, self._evictions, self._passed_through, self._unused)
+        return CacheStats(
+            self._hits, self._misses, self._evictions, self._passed_through, self._unused, self._written_back
+        )
 
     def _pin(self, slot: int) -> None:
-        if slot < self.num_slots:
-            self._hot.pin([slot])
+        if slot in self._place_of:
+            self._hot.pin([self._place_of[slot]])
         else:
             self._staging_pins[slot] = self._staging_pins.get(slot, 0) + 1
 
-    def _cache_slot(self, index: int) -> int | None:
+    def _cache_slot(self, index: int, demanded: bool) -> int | None:
         if not self._hot.num_free:
-            slot = self._hot.victim()
-            if slot is None:
+            place = self._hot.victim()
+            if place is None:
                 return None
-            victim = int(self._hot.record_in[slot])
-            if self.counts.scores[index] <= self.counts.scores[victim]:
+            victim = int(self._hot.record_in[place])
+            if self.counts.rank(index, uses=1) <= self.counts.rank(victim):
+                return None
+            if victim in self._dirty and not self._demote(victim, place, demanded):
                 return None
             self._give_up(victim)
-            self._hot.evict(slot)
+            self._hot.evict(place)
             self._evictions += 1
-        return self._hot.place(index)
+        return self._slot_at[self._hot.place(index)]
+
+    def _demote(self, victim: int, place: int, demanded: bool) -> bool:
+        """Let a dirty victim keep its slot as a staging slot, and give the cache another; False if there is none."""
+        slot = self._staging_slot(demanded)
+        if slot is None:
+            return False
+        self._staged[victim] = self._slot_at[place]
+        self._to_write.setdefault(victim)
+        del self._place_of[self._slot_at[place]]
+        self._slot_at[place] = slot
+        self._place_of[slot] = place
+        return True
 
     def _staging_slot(self, demanded: bool) -> int | None:
         if self._free_staging:
             return self._free_staging.pop()
-        unpinned = [index for index, slot in self._staged.items() if slot not in self._staging_pins]
+        unpinned = [i for i, slot in self._staged.items() if slot not in self._staging_pins and i not in self._dirty]
         used = [index for index in unpinned if index not in self._fresh]
         candidates = used or (unpinned if demanded else [])
         if not candidates:

@@ -26,6 +26,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+from jmoe.memory.direct_io import check_buffer, fsync_folder, naming_the_room, read_all, write_all
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
 MANIFEST = "manifest.json"
@@ -106,6 +107,30 @@ class RecordLayout:
         return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
 
 
+@dataclass(frozen=True)
+class HostRecords:
+    """Every record in host memory; record i is in slot i."""
+
+    layout: RecordLayout
+    buffers: RecordBuffers
+
+    def __post_init__(self) -> None:
+        check(
+            self.buffers.slot_bytes == self.layout.record_bytes,
+            "buffers.slot_bytes",
+            self.buffers.slot_bytes,
+            f"must be the layout's record_bytes = {self.layout.record_bytes}",
+        )
+
+    @classmethod
+    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill) -> Self:
+        """Allocate them and let `fill` write each one, as `RecordStore.pack` does."""
+        buffers = RecordBuffers(num_records, layout.record_bytes)
+        for index in range(num_records):
+            fill(index, layout.views(buffers.slot(index)))
+        return cls(layout, buffers)
+
+
 class RecordStore:
     """A pack, open for reading; its methods may be called from many threads.
 
@@ -122,9 +147,9 @@ class RecordStore:
     def open(cls, folder: str | Path, layout: RecordLayout, num_records: int, *, fingerprint: str) -> Self:
         """Open the pack in `folder` if it is whole and was made from this; raises `PackError` saying why if not."""
         folder = Path(folder)
-        expected = _manifest(layout, num_records, fingerprint)
+        expected = manifest_of(layout, num_records, fingerprint)
         for last_try in (False, True):
-            manifest = _read_manifest(folder)
+            manifest = read_manifest(folder)
             differ = [key for key in expected if manifest.get(key) != expected[key]]
             if differ:
                 was = {key: manifest.get(key) for key in differ}
@@ -171,14 +196,14 @@ class RecordStore:
         with contextlib.suppress(PackError):  # also from a folder that may not be written to
             return cls.open(folder, layout, num_records, fingerprint=fingerprint)
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, lock_limit_s):
+        with locked(folder, lock_limit_s):
             with contextlib.suppress(PackError):  # another process made it meanwhile
                 return cls.open(folder, layout, num_records, fingerprint=fingerprint)
             _remove_leftovers(folder)
             path = folder / f"records-{secrets.token_hex(8)}.bin"
             try:
                 _write_records(path, layout, num_records, fill)
-                _write_manifest(folder, _manifest(layout, num_records, fingerprint) | {"file": path.name})
+                write_manifest(folder, manifest_of(layout, num_records, fingerprint) | {"file": path.name})
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -192,22 +217,9 @@ class RecordStore:
         """
         if not 0 <= index < self.num_records:
             raise ValueError(f"index = {index}: must be in [0, {self.num_records})")
-        record_bytes = self.layout.record_bytes
-        if record_R.nbytes != record_bytes or not record_R.flags.writeable:
-            raise ValueError(f"record_R: must be {record_bytes} writable bytes, has {record_R.nbytes}")
-        if record_R.ctypes.data % PAGE_BYTES:
-            raise ValueError(f"record_R: must begin at a multiple of {PAGE_BYTES} bytes")
-        memory, done_bytes, first_byte = record_R.data, 0, index * record_bytes
-        while done_bytes < record_bytes:
-            try:
-                count = os.preadv(self._fd, [memory[done_bytes:]], first_byte + done_bytes)
-            except OSError as error:
-                what = f"reading record {index} (at byte {first_byte}): {error.strerror}"
-                raise OSError(error.errno, what, str(self.path)) from error
-            if count == 0:
-                what = f"reading record {index} (at byte {first_byte}): the file ends after {done_bytes} bytes of it"
-                raise OSError(errno.EIO, what, str(self.path))
-            done_bytes += count
+        check_buffer(record_R, self.layout.record_bytes)
+        first_byte = index * self.layout.record_bytes
+        read_all(self._fd, record_R, first_byte, self.path, f"reading record {index}")
 
     def close(self) -> None:
         """Close the file; no thread may be reading."""
@@ -242,7 +254,8 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
     return fd, "O_DIRECT"
 
 
-def _manifest(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[str, Any]:
+def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[str, Any]:
+    """What a folder of such records says of itself."""
     return {
         "format": FORMAT,
         "layout": layout.describe(),
@@ -252,7 +265,8 @@ def _manifest(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[
     }
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The folder's manifest; `PackError` if there is none that can be read."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -265,23 +279,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    _fsync(folder)  # the data file's name must not come after the manifest's
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Replace the folder's manifest at once."""
+    fsync_folder(folder)  # the data file's name must not come after the manifest's
     path = folder / f"{MANIFEST}.tmp"
     with path.open("w") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     path.replace(folder / MANIFEST)
-    _fsync(folder)
-
-
-def _fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_folder(folder)
 
 
 def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fill) -> None:
@@ -300,38 +307,23 @@ def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fil
             raise
         fd = os.open(path, flags, 0o644)
     try:
-        with _naming_the_room(path, needs):
+        with naming_the_room(path, needs):
             os.posix_fallocate(fd, 0, total_bytes)
         for index in range(num_records):
             record_R[:] = 0
             fill(index, views)
-            with _naming_the_room(path, needs):
-                _write_all(fd, record_R, index * layout.record_bytes)
-        with _naming_the_room(path, needs):
+            with naming_the_room(path, needs):
+                write_all(fd, record_R, index * layout.record_bytes)
+        with naming_the_room(path, needs):
             os.fsync(fd)
     finally:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _naming_the_room(path: Path, needs: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        free_bytes = shutil.disk_usage(path.parent).free
-        raise OSError(error.errno, f"{error.strerror}: {needs}, {free_bytes} are free", str(path.parent)) from error
-
-
-def _write_all(fd: int, record_R: NDArray[np.uint8], offset_bytes: int) -> None:
-    memory, done_bytes = record_R.data, 0
-    while done_bytes < record_R.nbytes:
-        done_bytes += os.pwritev(fd, [memory[done_bytes:]], offset_bytes + done_bytes)
-
-
 def _remove_leftovers(folder: Path) -> None:
     """Delete data files that no manifest names; only for who holds the lock."""
     try:
-        named = _read_manifest(folder).get("file")
+        named = read_manifest(folder).get("file")
     except PackError:
         named = None
     for path in folder.glob("records-*.bin"):
@@ -340,7 +332,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, limit_s: float) -> Iterator[None]:
+def locked(folder: Path, limit_s: float) -> Iterator[None]:
     """Hold the folder's lock, which the kernel takes back from a process that dies."""
     path = folder / LOCK
     deadline_s = time.monotonic() + limit_s

@@ -1,15 +1,17 @@
 """Records of a model, wherever they are: on NVMe behind a cache in host memory, or all in host memory.
 
 Worker threads read from NVMe into page-aligned host memory, ahead where told to; `get` waits for what is not there
-yet. Everything is counted. Nothing here knows what a record means.
+yet. Others write back what was changed (`Record.put`), where the store is a `VersionStore`. Everything is counted.
+Nothing here knows what a record means.
 """
 
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -21,33 +23,11 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.hot_set import HitCounts, record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
-from jmoe.memory.record_store import Fill, RecordLayout, RecordStore
+from jmoe.memory.record import Record
+from jmoe.memory.record_store import HostRecords, RecordStore
+from jmoe.memory.version_store import VersionStore
 
 Tier = Literal["nvme", "host"]
-
-
-@dataclass(frozen=True)
-class HostRecords:
-    """Every record in host memory; record i is in slot i."""
-
-    layout: RecordLayout
-    buffers: RecordBuffers
-
-    def __post_init__(self) -> None:
-        check(
-            self.buffers.slot_bytes == self.layout.record_bytes,
-            "buffers.slot_bytes",
-            self.buffers.slot_bytes,
-            f"must be the layout's record_bytes = {self.layout.record_bytes}",
-        )
-
-    @classmethod
-    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill) -> Self:
-        """Allocate them and let `fill` write each one, as `RecordStore.pack` does."""
-        buffers = RecordBuffers(num_records, layout.record_bytes)
-        for index in range(num_records):
-            fill(index, layout.views(buffers.slot(index)))
-        return cls(layout, buffers)
 
 
 @dataclass(frozen=True)
@@ -55,8 +35,8 @@ class TieredStats:
     """Counters since the start.
 
     nvme: reads into host memory; host: records handed out by `get`, each for the time its handle was open.
-    waits, waited_s: calls of `get` that found their record not there yet, and for how long they waited in all.
-    io: how NVMe is read (`RecordStore.io`), "" without a store.
+    waits, waited_s: calls of `get` that found their record not there yet, or still being written back, and for how
+    long they waited in all. io: how NVMe is read (`RecordStore.io`), "" without a store. nvme_writes: written back.
     """
 
     nvme: LinkStats
@@ -65,38 +45,7 @@ class TieredStats:
     waits: int
     waited_s: float
     io: str
-
-
-class Record:
-    """A record in host memory, read-only, for as long as it is open: use it in a `with` statement.
-
-    record[name] is an array of the record's layout, `data_R` all its bytes. Both lie in memory that is used for
-    another record after `close`: copy them, and wait for the copy (on CPU, `jax.device_put` of such an array makes
-    no copy at all).
-    """
-
-    def __init__(self, index: int, data_R: NDArray[np.uint8], views: dict[str, NDArray[Any]], owner: "TieredStore"):
-        self.index, self.data_R, self._views = index, data_R, views
-        self._owner: TieredStore | None = owner
-        self._start_s = owner._host_link.start()
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._views[name]
-
-    def close(self) -> None:
-        """Give the memory back; more than once does nothing."""
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner._host_link.finish(self._start_s, self.data_R.nbytes)
-            owner._give_back(self.index)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    nvme_writes: LinkStats
 
 
 class _Read:
@@ -105,6 +54,7 @@ class _Read:
     def __init__(self, index: int) -> None:
         self.index = index
         self.slot: int | None = None  # None: no thread has begun
+        self.empty = False  # a slot is all that is wanted
         self.demanded = False
         self.waiters = 0
         self.done = False
@@ -120,58 +70,72 @@ class TieredStore:
     time. bandwidth_limit_bytes_per_s by tier: "nvme" for reads, "host" for records handed out (bytes count when
     their handle closes). wait_limit_s: no call waits longer; `TimeoutError` names record and file.
 
+    With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
+    A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
+    (calls of `touch`), and by `flush`. Staging slots are then two per thread of either kind.
+
     An error in a thread is raised by the `get` that waits for that record, or else by the next call; after that the
-    record may be asked for again. The store given stays the caller's to close, after this.
+    record may be asked for again, and one that could not be written is still dirty. The store given stays the
+    caller's to close, after this.
     """
 
     def __init__(
         self,
-        store: RecordStore | None = None,
+        store: RecordStore | VersionStore | None = None,
         *,
         host_records: HostRecords | None = None,
         cache_bytes: int | None = None,
         threads: int = 4,
+        write_threads: int = 2,
+        write_back_every_steps: int | None = None,
         beta: float = 0.9,
         decay_every_steps: int = 4,
         bandwidth_limit_bytes_per_s: Mapping[Tier, float] | None = None,
         wait_limit_s: float = 60.0,
     ) -> None:
-        check(threads > 0, "threads", threads, "must be greater than 0")
-        check(wait_limit_s > 0, "wait_limit_s", wait_limit_s, "must be greater than 0")
+        positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
+        for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
+            check(value is None or value > 0, name, value, "must be greater than 0")
         limits = dict(bandwidth_limit_bytes_per_s or {})
         check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "tiers are nvme and host")
         self._lock = threading.Lock()
         self._to_do = threading.Condition(self._lock)  # for the threads: a read may begin
-        self._arrived = threading.Condition(self._lock)  # for callers of get: a read is over
+        self._to_write = threading.Condition(self._lock)  # for the threads: a write may begin
+        self._arrived = threading.Condition(self._lock)  # for callers of get and flush: a read or write is over
         self._closing = threading.Event()
         self._nvme_link = Link(limits.get("nvme"), sleep=self._closing.wait)
+        self._write_link = Link(limits.get("nvme"), sleep=self._closing.wait)
         self._host_link = Link(limits.get("host"))
         self._wait_limit_s = wait_limit_s
         self._waits, self._waited_s = 0, 0.0
         self._error: Exception | None = None
+        self._write_error = False  # that is what the error is of: no more writes before it has been raised
         self._reads: dict[int, _Read] = {}
-        self._demanded: deque[_Read] = deque()
-        self._ahead: deque[_Read] = deque()
+        self._demanded, self._ahead = deque[_Read](), deque[_Read]()
         self._threads: list[threading.Thread] = []
+        self._open: Counter[int] = Counter()  # record -> handles
+        self._changing: set[int] = set()  # records open as writable
+        self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
+        self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self._store = store
+        self._versions = store if isinstance(store, VersionStore) else None
         self._cache: LFUCache | None = None
         if store is None:
             if host_records is None or cache_bytes is not None:
                 raise ValueError("host_records: without a store all records must be in host memory, without a cache")
             self.layout, self._buffers = host_records.layout, host_records.buffers
-            self.num_records = host_records.buffers.num_slots
+            self.num_records = self._buffers.num_slots
         else:
             if host_records is not None or cache_bytes is None:
                 raise ValueError("cache_bytes: a store needs a cache in host memory, and no host_records")
             self.layout, self.num_records = store.layout, store.num_records
-            cache_slots, staging_slots = self._split(cache_bytes, threads)
+            cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
             self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
             counts = HitCounts(self.num_records, beta=beta, decay_every_steps=decay_every_steps)
             self._cache = LFUCache(counts, cache_slots, staging_slots)
-            self._threads = [
-                threading.Thread(target=self._work, name=f"read-{n}-{store.path.name}", daemon=True)
-                for n in range(threads)
-            ]
+            self._threads = [self._thread(self._work, f"read-{n}") for n in range(threads)]
+            if self._versions is not None:
+                self._threads += [self._thread(self._work_back, f"write-{n}") for n in range(write_threads)]
         self._views = [self._read_only(slot) for slot in range(self._buffers.num_slots)]
         for thread in self._threads:
             thread.start()
@@ -188,6 +152,17 @@ class TieredStore:
             if self._cache is not None:
                 self._cache.touch(ids)
                 self._to_do.notify()  # a higher count may open the cache to a record that found no slot
+                self._steps += 1
+                if self._write_back_every_steps and self._steps % self._write_back_every_steps == 0:
+                    self._cache.write_back()
+                    self._to_write.notify_all()
+
+    def expect(self, indices: ArrayLike) -> None:
+        """All that the next step will use, in order, where that is known a step ahead: the cache then keeps them."""
+        ids = record_ids(indices, self.num_records)
+        with self._lock:
+            if self._cache is not None:
+                self._cache.expect(ids)
 
     def prefetch(self, indices: ArrayLike) -> None:
         """Begin to read those of these records that are not in host memory, in this order; returns at once."""
@@ -214,30 +189,77 @@ class TieredStore:
                     del self._reads[index]
             self._to_do.notify_all()
 
-    def get(self, index: int) -> Record:
-        """The record, in host memory; waits until it is there. Close what comes back."""
+    def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
+        """The record, in host memory; waits until it is there. Close or put what comes back.
+
+        writable: for the caller alone. `ValueError` if the record is open elsewhere and either is writable. empty:
+        the caller writes all of it and puts it, so it is not read; what it holds until then is undefined.
+        """
+        check(writable or not empty, "empty", empty, "needs writable")
         check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
+        if writable and self._store is not None:
+            check(self._versions is not None, "writable", writable, "needs a VersionStore, or records in host memory")
         with self._lock:
             self._check_usable()
             if self._cache is None:
                 slot = index
             else:
+                if writable and self._cache.is_writing(index):
+                    self._wait_until(lambda: not self._is_writing(index), f"record {index} to be written")
                 held = None if index in self._reads else self._cache.use(index)
-                slot = self._wait_for(index) if held is None else held
+                slot = self._wait_for(index, empty) if held is None else held
+            taken = index in self._changing or (index in self._blank and not empty)
+            if taken or (writable and self._open[index]):
+                if self._cache is not None:
+                    self._cache.unpin(slot)
+                raise ValueError(f"record {index}: is open elsewhere, and may then not be open as writable")
+            self._open[index] += 1
+            if writable:
+                self._changing.add(index)
         data_R, views = self._views[slot]
-        return Record(index, data_R, views, self)
+        if writable:
+            data_R = self._buffers.slot(slot)
+            views = self.layout.views(data_R)
+        return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
+
+    def flush(self) -> None:
+        """Write back all dirty records and make them durable in the store; waits for it. Nobody may put meanwhile."""
+        with self._lock:
+            self._check_usable()
+            if self._changing:
+                raise ValueError(f"records {sorted(self._changing)[:8]}: must be put or closed before flush")
+            if self._cache is None or self._versions is None:
+                return
+            cache = self._cache
+            cache.write_back()
+            self._to_write.notify_all()
+            while left := cache.num_dirty:
+                self._wait_until(partial(self._fewer_dirty, left), f"{left} records to be written")
+        self._versions.sync()
 
     def stats(self) -> TieredStats:
         with self._lock:
             cache = CacheStats() if self._cache is None else self._cache.stats()
             io = "" if self._store is None else self._store.io
-            return TieredStats(self._nvme_link.stats(), self._host_link.stats(), cache, self._waits, self._waited_s, io)
+            return TieredStats(
+                nvme=self._nvme_link.stats(),
+                host=self._host_link.stats(),
+                cache=cache,
+                waits=self._waits,
+                waited_s=self._waited_s,
+                io=io,
+                nvme_writes=self._write_link.stats(),
+            )
 
     def close(self) -> None:
-        """Stop the threads, after the reads that they are in; nothing may be asked for any more."""
+        """Stop the threads, after what they are reading and writing; nothing may be asked for any more.
+
+        What is dirty is not written: `flush` first, as leaving a `with` block without an error does.
+        """
         with self._lock:
             self._closing.set()
             self._to_do.notify_all()
+            self._to_write.notify_all()
             self._arrived.notify_all()
         deadline_s = time.monotonic() + self._wait_limit_s
         for thread in self._threads:
@@ -252,7 +274,14 @@ class TieredStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is None and self._versions is not None and not self._closing.is_set():
+                self.flush()
+        finally:
+            self.close()
+
+    def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        return threading.Thread(target=work, name=f"{name}-{Path(self._where()).name}", daemon=True)
 
     def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
         """How many slots the cache and the staging get out of `cache_bytes`."""
@@ -273,23 +302,60 @@ class TieredStore:
         if self._closing.is_set():
             raise ValueError("the store is closed")
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self._write_error = self._error, None, False
+            self._to_write.notify_all()
             raise error
 
-    def _give_back(self, index: int) -> None:
-        if self._cache is not None:
-            with self._lock:
-                slot = self._cache.slot_of(index)
-                assert slot is not None, index
+    def _give_back(self, index: int, dirty: bool) -> None:
+        with self._lock:
+            self._open[index] -= 1
+            if not self._open[index]:
+                del self._open[index]
+            self._changing.discard(index)
+            if self._cache is None:
+                return
+            slot = self._cache.slot_of(index)
+            assert slot is not None, index
+            if dirty:
+                self._blank.discard(index)
+                self._cache.mark_dirty(index)
+            if index in self._blank:
+                self._blank.remove(index)
+                self._cache.drop(index)
+            else:
                 self._cache.unpin(slot)
-                if self._demanded or self._ahead:
-                    self._to_do.notify()
+            self._to_write.notify()
+            if self._demanded or self._ahead:
+                self._to_do.notify()
 
-    def _wait_for(self, index: int) -> int:
+    def _is_writing(self, index: int) -> bool:
+        return self._cache is not None and self._cache.is_writing(index)
+
+    def _fewer_dirty(self, num_dirty: int) -> bool:
+        return self._cache is not None and self._cache.num_dirty < num_dirty
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for the threads that write; counted. The lock is held."""
+        start_s = time.monotonic()
+        try:
+            while not done():
+                self._check_usable()
+                left_s = start_s + self._wait_limit_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"waited {self._wait_limit_s} s for {what} back to {self._where()}")
+                self._arrived.wait(left_s)
+        finally:
+            self._waits += 1
+            self._waited_s += time.monotonic() - start_s
+
+    def _wait_for(self, index: int, empty: bool) -> int:
         """The slot of a record that is not there yet, with a pin for the caller. The lock is held."""
         read = self._reads.get(index)
         if read is None:
             self._reads[index] = read = _Read(index)
+            read.empty = empty
+        elif read.slot is None:
+            read.empty = read.empty and empty
         if not read.demanded:
             read.demanded = True
             self._demanded.append(read)  # if its read has begun, the threads skip it
@@ -298,6 +364,9 @@ class TieredStore:
         start_s = time.monotonic()
         while not read.done and not self._closing.is_set():
             left_s = start_s + self._wait_limit_s - time.monotonic()
+            if read.slot is None and self._write_error:  # no slot will come free
+                read.waiters -= 1
+                self._check_usable()
             if left_s <= 0:
                 read.waiters -= 1
                 why = "every staging slot is held open" if read.slot is None else "the read has not come back"
@@ -318,7 +387,8 @@ class TieredStore:
         while (read := self._next()) is not None:
             error: Exception | None = None
             try:
-                self._nvme_link.transfer(partial(self._read_one, read))
+                if not read.empty:
+                    self._nvme_link.transfer(partial(self._read_one, read))
             except Exception as caught:  # whatever it is, it is raised where somebody sees it: see _finish
                 error = caught
             self._finish(read, error)
@@ -346,6 +416,7 @@ class TieredStore:
                 queue.popleft()  # begun from the other queue, done or discarded
                 continue
             read.slot = self._cache.admit(read.index, demanded=demanded)
+            self._to_write.notify()  # a dirty record may have had to leave the cache for it
             if read.slot is None:
                 return None
             return queue.popleft()
@@ -357,6 +428,8 @@ class TieredStore:
             del self._reads[read.index]
             read.done, read.error = True, error
             if error is None:
+                if read.empty:
+                    self._blank.add(read.index)
                 for _ in range(read.waiters):
                     self._cache.use(read.index)
                 self._cache.unpin(read.slot)
@@ -366,3 +439,35 @@ class TieredStore:
                     self._error = error
             if read.waiters:
                 self._arrived.notify_all()
+
+    def _work_back(self) -> None:
+        while (work := self._next_write()) is not None:
+            index, slot = work
+            error: Exception | None = None
+            try:
+                self._write_link.transfer(partial(self._write_one, index, slot))
+            except Exception as caught:  # whatever it is, the next call raises it
+                error = caught
+            with self._lock:
+                assert self._cache is not None
+                self._cache.written(index, ok=error is None)
+                if error is not None:
+                    self._error, self._write_error = error, True
+                self._to_do.notify_all()
+                self._arrived.notify_all()
+
+    def _next_write(self) -> tuple[int, int] | None:
+        """The next record to write back, with its slot; waits for one. None when the store is closed."""
+        with self._lock:
+            while not self._closing.is_set():
+                assert self._cache is not None
+                work = None if self._write_error else self._cache.next_write(self._changing)
+                if work is not None:
+                    return work
+                self._to_write.wait()
+            return None
+
+    def _write_one(self, index: int, slot: int) -> int:
+        assert self._versions is not None
+        self._versions.write(index, self._buffers.slot(slot))
+        return self.layout.record_bytes

@@ -18,6 +18,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention
+from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import MLP, normal
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import MoELayer, MoEStats
@@ -27,6 +28,11 @@ from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
 Gather = Callable[[Any], Any]
+Plan = list[tuple[tuple[bool, ...], int]]  # see `layer_plan`
+# (has experts, parameters, key, window, x) -> (x, statistics)
+Layer = Callable[[bool, Any, jax.Array | None, jax.Array | None, jax.Array], tuple[jax.Array, MoEStats | None]]
+Stacks = dict[bool, tuple[Any, Any, Any]]  # has experts -> stacked (parameters, keys, windows)
+LayerScan = Callable[[Plan, Layer, Stacks, jax.Array], tuple[jax.Array, MoEStats | None]]
 
 # Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations, casts, permutations,
 # and a layer's whole weights, which are gathered again) is computed again: cheaper than to write and read it.
@@ -44,6 +50,7 @@ class DecoderLayer(nnx.Module):
         mesh: jax.sharding.Mesh | None,
         expert_axes: tuple[str, ...],
         exchange: ExchangeChoice,
+        pieces: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
         out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
@@ -72,6 +79,7 @@ class DecoderLayer(nnx.Module):
                 mesh=mesh,
                 expert_axes=expert_axes,
                 exchange=exchange,
+                pieces=pieces,
                 **mlp,
             )
             if moe
@@ -91,9 +99,7 @@ class DecoderLayer(nnx.Module):
         worst_case: bool,
         keep_routing: bool,
     ) -> tuple[jax.Array, MoEStats | None]:
-        with jax.named_scope("attention"):
-            h_BSD = self.attention(self.attention_norm(x_BSD, dtype), window)
-            x_BSD = saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
+        x_BSD = self.attend(x_BSD, window, dtype)
         if self.moe is None:
             assert self.mlp is not None
             with jax.named_scope("mlp"):
@@ -106,6 +112,12 @@ class DecoderLayer(nnx.Module):
             if self.shared_expert is not None:
                 y_TD = y_TD + self.shared(h_TD)
         return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype), stats
+
+    def attend(self, x_BSD: jax.Array, window: jax.Array | None, dtype: Any) -> jax.Array:
+        """x + attention(norm(x)), the first half of the layer."""
+        with jax.named_scope("attention"):
+            h_BSD = self.attention(self.attention_norm(x_BSD, dtype), window)
+            return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
 
     def shared(self, h: jax.Array) -> jax.Array:
         """float32 output of the shared expert, gated where it has a gate."""
@@ -123,7 +135,7 @@ def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
     return nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
 
 
-def layer_plan(sparse: Sequence[bool]) -> list[tuple[tuple[bool, ...], int]]:
+def layer_plan(sparse: Sequence[bool]) -> Plan:
     """[(pattern, repeats), ...]: the layers' kinds as few repeated patterns, so that regular ones compile once.
 
     Greedy: at each layer the pattern that covers most layers by repeating, the shortest of those.
@@ -181,11 +193,39 @@ def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
     return y.reshape(-1, *y.shape[2:])
 
 
+def _step(layer: Layer, kind: bool, x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats | None]:
+    state, key, window = xs
+    return layer(kind, state, key, window, x_BSD)
+
+
+def scan_layers(plan: Plan, layer: Layer, inputs: Stacks, x_BSD: jax.Array) -> tuple[jax.Array, MoEStats | None]:
+    """All layers in order, one scan for every repeated pattern of the two kinds."""
+    used, stats = {False: 0, True: 0}, []
+    for pattern, repeats in plan:
+        runs = _runs(pattern, used)
+
+        def block(x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs) -> tuple[jax.Array, list[Any]]:
+            found = []
+            for layers, layer_xs in zip(runs, xs, strict=True):
+                step = partial(_step, layer, layers.sparse)
+                x_BSD, ys = step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
+                found += [ys] * layers.sparse
+            return x_BSD, found
+
+        xs = [jax.tree.map(partial(layers.of, repeats=repeats), inputs[layers.sparse]) for layers in runs]
+        x_BSD, found = lax.scan(block, x_BSD, xs)
+        if found:
+            alone = [layers.alone for layers in runs if layers.sparse]
+            stats.append(jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *found))
+        used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
+    return x_BSD, jax.tree.map(lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats) if stats else None
+
+
 class Decoder(nnx.Module):
     """Tokens [B, S] -> float32 hidden states [B, S, D]; `lm_head()` turns them into logits.
 
     Layers without experts are one stack of parameters, those with experts another, each in the order of the layers.
-    They are run by one scan for every repeated pattern of the two kinds.
+    They are run by `scan_layers`, or by what `layers` is given.
     """
 
     def __init__(
@@ -196,12 +236,13 @@ class Decoder(nnx.Module):
         mesh: jax.sharding.Mesh | None = None,
         expert_axes: tuple[str, ...] = (),
         exchange: ExchangeChoice = "auto",
+        pieces: int = 1,
     ) -> None:
         self.config = config
 
         def layer(moe: bool) -> Callable[[nnx.Rngs], nnx.Module]:
             return lambda rngs: DecoderLayer(
-                config, moe=moe, mesh=mesh, expert_axes=expert_axes, exchange=exchange, rngs=rngs
+                config, moe=moe, mesh=mesh, expert_axes=expert_axes, exchange=exchange, pieces=pieces, rngs=rngs
             )
 
         std = config.initializer_range
@@ -214,6 +255,25 @@ class Decoder(nnx.Module):
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         tied = config.tie_word_embeddings
         self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)
+
+    @staticmethod
+    def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
+        """The experts of one layer with experts (counted among its kind) of `Decoder(config, rngs=rngs)`, alone."""
+        dense = config.num_hidden_layers > config.num_moe_layers
+        for _ in range(1 + (config.position == "learned") + dense):  # what the decoder draws before
+            rngs.params()
+        key = jax.random.split(rngs.params(), config.num_moe_layers)[layer]
+        drawn = DecoderLayer(config, moe=True, mesh=None, expert_axes=(), exchange="flat", rngs=nnx.Rngs(params=key))
+        assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
+        return drawn.moe.experts
+
+    def embed(self, tokens_BS: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
+        """[B, S, D] in `dtype`: the first layer's input."""
+        with jax.named_scope("embedding"):
+            x_BSD = lookup(self.embedding[...], tokens_BS, dtype)
+            if self.positions is not None:
+                x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
+            return x_BSD
 
     def lm_head(self) -> jax.Array:
         """[D, V]: logits = hidden @ lm_head."""
@@ -229,32 +289,37 @@ class Decoder(nnx.Module):
         worst_case: bool = False,
         remat: bool = False,
         gather: Gather = lambda tree: tree,
+        layers: LayerScan = scan_layers,
+        lookup: Lookup = lookup,
         keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats | None]:
         """(hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None), inside `shard_map` or on one device.
 
-        gather: turns one layer's parameters as they lie on this device into the whole ones. key: for router jitter.
-        keep_routing: the statistics hold every token's routing.
+        gather: turns one layer's parameters as they lie on this device into the whole ones. layers: what runs them all.
+        lookup: the tokens' rows of the embedding table as it lies here. key: for router jitter. keep_routing: the
+        statistics hold every token's routing.
         """
-        with jax.named_scope("embedding"):
-            x_BSD = self.embedding[...][tokens_BS].astype(dtype)
-            if self.positions is not None:
-                x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
+        x_BSD = self.embed(tokens_BS, dtype, lookup)
         options = {"dtype": dtype, "train": train, "worst_case": worst_case, "keep_routing": keep_routing}
 
-        def run(graph: Any, x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats | None]:
+        graphs, inputs = self._stacks(key)
+
+        def layer(
+            kind: bool, state: Any, layer_key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
+        ) -> tuple[jax.Array, MoEStats | None]:
             def apply(state: Any, layer_key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array) -> Any:
-                return nnx.merge(graph, gather(state))(x_BSD, window, key=layer_key, **options)
+                return nnx.merge(graphs[kind], gather(state))(x_BSD, window, key=layer_key, **options)
 
             policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED)
-            return jax.checkpoint(apply, policy=policy, prevent_cse=False)(*xs, x_BSD)
+            return jax.checkpoint(apply, policy=policy, prevent_cse=False)(state, layer_key, window, x_BSD)
 
-        x_BSD, stats = self._layers(run, x_BSD, key)
+        sparse, first = self.config.sparse_layers, self.config.first_k_dense_replace
+        x_BSD, stats = layers(layer_plan(sparse[:first]) + layer_plan(sparse[first:]), layer, inputs, x_BSD)
         return self.norm(x_BSD, dtype), stats
 
-    def _layers(self, run: Callable[..., Any], x_BSD: jax.Array, key: jax.Array | None) -> Any:
-        """All layers in order; run(graph, x, (state, key, window)) is one of them."""
-        sparse, first = np.array(self.config.sparse_layers), self.config.first_k_dense_replace
+    def _stacks(self, key: jax.Array | None) -> tuple[dict[bool, Any], Stacks]:
+        """What each kind of layer is, and what its layers run on."""
+        sparse = np.array(self.config.sparse_layers)
         graphs, inputs = {}, {}
         windows = None if self.config.windows is None else np.array(self.config.windows, np.int32)
         for kind, stack in ((False, self.dense_layers), (True, self.moe_layers)):
@@ -262,23 +327,4 @@ class Decoder(nnx.Module):
                 graphs[kind], state = nnx.split(stack)
                 keys = jax.random.split(key, self.config.num_moe_layers) if key is not None and kind else None
                 inputs[kind] = (state, keys, None if windows is None else jnp.asarray(windows[sparse == kind]))
-
-        used, stats = {False: 0, True: 0}, []
-        for pattern, repeats in layer_plan(sparse[:first].tolist()) + layer_plan(sparse[first:].tolist()):
-            runs = _runs(pattern, used)
-
-            def block(x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs) -> tuple[jax.Array, list[Any]]:
-                found = []
-                for layers, layer_xs in zip(runs, xs, strict=True):
-                    step = partial(run, graphs[layers.sparse])
-                    x_BSD, ys = step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
-                    found += [ys] * layers.sparse
-                return x_BSD, found
-
-            xs = [jax.tree.map(partial(layers.of, repeats=repeats), inputs[layers.sparse]) for layers in runs]
-            x_BSD, found = lax.scan(block, x_BSD, xs)
-            if found:
-                alone = [layers.alone for layers in runs if layers.sparse]
-                stats.append(jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *found))
-            used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
-        return x_BSD, jax.tree.map(lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats) if stats else None
+        return graphs, inputs

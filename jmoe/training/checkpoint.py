@@ -1,9 +1,10 @@
-"""Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s. The only file that imports Orbax.
+"""Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s.
 
 A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data` (the data iterator's state,
-JSON) and `config` (the resolved configuration, JSON). Before Orbax renames the folder into place, `manifest.json`
-is added: every file's size and CRC-32, every array's dtype and shape. Orbax syncs the array files only, so everything
-else is synced here: a step that has its final name is complete on disk, and damage that happens later is noticed.
+JSON), `config` (the resolved configuration, JSON) and, with experts on tiers, `records`. Before Orbax renames the
+folder into place, `manifest.json` is added: every file's size and CRC-32, every array's dtype and shape. Orbax syncs
+the array files only, so everything else is synced here: a step that has its final name is complete on disk, and
+damage that happens later is noticed.
 
 Processes share the folder. Orbax's own barriers are kept off the devices (they would be collectives, issued from
 background threads, in another order than the training step's) by naming the active processes explicitly.
@@ -13,13 +14,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,83 +27,33 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jmoe.config import CheckpointConfig, TrainConfig, differences
+from jmoe.config import CheckpointConfig, check
+from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
+from jmoe.training.checkpoint_contents import crc32, entry_of, files_of, fsync, in_words, named_leaves, placed
 
 MANIFEST = "manifest.json"
-CRC_BLOCK_BYTES = 1 << 22
-
-# What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
-FREE = (
-    "checkpoint.",
-    "data.num_threads",
-    "data.prefetch_batches",
-    "distributed.",
-    "evaluation.",
-    "mesh.",
-    "output_dir",
-    "profile.",
-    "remat",
-)
-NOTED = {
-    "num_steps": "the cosine schedule now ends at another step",
-    "compute_dtype": "losses will differ by rounding",
-    "gradient_accumulation_steps": "losses will differ by rounding, balance losses are now taken over other groups",
-    "optimizer.clip_norm": "from here on",
-    "optimizer.final_learning_rate_fraction": "the schedule changes from here on",
-    "optimizer.weight_decay": "from here on",
-}
-NOTED_WITH_FINGERPRINT = {
-    "data.path": "the text itself is the same",
-    "data.tokenizer": "the tokenizer itself is the same",
-}
-
-
-def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A saved configuration with the fields that jmoe has got since; their defaults are what it did before."""
-    filled = defaults | saved
-    for name, value in defaults.items():
-        if isinstance(value, dict) and isinstance(filled[name], dict):
-            filled[name] = _with_defaults(filled[name], value)
-    return filled
-
-
-def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Lines to print about allowed differences between a checkpoint's configuration and the present one.
-
-    Raises `ValueError` listing every field whose change would give the saved state another meaning: the model, the
-    data and their order (seed, batch_size, sequence_length), the optimizer's moments and schedule, and any field this
-    list does not know. A `data_fingerprint` in both stands for the data, and its place may then change.
-    """
-    saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
-    noted = dict(NOTED)
-    if "data_fingerprint" in saved and "data_fingerprint" in now:
-        noted |= NOTED_WITH_FINGERPRINT
-    notes, refused = [], []
-    for line in differences(saved, now):
-        name = line.partition(":")[0]
-        if name in noted:
-            notes.append(f"{line} ({noted[name]})")
-        elif not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):
-            refused.append(line)
-    if refused:
-        raise ValueError(
-            "the checkpoint was made with another configuration (saved -> now): "
-            + "; ".join(refused)
-            + ". Give the saved values, or another output_dir to start anew"
-        )
-    return notes
 
 
 class Checkpoints:
     """The checkpoints of one run in `directory`, the newest `config.keep` of them.
 
     Every process of a run makes the same calls in the same order. Nothing is created, changed or deleted before the
-    first `save`. No background wait lasts longer than `timeout_s`.
+    first `save`. No background wait lasts longer than `timeout_s`. records: saved and restored with every step; flush
+    their caches before `save`, which waits until the last step's are drained: of two steps kept one is durable.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        *,
+        records: RecordCheckpoints | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        check(records is None or config.keep > 1, "checkpoint.keep", config.keep, "must be greater than 1 with records")
         self.directory = Path(directory).absolute()
-        self._keep = config.keep
+        self._keep, self._records = config.keep, records
+        self._without_records: set[int] = set()  # steps that `latest_step` passed over
         self._timeout_s = max(1, int(timeout_s))
         self._manager: ocp.CheckpointManager | None = None
         self._commit: threading.Thread | None = None
@@ -133,20 +81,41 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The newest complete step; incomplete ones (half-deleted, half-copied) are skipped with a printed line.
 
-        Process 0 looks and tells the others, so that all resume from the same step.
+        Process 0 looks and tells the others, so that all resume from the same step. A step some of whose records are
+        neither here nor durable is skipped by all.
         """
+        skipped = set[int]()
+        while (newest := self._newest_but(skipped)) is not None:
+            missing = self._records.missing(self._folder_of_records(newest)) if self._records else []
+            if missing:
+                self._skip(newest, f"lacks {len(missing)} records, the first {missing[0]}")
+            if not self._any_process(bool(missing)):
+                break
+            skipped.add(newest)
+        self._without_records = skipped
+        return newest
+
+    def _newest_but(self, skipped: set[int]) -> int | None:
         newest = -1
         if jax.process_index() == 0:
-            for step in reversed(self._all_steps()):
+            for step in sorted(set(self._all_steps()) - skipped, reverse=True):
                 reason = self._incomplete(step)
                 if reason is None:
                     newest = step
                     break
-                print(
-                    f"warning: checkpoint {self.directory / str(step)} {reason}; skipped", file=sys.stderr, flush=True
-                )
-        newest = self._from_process_0(newest)
-        return None if newest < 0 else newest
+                self._skip(step, reason)
+        return None if (newest := self._from_process_0(newest)) < 0 else newest
+
+    def _skip(self, step: int, reason: str) -> None:
+        print(f"warning: checkpoint {self.directory / str(step)} {reason}; skipped", file=sys.stderr, flush=True)
+
+    def _any_process(self, flag: bool) -> bool:
+        if jax.process_count() == 1:
+            return flag
+        return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+
+    def _folder_of_records(self, step: int) -> Path:
+        return self.directory / str(step) / ITEM
 
     def saved_config(self, step: int) -> dict[str, Any]:
         """The configuration saved with `step`. `ValueError` if it is damaged."""
@@ -157,17 +126,20 @@ class Checkpoints:
         """(state, data_state, saved configuration) of `step`.
 
         abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say where each array
-        goes; mesh and number of processes need not be those of the save. Raises `ValueError` that names the step and
-        the file or arrays if a file is damaged (with the newest intact older step) or the trees do not match.
+        goes; mesh and number of processes need not be those of the save. Records become current. Raises `ValueError`
+        that names the step and the file or arrays if a file is damaged (with the newest intact older step) or the
+        trees do not match.
         """
         self._verify(step)
-        names, leaves, tree = _named_leaves(abstract_state)
+        names, leaves, tree = named_leaves(abstract_state)
         self._check_arrays(step, dict(zip(names, leaves, strict=True)))
-        targets = {name: _placed(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        targets = {name: placed(leaf) for name, leaf in zip(names, leaves, strict=True)}
         handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._processes)
         with ocp.Checkpointer(handler, multiprocessing_options=self._processes) as reader:
             arrays = reader.restore(self.directory / str(step) / "state", args=ocp.args.StandardRestore(targets))
         state = jax.tree.unflatten(tree, [arrays[name] for name in names])
+        if self._records is not None:
+            self._records.restore(self._folder_of_records(step))
         self._step = step  # saved already
         return state, self._read_json(step, "data"), self._read_json(step, "config")
 
@@ -204,7 +176,7 @@ class Checkpoints:
             path = self.directory / str(step) / name
             if path.stat().st_size != size_bytes:
                 return f"is damaged: {name} has {path.stat().st_size} of {size_bytes} bytes"
-            if _crc32(path) != crc:
+            if crc32(path) != crc:
                 return f"is damaged: the content of {name} has changed since it was written"
         return None
 
@@ -231,9 +203,9 @@ class Checkpoints:
         saved = self._manifest(step)["arrays"]
         lines = []
         for name in sorted(saved.keys() | wanted.keys()):
-            here = _entry(wanted[name]) if name in wanted else None
+            here = entry_of(wanted[name]) if name in wanted else None
             if saved.get(name) != here:
-                lines.append(f"{name}: {_words(saved.get(name))} -> {_words(here)}")
+                lines.append(f"{name}: {in_words(saved.get(name))} -> {in_words(here)}")
         if lines:
             shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
             raise ValueError(f"checkpoint {self.directory / str(step)} holds other arrays (saved -> now): {shown}")
@@ -262,15 +234,18 @@ class Checkpoints:
         manager = self._open()
         if (self.directory / str(step)).exists():
             raise ValueError(f"step = {step}: already saved in {self.directory}")
-        names, leaves, _ = _named_leaves(state)
-        self._step, self._arrays = step, {name: _entry(leaf) for name, leaf in zip(names, leaves, strict=True)}
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
-            data=ocp.args.JsonSave(data_state),
-            config=ocp.args.JsonSave(json.loads(config_json)),
-        )
+        names, leaves, _ = named_leaves(state)
+        self._step, self._arrays = step, {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        items: dict[str, Any] = {
+            "state": ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
+            "data": ocp.args.JsonSave(data_state),
+            "config": ocp.args.JsonSave(json.loads(config_json)),
+        }
+        if self._records is not None:
+            self._records.wait()
+            items[ITEM] = RecordsSave(self._records, step)
         try:
-            manager.save(step, args=items, force=True)
+            manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
             self._fail(error)
         self._commit = threading.Thread(target=self._finish, args=(manager, step), name=f"checkpoint {step}")
@@ -280,6 +255,8 @@ class Checkpoints:
         """Raise the error of a save that has failed in the background, if any; never waits."""
         if self._commit is not None and not self._commit.is_alive():
             self.wait()
+        if self._records is not None:
+            self._records.check()
 
     def wait(self) -> None:
         """Wait until the save under way is complete on disk. `OSError` naming folder and step if it failed."""
@@ -290,8 +267,10 @@ class Checkpoints:
             self._fail(self._error)
 
     def close(self) -> None:
-        """Wait for the save under way and free what Orbax holds."""
+        """Wait for the save under way, records included, and free what Orbax holds."""
         self.wait()
+        if self._records is not None:
+            self._records.wait()
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -325,6 +304,8 @@ class Checkpoints:
             "data": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
             "config": ocp.JsonCheckpointHandler(multiprocessing_options=self._processes),
         }
+        if self._records is not None:
+            handlers[ITEM] = RecordsHandler()
         logging.getLogger("absl").addFilter(_not_raised_again)
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_names=tuple(handlers), item_handlers=handlers
@@ -334,7 +315,7 @@ class Checkpoints:
     def _set_incomplete_aside(self) -> None:
         """Orbax would count them among the steps to keep, and refuse to write them again."""
         for step in self._all_steps():
-            if self._incomplete(step) is not None:
+            if self._incomplete(step) is not None or step in self._without_records:
                 for number in range(1, sys.maxsize):
                     aside = self.directory / f"incomplete-{step}-{number}"
                     if not aside.exists():
@@ -379,8 +360,10 @@ class Checkpoints:
         try:
             manager.wait_until_finished()
             if jax.process_index() == 0:
-                _fsync(self.directory / str(step))
-                _fsync(self.directory)
+                fsync(self.directory / str(step))
+                fsync(self.directory)
+            if self._records is not None:
+                self._records.committed(self._folder_of_records(step), self._all_steps())
         except BaseException as error:  # raised at the next call, in the caller's thread
             self._error = error
 
@@ -412,9 +395,9 @@ class Checkpoints:
             {}
             if folder is None
             else {
-                f"state/{path.relative_to(item)}": [path.stat().st_size, _crc32(path)]
+                f"state/{path.relative_to(item)}": [path.stat().st_size, crc32(path)]
                 for item in folder.glob("state*")  # Orbax gives it its final name later
-                for path in _files(item / f"ocdbt.process_{rank}")
+                for path in files_of(item / f"ocdbt.process_{rank}")
             }
         )
         if folder is not None:
@@ -428,42 +411,19 @@ class Checkpoints:
         for listed in folder.glob("files-*.json"):
             files |= json.loads(listed.read_text())
             listed.unlink()
-        for path in _files(folder):
+        for path in files_of(folder):
             name = str(path.relative_to(folder))
             if name not in files and name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written once more
-                files[name] = [path.stat().st_size, _crc32(path)]
+                files[name] = [path.stat().st_size, crc32(path)]
         manifest = {"step": self._step, "files": files, "arrays": self._arrays}
         (folder / MANIFEST).write_text(json.dumps(manifest, sort_keys=True))
-        for path in (*_files(folder), *(p for p in folder.glob("**/") if p.is_dir())):
-            _fsync(path)
+        for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):
+            fsync(path)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether to log what Orbax logs: not the traceback, several times over, of an error that `wait` raises."""
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
-
-
-def _named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Names (`params.layers.w`), leaves and structure: steps are saved flat, so containers may change their type."""
-    paths, structure = jax.tree.flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") or "value" for path, _ in paths]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"state has several arrays of the same name: {', '.join(twice)}")
-    return names, [leaf for _, leaf in paths], structure
-
-
-def _entry(leaf: Any) -> list[Any]:
-    return [str(leaf.dtype), list(leaf.shape)]
-
-
-def _words(entry: list[Any] | None) -> str:
-    return "absent" if entry is None else f"{entry[0]}{entry[1]}"
-
-
-def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -477,23 +437,3 @@ def _root(error: BaseException) -> BaseException:
 def _not_raised_again(record: logging.LogRecord) -> bool:
     """Not the errors that Orbax logs with their stacks: the next call here raises them."""
     return record.exc_info is None or record.filename not in ("async_checkpointer.py", "checkpoint_manager.py")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.glob("**/*")) if path.is_file())
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(CRC_BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

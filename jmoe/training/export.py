@@ -43,7 +43,7 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
         saved = checkpoints.saved_config(step)
         config = TrainConfig(model=saved_model_config(saved["model"]))
         program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
-        state, _, _ = checkpoints.restore(step, program.state_shape)
+        state, _, _ = checkpoints.restore(step, program.saved_shape)
     decoder = decoder_of(config.model, flat(state.params) | flat(state.router_bias))
     given = saved["data"]["tokenizer"]
     tokenizer = Path(given).expanduser() if given else run_dir / "data" / TOKENIZER

@@ -42,6 +42,8 @@ from tensorboardX import RecordWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from jmoe.config import TrainConfig
+
 METRICS_FILE: Final = "metrics.jsonl"
 TENSORBOARD_DIR: Final = "tensorboard"
 REQUIRED: Final = ("loss", "tokens_per_s", "dropped_fraction")
@@ -151,6 +153,26 @@ def _repair(path: Path) -> None:
             file.write(b"\n")
         else:
             file.truncate(end - len(torn))
+
+
+def step_record(values: dict[str, Any], step_s: float, config: TrainConfig) -> dict[str, Any]:
+    """The line of metrics.jsonl for one step."""
+    names = ("loss", "grad_norm", "learning_rate")
+    line = {name: values[name] for name in names} | {
+        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
+        "dropped_fraction": 0.0,
+        "step_s": step_s,
+    }
+    if "counts" in values:
+        assignments = values["counts"].sum()
+        line |= {
+            "dropped_fraction": float(values["dropped"].sum() / assignments),
+            "balance_loss": values["balance_loss"],
+            "z_loss": values["z_loss"],
+            "router_entropy": values["entropy"].mean(),
+            "expert_load": values["counts"] / values["counts"].sum(axis=1, keepdims=True),
+        }
+    return line
 
 
 class _EventFile:

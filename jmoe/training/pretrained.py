@@ -36,7 +36,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
 def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
     """Step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it; fresh moments."""
-    folder, shape = Path(config.init_from).expanduser(), program.state_shape
+    folder, shape = Path(config.init_from).expanduser(), program.whole_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
@@ -51,4 +51,4 @@ def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
 
     params, bias = owned(shape.params), owned(shape.router_bias)
     step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
-    return TrainState(params, zeros(shape.m), zeros(shape.v), bias, step)
+    return program.from_saved(TrainState(params, zeros(shape.m), zeros(shape.v), bias, step))

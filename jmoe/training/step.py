@@ -8,7 +8,7 @@ exchange and the parameter gathers, whose transposes are themselves.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.nnx as nnx
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.fusion import gather_local
+from jmoe.collectives.fusion import Part, all_reduce_local, gather_fused_local, gather_local
+from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, chunk_bytes
 from jmoe.config import TrainConfig
-from jmoe.layers.loss import cross_entropy
+from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
+from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
     ACCUMULATED_BATCH,
     ALL,
@@ -30,13 +32,18 @@ from jmoe.mesh import (
     EXPERT,
     REPLICATED,
     is_expert,
+    levels,
     param_specs,
     path_names,
     shard_dim,
     shardings,
+    split_over,
 )
-from jmoe.models.decoder import Decoder
+from jmoe.models.decoder import Decoder, LayerScan
+from jmoe.planning.embedding import Vocabulary, plan_embedding
+from jmoe.training.bandwidth import gathered_bytes_per_s
 from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.training.reverse_scan import ReverseScan
 
 LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
 
@@ -57,7 +64,11 @@ class TrainState:
 class Program:
     """The jitted functions of one run. `state_shape` has the shapes and shardings of the state.
 
+    to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh.
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
+    embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
+    its own; whole: the saved state with all of that, of `whole_shape`. expert_stats: what moved between tiers
+    (`expert_state.ExpertStats`); None where nothing does. close: end threads.
     """
 
     init: Callable[[], TrainState]
@@ -66,31 +77,55 @@ class Program:
     evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
+    saved_shape: TrainState
+    to_saved: Callable[[TrainState], TrainState]
+    from_saved: Callable[[TrainState], TrainState]
     exchange: str
+    embedding: str
+    whole_shape: TrainState
+    whole: Callable[[TrainState], TrainState]
+    records: RecordCheckpoints | None = None
+    expert_stats: Callable[[], Any] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 def _pure(state: Any) -> Any:
     return nnx.to_pure_dict(state)
 
 
-class _Model:
+def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
+    model, inside = config.model, mesh.shape[ALL[-1]]
+    tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
+    itemsize = jnp.dtype(config.compute_dtype).itemsize
+    tied, sharded = model.tie_word_embeddings, config.mesh.shard_dense
+    vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
+    plan = plan_embedding(config.mesh.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside)
+    return Embedding(plan, ALL, tied)
+
+
+class PureDecoder:
     """The decoder as a pure function of nested dicts of this device's parameters."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(config.compute_dtype)
+        self.levels = levels(mesh, config.mesh.two_level)
+        self.fused = config.mesh.shard_dense and config.mesh.fuse_dense and mesh.size > 1
         self.abstract = nnx.eval_shape(self.build)
         split: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
         self.graph, params, bias = split
         self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self.bias_shapes = _pure(params), _pure(bias)
-        self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense)
+        self.embedding = _plan_embedding(config, mesh)
+        self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense, self.fused)
+        self.specs |= {name: split_over(ALL, dim) for name, dim in self.embedding.split.items()}
         self.shard_dims = {}  # path inside a layer -> dimension split over all devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
-            dim = shard_dim(path, leaf.shape, mesh.size, config.mesh.shard_dense)
+            dim = shard_dim(path, leaf.shape, mesh.size, config.mesh.shard_dense, self.fused)
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
+        self.shard_dims |= {(name,): dim for name, dim in self.embedding.split.items()}
 
     @property
     def exchange(self) -> str:
@@ -107,33 +142,71 @@ class _Model:
             mesh=self.mesh,
             expert_axes=EXPERT,
             exchange=config.mesh.exchange,
+            pieces=SCHEDULES[config.mesh.schedule].pieces if self.fused else 1,
         )
 
     def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:
         matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
         return self.dtype if matrix else jnp.float32
 
+    def _part(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Part | None:
+        """How this device's shard of a parameter, without a layer dimension, lies in the flat buffer, if it does."""
+        names = tuple(name for name in path_names(path) if name != "value")
+        dim = -1 if names[0] in self.embedding.split else self.shard_dims.get(names, -1)
+        return None if dim < 0 else Part(shape, dim, self._compute_dtype(names, len(shape)))
+
     def gather(self, tree: Any) -> Any:
         """This device's parameters (of one layer, or outside the layers) made whole, in the compute dtype."""
-
-        def whole(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        whole = {}
+        for i, (path, w) in enumerate(leaves):
             names = tuple(name for name in path_names(path) if name != "value")
-            dtype = self._compute_dtype(names, w.ndim - is_expert(path))
-            dim = self.shard_dims.get(names, -1)
-            return w.astype(dtype) if dim < 0 else gather_local(w, dim, dtype, ALL)
+            dtype, part = self._compute_dtype(names, w.ndim - is_expert(path)), self._part(path, w.shape)
+            stays = names[0] in self.embedding.split  # in parts
+            whole[i] = part or (w if stays else w.astype(dtype))
+        parts = {i: part for i, part in whole.items() if isinstance(part, Part)}
+        shards = [leaves[i][1] for i in parts]
+        if parts and self.fused:
+            fetched = gather_fused_local(shards, tuple(parts.values()), self.levels)
+        else:
+            pairs = zip(shards, parts.values(), strict=True)
+            fetched = [gather_local(w, part.dim, part.dtype, ALL) for w, part in pairs]
+        whole |= dict(zip(parts, fetched, strict=True))
+        return jax.tree.unflatten(structure, list(whole.values()))
 
-        return jax.tree_util.tree_map_with_path(whole, tree)
+    def reverse_scan(self) -> ReverseScan | None:
+        """What runs the layers in training when their parameters travel as one buffer."""
+        config = self.config.mesh
+        if not self.fused:
+            return None
+        limit_bytes = config.chunk_bytes or MAX_CHUNK_BYTES
+        if not config.chunk_bytes and jax.process_count() > 1:
+            limit_bytes = chunk_bytes(gathered_bytes_per_s(self.mesh))
+        return ReverseScan(
+            lambda path, w: self._part(path, w.shape[1:]),
+            self.levels,
+            SCHEDULES[config.schedule],
+            config.bucket_bytes,
+            limit_bytes,
+        )
 
-    def __call__(self, params: Any, router_bias: Any, tokens: jax.Array, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """(hidden [B, S, D], lm_head [D, V], stats) of local tokens [B, S]."""
+    def __call__(
+        self, params: Any, router_bias: Any, tokens: jax.Array, layers: LayerScan | None = None, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        """(hidden [B, S, D], head as `Embedding` made it, stats) of local tokens [B, S].
+
+        layers: None to gather each by itself.
+        """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         with jax.named_scope("gather"):
             outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
         state = jax.tree.unflatten(self.structure, jax.tree.leaves(outside | stacks))
         bias = jax.tree.unflatten(self.bias_structure, jax.tree.leaves(router_bias))
         model = nnx.merge(self.graph, state, bias)
-        hidden, stats = model(tokens, dtype=self.dtype, gather=self.gather, **kwargs)
-        return hidden, model.lm_head().astype(self.dtype), stats
+        kwargs |= {"gather": self.gather} if layers is None else {"layers": layers}
+        hidden, stats = model(tokens, dtype=self.dtype, lookup=self.embedding.lookup, **kwargs)
+        head = None if model.head is None else model.head[...]
+        return hidden, self.embedding.head(model.embedding[...], head, self.dtype), stats
 
 
 def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -145,7 +218,9 @@ def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> 
     return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
 
 
-def _make_loss(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
+def _make_loss(
+    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+) -> Callable[..., Any]:
     accumulation = config.gradient_accumulation_steps
     num_tokens = config.batch_size * config.sequence_length // accumulation
     has_moe = config.model.num_moe_layers > 0
@@ -158,12 +233,14 @@ def _make_loss(config: TrainConfig, model: _Model, worst_case: bool) -> Callable
             key=key,
             train=True,
             worst_case=worst_case,
+            layers=layers,
             remat=config.remat == "layer",
         )
         labels_T = tokens[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = jnp.full(labels_T.shape, 1.0 / (num_tokens * accumulation), jnp.float32)
-            nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
+            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+            nll = model.embedding.cross_entropy(hidden_TD, head, labels_T, weights_T)
         sums = {"loss": nll}
         if has_moe:
             with jax.named_scope("auxiliary_losses"):
@@ -181,19 +258,24 @@ def _make_loss(config: TrainConfig, model: _Model, worst_case: bool) -> Callable
     return loss_fn
 
 
-def _reduce(grads: Any, shard_dims: dict[tuple[str, ...], int], mesh: Mesh) -> Any:
+def _reduce(grads: Any, model: PureDecoder) -> Any:
     """Sum gradients over the devices that hold the same parameter (gathered ones are summed already)."""
-
-    def reduce(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
+    mesh = model.mesh
+    leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
+    sums, everywhere = {}, {}
+    for i, (path, g) in enumerate(leaves):
         names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
         if is_expert(path):
-            return lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
-        return g if names in shard_dims or mesh.size == 1 else lax.psum(g.astype(jnp.float32), ALL)
+            sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
+        elif names in model.shard_dims or mesh.size == 1:
+            sums[i] = g
+        else:
+            everywhere[i] = g
+    sums |= all_reduce_local(everywhere, model.levels)
+    return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
-    return jax.tree_util.tree_map_with_path(reduce, grads)
 
-
-def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
+def _squared_norms(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
     """Global squared gradient norms: `embedding`, `head`, ... scalars; `moe_layers`, `dense_layers` one per layer."""
     sums: dict[str, jax.Array] = {}
     mesh = model.mesh
@@ -210,9 +292,9 @@ def _squared_norms(grads: Any, model: _Model) -> dict[str, jax.Array]:
 
 
 def _local_gradients(
-    config: TrainConfig, model: _Model, worst_case: bool
+    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
 ) -> Callable[[TrainState, jax.Array], tuple[Any, dict[str, jax.Array]]]:
-    loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case), has_aux=True)
+    loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case, layers), has_aux=True)
     jitter = config.model.router.jitter_noise > 0
 
     def gradients(state: TrainState, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
@@ -237,8 +319,10 @@ def _local_gradients(
     return gradients
 
 
-def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable[..., Any]:
-    gradients = _local_gradients(config, model, worst_case)
+def _make_step(
+    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+) -> Callable[..., Any]:
+    gradients = _local_gradients(config, model, worst_case, layers)
     schedule = learning_rate(config.optimizer, config.num_steps)
     clip_norm, mesh = config.optimizer.clip_norm, model.mesh
     dropless = config.model.capacity_factor is None
@@ -246,7 +330,7 @@ def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, sums = gradients(state, tokens)
         with jax.named_scope("reduce_gradients"):
-            grads = _reduce(grads, model.shard_dims, mesh)
+            grads = _reduce(grads, model)
             metrics = lax.psum(sums, ALL) if mesh.size > 1 else sums
         squares = _squared_norms(grads, model)
         norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
@@ -279,15 +363,47 @@ def _make_step(config: TrainConfig, model: _Model, worst_case: bool) -> Callable
     return step
 
 
+def _placed_shape(init: Callable[[], TrainState], state_shardings: TrainState) -> TrainState:
+    """The shapes of a state with the shardings it is kept in."""
+    placed: TrainState = jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        jax.eval_shape(init),
+        state_shardings,
+    )
+    return placed
+
+
+def _with_tables(state: TrainState, change: Callable[[Any], Any]) -> TrainState:
+    """The state with `change` made to the embedding table and its moments."""
+    trees = (getattr(state, name) for name in ("params", "m", "v"))
+    params, m, v = (tree | {"embedding": change(tree["embedding"])} for tree in trees)
+    return replace(state, params=params, m=m, v=v)
+
+
+def _saved_form(model: PureDecoder, init: Callable[[], TrainState], shape: TrainState) -> tuple[Any, Any, TrainState]:
+    """(to_saved, from_saved, saved_shape): a table kept in stripes is saved whole, split by columns."""
+    if not model.embedding.striped:
+        return (lambda state: state), (lambda state: state), shape
+    table = model.shapes["embedding"]
+    dim = next(d for d in (1, 0) if table.shape[d] % model.mesh.size == 0)
+    place = shardings(split_over(ALL, dim), model.mesh)
+    kept = shape.params["embedding"].sharding
+    save = jax.jit(lambda table: table.reshape(-1, table.shape[-1]), out_shardings=place)
+    restore = jax.jit(model.embedding.kept, out_shardings=kept)
+    saved_shape = _with_tables(shape, lambda _: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place))
+    return (lambda state: _with_tables(state, save)), (lambda state: _with_tables(state, restore)), saved_shape
+
+
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """Build the jitted functions of a run on `mesh`; compiles nothing yet.
+    """Build the jitted functions of a run on `mesh`; compiles nothing yet, but may measure the network.
 
     step(state, tokens [A, B, S + 1]) -> (state, metrics); the state is donated. `metrics["ok"]` is False, and the
     state unchanged, if the loss or gradient norm is not finite or a dropless buffer overflowed (`overflow`; then
     `step_worst_case` runs the same step with room for every token). evaluate(state, tokens [B, S + 1], weights
     [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
-    model = _Model(config, mesh)
+    model = PureDecoder(config, mesh)
+    layers = model.reverse_scan()
     step_spec: Any = REPLICATED
     state_specs = TrainState(
         model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), step_spec
@@ -300,35 +416,41 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         zeros = jax.tree.map(jnp.zeros_like, _pure(params))
         return TrainState(_pure(params), zeros, jax.tree.map(jnp.copy, zeros), _pure(bias), jnp.int32(0))
 
+    def initial() -> TrainState:
+        return _with_tables(init(), model.embedding.kept)
+
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any, **jit: Any) -> Callable[..., Any]:
         return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), **jit)
 
     def evaluate(state: TrainState, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         hidden, head, _ = model(state.params, state.router_bias, tokens[:, :-1], worst_case=True)
-        nll = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, tokens[:, 1:].reshape(-1), weights.reshape(-1))
-        return lax.psum(nll, ALL)
+        hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+        return lax.psum(model.embedding.cross_entropy(hidden_TD, head, labels_T, weights.reshape(-1)), ALL)
 
     def next_logits(state: TrainState, tokens: jax.Array, position: jax.Array) -> jax.Array:
         hidden, head, _ = model(state.params, state.router_bias, tokens, worst_case=True)
-        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False)
-        logits = jnp.dot(last.astype(jnp.float32), head.astype(jnp.float32))
-        return lax.psum(jnp.where(lax.axis_index(ALL) == 0, logits, 0), ALL)
+        last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
+        last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
+        return model.embedding.logits(last, head)
 
     def step(worst_case: bool) -> Callable[..., Any]:
-        body = _make_step(config, model, worst_case)
+        body = _make_step(config, model, worst_case, layers)
         return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
 
-    shape = jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        jax.eval_shape(init),
-        state_shardings,
-    )
+    shape = _placed_shape(initial, state_shardings)
+    to_saved, from_saved, saved_shape = _saved_form(model, init, shape)
     return Program(
-        init=jax.jit(init, out_shardings=state_shardings),
+        init=jax.jit(initial, out_shardings=state_shardings),
         step=step(worst_case=False),
         step_worst_case=step(worst_case=True),
         evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
+        saved_shape=saved_shape,
+        to_saved=to_saved,
+        from_saved=from_saved,
+        whole_shape=saved_shape,
+        whole=to_saved,
         exchange=model.exchange,
+        embedding="" if mesh.size == 1 else f"{model.embedding.plan.kind} embedding: {model.embedding.plan.reason}",
     )

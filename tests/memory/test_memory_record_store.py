@@ -283,7 +283,7 @@ def test_a_read_only_folder_can_be_opened(tmp_path: Path, monkeypatch: pytest.Mo
     def denied(*args: Any) -> None:
         raise PermissionError(errno.EACCES, "denied")
 
-    monkeypatch.setattr(record_store, "_locked", denied)
+    monkeypatch.setattr(record_store, "locked", denied)
     monkeypatch.setattr(Path, "mkdir", denied)
     with pack(tmp_path, refuse) as store:
         check_content(store)
@@ -482,7 +482,7 @@ def test_packers_of_different_sources_do_not_mix(tmp_path: Path) -> None:
 
 def test_a_lock_held_too_long_is_an_error(tmp_path: Path) -> None:
     with (
-        record_store._locked(tmp_path, 10),
+        record_store.locked(tmp_path, 10),
         pytest.raises(TimeoutError, match=r"pack\.lock: another process has held it for more than 0\.1 s"),
     ):
         pack(tmp_path, lock_limit_s=0.1)

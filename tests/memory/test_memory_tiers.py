@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.link import SLACK_S, Link
-from jmoe.memory.record_store import RecordLayout, RecordStore
+from jmoe.memory.record import Record
+from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.ring import Ring
-from jmoe.memory.tiered_store import HostRecords, Record, TieredStore
+from jmoe.memory.tiered_store import TieredStore
 
 NUM_RECORDS = 24
 LAYOUT = RecordLayout.of({"w": ((3, 1000), np.float32), "b": ((7,), np.int64)})

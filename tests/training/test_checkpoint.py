@@ -20,7 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_distributed import free_port, wait_for
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
-from jmoe.training.checkpoint import MANIFEST, Checkpoints, check_compatible
+from jmoe.training.checkpoint import MANIFEST, Checkpoints
+from jmoe.training.compatibility import check_compatible
 
 CONFIG = TrainConfig(num_steps=7)
 DATA_STATE = {"epoch": 3, "position": [1, 2**40], "name": "größe"}

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
-from jmoe.mesh import ACCUMULATED_BATCH, BATCH, is_expert, make_mesh, param_spec, path_names
+from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, make_mesh, path_names, split_over
 from jmoe.models.decoder import Decoder
 from jmoe.training.optimizer import advance, decays, learning_rate
 from jmoe.training.step import Program, TrainState, make_program
@@ -51,9 +51,11 @@ CONFIG = TrainConfig(
 NO_BALANCE = dataclasses.replace(MODEL, router=dataclasses.replace(MODEL.router, aux_loss_coef=0.0))
 
 
-def config_of(shape: tuple[int, int, int], shard_dense: bool = True, exchange: str = "auto", **changes: Any) -> Any:
-    mesh = MeshConfig(*shape, exchange=exchange, shard_dense=shard_dense)  # type: ignore[arg-type]
-    return dataclasses.replace(CONFIG, mesh=mesh, **changes)
+def config_of(shape: tuple[int, int, int], **changes: Any) -> TrainConfig:
+    """`CONFIG` on a mesh of `shape`, with changes to its fields or to those of its mesh."""
+    fields = {field.name for field in dataclasses.fields(MeshConfig)}
+    mesh = {name: changes.pop(name) for name in fields & changes.keys()}
+    return dataclasses.replace(CONFIG, mesh=MeshConfig(*shape, **mesh), **changes)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -275,8 +277,24 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"shard_dense": False}, {"exchange": "flat", "remat": "layer"}, {"exchange": "two_level"}],
-    ids=["dense parameters whole", "flat exchange, remat", "two-level exchange"],
+    [
+        {"shard_dense": False},
+        {"fuse_dense": False},
+        {"exchange": "flat", "remat": "layer"},
+        {"exchange": "two_level", "two_level": False, "schedule": "none"},
+        {"schedule": "pipelined", "chunk_bytes": 2000},
+        {"schedule": "fixed", "bucket_bytes": 2000},
+        {"schedule": "priority", "bucket_bytes": 20000},
+    ],
+    ids=[
+        "dense parameters whole",
+        "dense parameters one by one",
+        "flat exchange, remat",
+        "two-level exchange, all else flat, in any order",
+        "chunks, exchange in two pieces",
+        "buckets of a part of a layer",
+        "buckets of two layers",
+    ],
 )
 def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
     assert_same_run(run((2, 2, 2), **changes), run(ONE))
@@ -285,9 +303,9 @@ def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("shape", "there", "back"), [((1, 1, 8), 3, 2), ((1, 2, 4), 7, 5)], ids=["flat", "dedup"])
 def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: int) -> None:
     """All-to-alls of a layer: rows there and back at each level and what describes them; backwards rows and weights."""
-    ours, mesh, _ = program(shape)
+    ours, mesh, _ = program(shape, embedding="replicated")
     text = ours.step.lower(ours.state_shape, batch(mesh, 0)).as_text()  # type: ignore[attr-defined]
-    assert text.count('all_to_all"(') == there + back
+    assert text.count('all_to_all"(') == N * (there + back)
 
 
 def test_gradient_accumulation() -> None:
@@ -314,16 +332,21 @@ def test_initial_state_is_the_same_on_every_mesh() -> None:
     assert all(jax.tree.leaves(where))
 
 
-@pytest.mark.parametrize("shard_dense", [True, False])
-def test_what_is_split(shard_dense: bool) -> None:
-    """Every matrix is split over all devices, experts over theirs; norms and biases are on every device."""
-    shape = program((2, 2, 2), shard_dense=shard_dense)[0].state_shape
+@pytest.mark.parametrize(
+    ("changes", "matrix", "vector"),
+    [({}, 8, 8), ({"fuse_dense": False}, 8, 1), ({"shard_dense": False}, 1, 1)],
+    ids=["one buffer", "one by one", "whole"],
+)
+def test_what_is_split(changes: dict[str, Any], matrix: int, vector: int) -> None:
+    """Over how many devices: experts over theirs, the rest over all; norms and biases only if they cost no gather."""
+    shape = program((2, 2, 2), **changes)[0].state_shape
     for path, leaf in jax.tree_util.tree_leaves_with_path(shape.params):
-        spec = param_spec(path, leaf.shape, 8, shard_dense)
         parts = leaf.size // int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
-        assert leaf.sharding.spec == spec
+        if path_names(path) == ("embedding",):  # in columns, whatever the rest
+            assert leaf.sharding.spec == split_over(ALL, 1) and parts == 8
+            continue
         small = path_names(path)[-1] == "scale"
-        assert parts == (4 if is_expert(path) else 1 if small or not shard_dense else 8), path
+        assert parts == (4 if is_expert(path) else vector if small else matrix), path
 
 
 def test_evaluation_and_logits() -> None:

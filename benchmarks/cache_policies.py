@@ -1,0 +1,249 @@
+"""Row `policies` of `benchmarks/tiers.py`: hit rates of cache policies on routing traces, without disk or timing.
+
+Axes: E experts of a layer, L layers, T tokens.
+"""
+
+import heapq
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.memory.hot_set import HitCounts
+from jmoe.memory.lfu_cache import LFUCache
+
+NUM_RECORDS = 512  # of the traces
+PHASE_STEPS = 200  # a trace's popularity changes this often
+# One step of a trace: the records each layer uses, layer by layer. A record is used once in a step.
+Step = list[NDArray[np.int64]]
+
+
+# --- traces ---
+
+
+def balanced(num_steps: int, num_layers: int) -> Iterator[Step]:
+    """Every expert of every layer in every step: what a balance loss aims at, with enough tokens."""
+    for _ in range(num_steps):
+        yield list(np.arange(NUM_RECORDS).reshape(num_layers, -1))
+
+
+def zipf(num_steps: int, num_layers: int, num_tokens: int, seed: int, top_k: int = 2) -> Iterator[Step]:
+    """Tokens that choose experts with probability 1 / rank^1.1, who is popular changing every PHASE_STEPS steps."""
+    rng = np.random.default_rng(seed)
+    num_experts = NUM_RECORDS // num_layers
+    weights_E = np.arange(1.0, num_experts + 1) ** -1.1
+    for step in range(num_steps):
+        if step % PHASE_STEPS == 0:
+            ranks_LE = [rng.permutation(num_experts) for _ in range(num_layers)]
+        yield [
+            layer * num_experts + np.unique(ranks_E[gumbel_top_k(rng, weights_E, num_tokens, top_k)])
+            for layer, ranks_E in enumerate(ranks_LE)
+        ]
+
+
+def multi_task(num_steps: int, num_layers: int, seed: int) -> Iterator[Step]:
+    """Tasks of 512, 256, 128 and 128 tokens a step take turns, each with favourites of its own."""
+    tasks = [zipf(num_steps, num_layers, tokens, seed + n) for n, tokens in enumerate((512, 256, 128, 128))]
+    for step in range(num_steps):
+        yield [next(task) for task in tasks][step % len(tasks)]
+
+
+def gumbel_top_k(rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: int, top_k: int) -> NDArray[Any]:
+    """`top_k` different experts for each token, drawn with these weights."""
+    noise_TE = rng.gumbel(size=(num_tokens, weights_E.size)) + np.log(weights_E)
+    return np.argpartition(-noise_TE, top_k, axis=1)[:, :top_k]
+
+
+def traces(num_steps: int) -> dict[str, list[Step]]:
+    found = {f"balanced, {layers} layers": list(balanced(num_steps, layers)) for layers in (1, 4)}
+    for layers in (1, 4):
+        for tokens in (16, 128, 1024):
+            found[f"zipf, {layers} layers, {tokens} tokens"] = list(zipf(num_steps, layers, tokens, tokens + layers))
+        found[f"four tasks, {layers} layers"] = list(multi_task(num_steps, layers, 7 + layers))
+    return found
+
+
+# --- policies: use(record) says whether it was there; end_step(records) tells what the step used ---
+
+
+class Policy(Protocol):
+    def use(self, record: int) -> bool: ...
+    def end_step(self, records: NDArray[np.int64]) -> None: ...
+
+
+class Ours:
+    """`LFUCache`, with one staging slot as `TieredStore` would have some."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.cache = LFUCache(HitCounts(NUM_RECORDS), num_slots - 1, 1)
+
+    def use(self, record: int) -> bool:
+        slot = self.cache.use(record)
+        hit = slot is not None
+        if slot is None:
+            slot = self.cache.admit(record, demanded=True)
+            assert slot is not None
+        self.cache.unpin(slot)
+        if not hit:
+            read = self.cache.use(record)
+            assert read is not None
+            self.cache.unpin(read)
+        return hit
+
+    def end_step(self, records: NDArray[np.int64]) -> None:
+        self.cache.touch(records)
+
+
+class Ahead(Ours):
+    """The same, told before each step what the next one will use."""
+
+    def __init__(self, num_slots: int, steps: list[Step]) -> None:
+        super().__init__(num_slots)
+        self.coming = iter(steps)
+        self.tell()
+        self.tell()
+
+    def tell(self) -> None:
+        if (step := next(self.coming, None)) is not None:
+            self.cache.expect(np.concatenate(step))
+
+    def end_step(self, records: NDArray[np.int64]) -> None:
+        super().end_step(records)
+        self.tell()
+
+
+class LRU:
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots, self.held = num_slots, dict[int, None]()
+
+    def use(self, record: int) -> bool:
+        hit = record in self.held
+        if hit:
+            del self.held[record]
+        elif len(self.held) == self.num_slots:
+            del self.held[next(iter(self.held))]
+        self.held[record] = None
+        return hit
+
+    def end_step(self, records: NDArray[np.int64]) -> None: ...
+
+
+class Static:
+    """The records used most over the whole trace, known beforehand, never changed."""
+
+    def __init__(self, num_slots: int, steps: list[Step]) -> None:
+        counts = np.bincount(np.concatenate([r for step in steps for r in step]), minlength=NUM_RECORDS)
+        self.held = set(np.argsort(-counts, kind="stable")[:num_slots].tolist())
+
+    def use(self, record: int) -> bool:
+        return record in self.held
+
+    def end_step(self, records: NDArray[np.int64]) -> None: ...
+
+
+class StaticOfPhase:
+    """As `Static`, with the records used most in each phase, changed without cost at its beginning."""
+
+    def __init__(self, num_slots: int, steps: list[Step]) -> None:
+        phases = [steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS)]
+        self.phases = [Static(num_slots, phase) for phase in phases]
+        self.step = 0
+
+    def use(self, record: int) -> bool:
+        return self.phases[self.step // PHASE_STEPS].use(record)
+
+    def end_step(self, records: NDArray[np.int64]) -> None:
+        self.step += 1
+
+
+class Belady:
+    """Knows the future: gives up what is needed last, or does not keep the newcomer if that is."""
+
+    def __init__(self, num_slots: int, steps: list[Step]) -> None:
+        self.num_slots, self.held = num_slots, dict[int, int]()  # record -> position of its next use
+        order = np.concatenate([r for step in steps for r in step]).tolist()
+        self.next_use = [len(order)] * len(order)
+        later: dict[int, int] = {}
+        for position in range(len(order) - 1, -1, -1):
+            self.next_use[position] = later.get(order[position], len(order))
+            later[order[position]] = position
+        self.position = 0
+        self.last: list[tuple[int, int]] = []  # heap of (-next use, record), with entries that are out of date
+
+    def use(self, record: int) -> bool:
+        hit, next_use = record in self.held, self.next_use[self.position]
+        self.position += 1
+        if not hit and len(self.held) == self.num_slots:
+            while self.held.get(self.last[0][1]) != -self.last[0][0]:
+                heapq.heappop(self.last)
+            if -self.last[0][0] <= next_use:
+                return False
+            del self.held[heapq.heappop(self.last)[1]]
+        self.held[record] = next_use
+        heapq.heappush(self.last, (-next_use, record))
+        return hit
+
+    def end_step(self, records: NDArray[np.int64]) -> None: ...
+
+
+class Algorithm2:
+    """MoESys, Algorithm 2, as printed, in our reading: a newcomer replaces the record with the fewest hits if that
+    one has reached the threshold, and otherwise waits, here: is read past the cache. Hits begin at 1 and are lost
+    with the place; the decayed counts are computed every K steps and never assigned. forced: where it would wait,
+    the record with the fewest hits, the oldest among equals, goes all the same.
+    """
+
+    def __init__(self, num_slots: int, *, threshold: float, forced: bool) -> None:
+        self.num_slots, self.threshold, self.forced = num_slots, threshold, forced
+        self.hits: dict[int, int] = {}
+
+    def use(self, record: int) -> bool:
+        if record in self.hits:
+            self.hits[record] += 1
+            return True
+        if len(self.hits) == self.num_slots:
+            fewest = min(self.hits, key=self.hits.__getitem__)
+            if self.hits[fewest] < self.threshold and not self.forced:
+                return False
+            del self.hits[fewest]
+        self.hits[record] = 1
+        return False
+
+    def end_step(self, records: NDArray[np.int64]) -> None: ...
+
+
+def hit_rate(policy: Policy, steps: list[Step]) -> float:
+    """Hits over uses, without the first use of each record, which nobody can hit."""
+    hits, uses, seen = 0, 0, set[int]()
+    for step in steps:
+        for layer in step:
+            for record in layer.tolist():
+                hits += policy.use(record)
+                uses += record in seen
+                seen.add(record)
+        policy.end_step(np.concatenate(step))
+    return hits / uses
+
+
+def policies(num_steps: int) -> list[dict[str, Any]]:
+    """Every policy has the same slots; where some records are only passed through, one of them is for that."""
+    rows = []
+    for name, steps in traces(num_steps).items():
+        for share in (0.25, 0.5):
+            slots = int(NUM_RECORDS * share)
+            contestants: dict[str, Policy] = {
+                "ours": Ours(slots),
+                "ours_ahead": Ahead(slots, steps),
+                "lru": LRU(slots),
+                "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
+                "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),
+                "static": Static(slots - 1, steps),
+                "static_of_phase": StaticOfPhase(slots - 1, steps),
+                "belady": Belady(slots, steps),
+            }
+            rates = {policy: round(hit_rate(it, steps), 3) for policy, it in contestants.items()}
+            rows.append({"trace": name, "cache_share": share, **rates})
+            print(f"{name:28} {share:4.2f} " + " ".join(f"{k} {v:.3f}" for k, v in rates.items()), file=sys.stderr)
+    return rows

@@ -1,0 +1,123 @@
+"""Training steps with the embedding table and the head in parts: `communication.py embedding`.
+
+A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the partitions in turn:
+replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),
+columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
+Seconds are medians from a barrier to a barrier; `ratio_to_replicated` is the median of the ratios round by round. Bytes
+sent are those of a node, all headers included, beside those of `jmoe.planning.embedding.traffic`. `table_bytes` are
+those of table, head and their AdamW moments on one rank, `temp_bytes` what a step takes beside the state.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+KINDS = ("replicated", "zero3", "columns", "rows")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256, help="of a rank in one step")
+    parser.add_argument("--untied", action="store_true", help="a head of its own")
+
+
+def train_config(a: argparse.Namespace, kind: str, shape: tuple[int, ...]) -> Any:
+    from jmoe.config import MeshConfig, ModelConfig, TrainConfig
+
+    model = ModelConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        num_hidden_layers=1,
+        num_experts=0,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        intermediate_size=64,
+        tie_word_embeddings=not a.untied,
+    )
+    embedding = "replicated" if kind == "zero3" else kind
+    mesh = MeshConfig(*shape, shard_dense=kind == "zero3", embedding=embedding)  # type: ignore[arg-type, misc]
+    return TrainConfig(model=model, mesh=mesh, batch_size=int(np.prod(shape)), sequence_length=a.tokens)
+
+
+class Run:
+    """One run; calling it is a step, on the same tokens every time."""
+
+    def __init__(self, config: Any, mesh: Any) -> None:
+        import jax
+        from jax.sharding import NamedSharding
+
+        from jmoe.mesh import ACCUMULATED_BATCH
+        from jmoe.training.step import make_program
+
+        self.config, program = config, make_program(config, mesh)
+        p = 1 / (np.arange(config.model.vocab_size) + 2.7)
+        rng = np.random.default_rng(jax.process_index())
+        ids = rng.choice(p.size, (1, 1, config.sequence_length + 1), p=p / p.sum()).astype(np.int32)
+        sharding = NamedSharding(mesh, ACCUMULATED_BATCH)
+        self.tokens = jax.make_array_from_process_local_data(sharding, ids)
+        self.step = program.step.lower(program.state_shape, self.tokens).compile()  # type: ignore[attr-defined]
+        self.state = program.init()
+        self.losses: list[float] = []
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.step(self.state, self.tokens)
+        self.losses.append(float(metrics["loss"]))
+        return self.state
+
+    @property
+    def table_bytes(self) -> int:
+        trees = (self.state.params, self.state.m, self.state.v)
+        leaves = [tree[name] for tree in trees for name in ("embedding", "head") if name in tree]
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    @property
+    def formula_bytes(self) -> int:
+        """That the ranks of one node send to the other for the lookup and the head."""
+        from jmoe.planning.embedding import Vocabulary, plan_embedding, traffic
+
+        config, model = self.config, self.config.model
+        sizes = (model.vocab_size, model.hidden_size, model.tie_word_embeddings, config.sequence_length)
+        vocabulary = Vocabulary(*sizes, activation_bytes=2, sharded=config.mesh.shard_dense)
+        nodes = config.mesh.data * config.mesh.expert_inter
+        inside = config.mesh.expert_intra
+        plan = plan_embedding(config.mesh.embedding, vocabulary, num_nodes=nodes, devices_per_node=inside)
+        return inside * traffic(plan, vocabulary).across_bytes
+
+
+def measure(a: argparse.Namespace, mesh: Any, clock: Callable[..., tuple[float, int]]) -> list[dict[str, Any]]:
+    """One row for every partition."""
+    shape = tuple(mesh.shape.values())
+    runs = {kind: Run(train_config(a, kind, shape), mesh) for kind in a.kinds}
+    found: dict[str, list[tuple[float, int]]] = {kind: [] for kind in runs}
+    for _ in range(a.rounds):
+        for kind, run in runs.items():
+            found[kind].append(clock(run, ()))
+            if a.rank == 0:
+                print(f"{kind}: %.2f s, %d bytes sent" % found[kind][-1], file=sys.stderr, flush=True)
+    rows, reference = [], a.kinds[0]
+    for kind, run in runs.items():
+        seconds, sent = zip(*found[kind], strict=True)
+        first, _ = zip(*found[reference], strict=True)
+        rows.append(
+            {
+                "mbit_per_s": a.rates[0],
+                "embedding": kind,
+                "seconds": round(statistics.median(seconds), 4),
+                f"ratio_to_{reference}": round(statistics.median(s / f for s, f in zip(seconds, first)), 4),
+                "sent_bytes": round(statistics.median(sent)),
+                "formula_bytes": run.formula_bytes,
+                "table_bytes": run.table_bytes,
+                f"table_part_of_{reference}": run.table_bytes / runs[reference].table_bytes,
+                "temp_bytes": run.step.memory_analysis().temp_size_in_bytes,
+                "losses": [round(loss, 4) for loss in run.losses],
+                "all_seconds": [round(s, 4) for s in seconds],
+            }
+        )
+    return rows

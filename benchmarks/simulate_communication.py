@@ -1,0 +1,191 @@
+"""A simulation of 8 to 1024 nodes: bytes by level and time by link model; nothing here is measured.
+
+    python benchmarks/simulate_communication.py                     also draws docs/communication_simulated.png
+    python benchmarks/simulate_communication.py --nodes 8 --across-gb-per-s 25 --plot ''
+
+Nodes of 8 GPUs, NVLink inside, one InfiniBand port a GPU across; every GPU has its own tokens, whatever the number of
+nodes. Bytes are those of `jmoe.planning.exchange.traffic` and `jmoe.planning.embedding.traffic`, the formulas that
+tests compare with the compiled programs and benchmarks with the counters of a real link. A collective takes its latency
+once, a while for every message of a device, and its bytes at the level's full rate; messages of different levels of one
+collective overlap, collectives do not. Not in the model: congestion, uneven routing, and compute, which hides part of
+all this. Uniform routing is the worst case of dedup.
+
+exchange: dispatch and combine of one layer, forwards, one expert on each GPU. (Buffers hold rows in eights: with few
+rows for each of thousands of GPUs, the flat exchange sends them half empty.) embedding: lookup and head with their
+gradients, of one pass.
+
+The last line of output is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, plan_embedding
+from jmoe.planning.embedding import traffic as embedding_traffic
+from jmoe.planning.exchange import ExchangePlan, Traffic, plan_exchange
+from jmoe.planning.exchange import traffic as exchange_traffic
+
+GPUS_PER_NODE = 8
+ROUNDS = 2  # of rows: as many as ids that are all different need
+EXCHANGES = ("flat", "two_level", "dedup", "dedup, 4 nodes a token")
+EMBEDDINGS = ("replicated", "columns", "rows", "columns, parallel head")
+
+
+@dataclass(frozen=True)
+class Level:
+    """One GPU's link to the others of its level."""
+
+    bytes_per_s: float
+    latency_s: float  # of a collective
+    message_s: float  # of each further message that a GPU sends in it
+
+    def seconds(self, sent_bytes: float, messages: float, collectives: int) -> float:
+        """For so many bytes and messages to all peers, in so many collectives one after the other."""
+        if messages == 0:
+            return 0.0
+        return collectives * self.latency_s + messages * self.message_s + sent_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Cluster:
+    across: Level
+    inside: Level
+
+    def together(self, sent: Traffic, messages: tuple[float, float], collectives: int) -> float:
+        """Both levels at once, as a flat collective uses them."""
+        return max(self.levels(sent, messages, (collectives, collectives)))
+
+    def in_turn(self, sent: Traffic, messages: tuple[float, float], collectives: tuple[int, int]) -> float:
+        """One level after the other, as hops do."""
+        return sum(self.levels(sent, messages, collectives))
+
+    def levels(self, sent: Traffic, messages: tuple[float, float], collectives: tuple[int, int]) -> tuple[float, float]:
+        across = self.across.seconds(sent.across_bytes, messages[0], collectives[0])
+        return across, self.inside.seconds(sent.inside_bytes, messages[1], collectives[1])
+
+
+def exchange_seconds(cluster: Cluster, plan: ExchangePlan, sent: Traffic) -> float:
+    """Rows there and back: flat in two collectives to all GPUs, else two hops each way. (Small data rides along.)"""
+    peers = plan.num_nodes - 1, plan.devices_per_node - 1
+    if plan.kind == "flat":
+        return cluster.together(sent, (2 * peers[0] * plan.devices_per_node, 2 * peers[1]), 2)
+    return cluster.in_turn(sent, (2 * peers[0], 2 * peers[1]), (2, 2))
+
+
+def embedding_seconds(cluster: Cluster, plan: EmbeddingPlan, sent: Traffic, tied: bool, rounds: int) -> float:
+    """All-to-alls to all GPUs; the rest in two levels.
+
+    A whole parameter is gathered and its gradient scattered by rings, a hop a peer. A parallel head gathers hidden
+    states, in eight chunks three numbers of the softmax, and scatters gradients.
+    """
+    peers = plan.num_nodes - 1, plan.devices_per_node - 1
+    all_to_alls = {"replicated": 0, "columns": 3, "rows": 3 * rounds}[plan.kind]
+    all_to_alls += 2 if plan.parallel_head and tied and plan.kind == "columns" else 0
+    whole = (plan.kind == "replicated") + (not plan.parallel_head and not (tied and plan.kind == "replicated"))
+    levels = 2 * whole + (10 if plan.parallel_head else 0)
+    flat = all_to_alls * peers[0] * plan.devices_per_node, all_to_alls * peers[1]
+    messages = flat[0] + levels * peers[0], flat[1] + levels * peers[1]
+    collectives = all_to_alls + levels
+    return cluster.in_turn(sent, messages, (collectives, collectives))
+
+
+def simulate_exchange(a: argparse.Namespace, cluster: Cluster, kind: str, nodes: int) -> dict[str, Any]:
+    name, limited, _ = kind.partition(",")
+    experts = nodes * GPUS_PER_NODE
+    groups = {"n_group": nodes, "topk_group": min(nodes, 4)} if limited and nodes > 4 else {}
+    topology = {"num_nodes": nodes, "devices_per_node": GPUS_PER_NODE}
+    plan = plan_exchange(name, **topology, num_experts=experts, num_experts_per_tok=a.top_k, **groups)  # type: ignore[arg-type]
+    sizes = {"num_experts": experts, "num_experts_per_tok": a.top_k, "row_bytes": 2 * a.hidden_size}
+    sent = exchange_traffic(plan, num_tokens=a.tokens, capacity_factor=1.0, **sizes)
+    return _row("exchange", kind, nodes, sent, exchange_seconds(cluster, plan, sent))
+
+
+def simulate_embedding(a: argparse.Namespace, cluster: Cluster, kind: str, nodes: int) -> dict[str, Any]:
+    vocabulary = Vocabulary(a.vocab_size, a.hidden_size, a.tied, a.tokens, activation_bytes=2, sharded=True)
+    name, parallel, _ = kind.partition(",")
+    plan = plan_embedding(name, vocabulary, num_nodes=nodes, devices_per_node=GPUS_PER_NODE)  # type: ignore[arg-type]
+    plan = EmbeddingPlan(plan.kind, "", nodes, GPUS_PER_NODE, parallel_head=True) if parallel else plan
+    sent = embedding_traffic(plan, vocabulary, ROUNDS)
+    seconds = embedding_seconds(cluster, plan, sent, a.tied, ROUNDS)
+    return _row("embedding", kind, nodes, sent, seconds) | {"parallel_head": plan.parallel_head}
+
+
+def _row(what: str, kind: str, nodes: int, sent: Traffic, seconds: float) -> dict[str, Any]:
+    sizes = {"across_bytes": sent.across_bytes, "inside_bytes": sent.inside_bytes}
+    return {"what": what, "kind": kind, "nodes": nodes} | sizes | {"seconds": seconds}
+
+
+def draw(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
+    """Bytes that leave a GPU's node, and time, against the number of nodes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
+    figure.suptitle(f"Simulated, not measured\n{caption}", fontsize=10)
+    titles = {"exchange": "Tokens to their experts and back, one layer", "embedding": "Embedding and head, one pass"}
+    scales = (("across_bytes", 1e6, "MB a GPU sends to other nodes"), ("seconds", 1e-3, "ms"))
+    for j, (what, kinds) in enumerate((("exchange", EXCHANGES), ("embedding", EMBEDDINGS))):
+        axes[0, j].set_title(titles[what], fontsize=10)
+        for i, (name, unit, label) in enumerate(scales):
+            for kind, style in zip(kinds, ("o-", "s--", "^-", "D:"), strict=True):
+                points = [(r["nodes"], r[name] / unit) for r in rows if (r["what"], r["kind"]) == (what, kind)]
+                axes[i, j].plot(*zip(*points, strict=True), style, label=kind, markersize=4)
+            axes[i, j].set(xscale="log", ylabel=label)
+            axes[i, j].set(**({"ylim": (0, None)} if what == "exchange" else {"yscale": "log"}))
+            axes[i, j].grid(alpha=0.3)
+        axes[1, j].set_xlabel("nodes of 8 GPUs")
+        nodes = sorted({r["nodes"] for r in rows})
+        axes[1, j].set_xticks(nodes, [str(n) for n in nodes])
+        axes[1, j].set_xticks([], minor=True)
+        axes[0, j].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2**i for i in range(3, 11)])
+    parser.add_argument("--tokens", type=int, default=4096, help="of a GPU in one pass")
+    parser.add_argument("--hidden-size", type=int, default=8192)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=131072)
+    parser.add_argument("--tied", action="store_true", help="the head is the table")
+    parser.add_argument("--across-gb-per-s", type=float, default=50, help="of a GPU: 400 Gbit/s InfiniBand")
+    parser.add_argument("--inside-gb-per-s", type=float, default=450, help="of a GPU: NVLink 4")
+    parser.add_argument("--across-latency-us", type=float, default=20)
+    parser.add_argument("--inside-latency-us", type=float, default=8)
+    parser.add_argument("--message-us", type=float, default=0.5, help="of each message of a collective")
+    default = Path(__file__).resolve().parent.parent / "docs" / "communication_simulated.png"
+    parser.add_argument("--plot", default=str(default), help="where the plot goes; empty: nowhere")
+    return parser.parse_args(arguments)
+
+
+def simulate(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for every kind of exchange and embedding and number of nodes."""
+    message_s = a.message_us / 1e6
+    across = Level(a.across_gb_per_s * 1e9, a.across_latency_us / 1e6, message_s)
+    cluster = Cluster(across, Level(a.inside_gb_per_s * 1e9, a.inside_latency_us / 1e6, message_s))
+    rows = [simulate_exchange(a, cluster, kind, nodes) for kind in EXCHANGES for nodes in a.nodes]
+    return rows + [simulate_embedding(a, cluster, kind, nodes) for kind in EMBEDDINGS for nodes in a.nodes]
+
+
+def main() -> int:
+    a = parse()
+    rows = simulate(a)
+    if a.plot:
+        link = f"NVLink {a.inside_gb_per_s:g} GB/s, InfiniBand {a.across_gb_per_s:g} GB/s a GPU"
+        sizes = f"{a.tokens} tokens a GPU, hidden {a.hidden_size}, top-{a.top_k}, vocabulary {a.vocab_size}"
+        draw(rows, Path(a.plot), f"{link}; {sizes}, bfloat16")
+    for row in rows:
+        print(json.dumps(row), file=sys.stderr)
+    print(json.dumps({"benchmark": "simulate_communication", "simulated": True, "options": vars(a), "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Rows `store` and `checkpoint` of `benchmarks/tiers.py`: `VersionStore` against fio, and what a checkpoint costs.
+
+Axes: R bytes of a record.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.direct_io import write_file
+from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.version_store import PINS, Version, VersionStore
+
+Work = Callable[[int, np.ndarray], None]
+
+
+def open_store(folder: Path, record_bytes: int, num_records: int) -> VersionStore:
+    """Records of `record_bytes` on disk, seal included."""
+    layout = RecordLayout.of({"w": ((record_bytes - 64,), np.uint8)})
+    store = VersionStore.open(folder, layout, num_records, fingerprint="benchmark")
+    assert store.layout.record_bytes == record_bytes, store.layout.record_bytes
+    store.fill(lambda index, views: views["w"].fill(index % 251))
+    return store
+
+
+def on_threads(work: Work, buffers: RecordBuffers, num_records: int) -> float:
+    """Seconds for `work(index, buffer)` on all records, one thread per buffer."""
+
+    def run(first: int) -> None:
+        for index in range(first, num_records, buffers.num_slots):
+            work(index, buffers.slot(first))
+
+    start_s = time.perf_counter()
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(buffers.num_slots)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start_s
+
+
+def fio(files: list[Path], record_bytes: int, threads: int, write: bool) -> float:
+    """Seconds that fio takes for these files: whole records, O_DIRECT, as many at a time, flushed as ours are."""
+    links = files[0].parent / "fio"
+    links.mkdir()
+    for n, path in enumerate(files):
+        os.link(path, links / f"{n % threads}.{n // threads}")
+    options = {
+        "rw": "write" if write else "read",
+        "directory": links,
+        "filename_format": "$jobnum.$filenum",
+        "nrfiles": len(files) // threads,
+        "filesize": record_bytes,
+        "size": len(files) // threads * record_bytes,
+        "bs": record_bytes,
+        "numjobs": threads,
+        "file_service_type": "sequential",
+        "fdatasync": int(write),
+    }
+    options |= {"ioengine": "psync", "direct": 1, "thread": 1, "group_reporting": 1, "scramble_buffers": 0}
+    command = ["fio", "--name=records", "--output-format=json", *(f"--{k}={v}" for k, v in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
+    assert moved["io_bytes"] == len(files) * record_bytes, moved["io_bytes"]
+    shutil.rmtree(links)
+    return float(moved["runtime"]) / 1000
+
+
+def written_bytes() -> int:
+    """What this process has sent to storage, by the kernel's count."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["write_bytes"])
+
+
+def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    """read, in_place, replace: GB/s of the store with its checksums, and the median ratio to fio or to in_place.
+
+    in_place: records written over where they are, each flushed, which is what fio does. replace: new versions, with
+    all renames and folder flushes. In turn. read_huge_pages: into memory as `TieredStore` has it.
+    """
+    has_fio = shutil.which("fio") is not None
+    rows = []
+    for record_bytes, threads in ((12 << 20, 1), (12 << 20, 4), (1 << 20, 4)):
+        num_records = total_bytes // record_bytes // threads * threads
+        with open_store(folder / "store", record_bytes, num_records) as it:
+            buffers = RecordBuffers(threads, record_bytes, huge_pages=False)  # fio has none either
+            huge = RecordBuffers(threads, record_bytes)
+            scratch = [folder / f"plain-{index}" for index in range(num_records)]
+            for path in scratch:
+                write_file(path, buffers.slot(0), it.io)
+
+            def in_place(index: int, record_R: np.ndarray) -> None:
+                write_file(scratch[index], record_R, it.io)  # noqa: B023
+
+            times: dict[str, list[float]] = {}
+            before = it.stats()
+            before_bytes, replaced_bytes = 0, 0
+            for _ in range(rounds):
+                files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][:num_records]
+                took = {"read": on_threads(it.read_into, buffers, num_records)}
+                took["read_huge_pages"] = on_threads(it.read_into, huge, num_records)
+                if has_fio:
+                    took["fio_read"] = fio(files, record_bytes, threads, write=False)
+                took["in_place"] = on_threads(in_place, buffers, num_records)
+                if has_fio:
+                    took["fio_write"] = fio(scratch, record_bytes, threads, write=True)
+                before_bytes = written_bytes()
+                took["replace"] = on_threads(it.write, buffers, num_records)
+                start_s = time.perf_counter()
+                it.sync()
+                took["replace"] += time.perf_counter() - start_s
+                replaced_bytes += written_bytes() - before_bytes
+                for name, seconds in took.items():
+                    times.setdefault(name, []).append(seconds)
+            writes = it.stats().writes - before.writes
+            row: dict[str, Any] = {"record_bytes": record_bytes, "threads": threads, "io": it.io, "fio": has_fio}
+            for name, seconds in times.items():
+                row[f"{name}_gb_per_s"] = round(num_records * record_bytes / statistics.median(seconds) / 1e9, 3)
+            pairs = [("read", "fio_read"), ("in_place", "fio_write")] if has_fio else []
+            for name, other in [*pairs, ("replace", "in_place")]:
+                ratios = [b / a for a, b in zip(times[name], times[other], strict=True)]
+                row[f"{name}_over_{other}"] = round(statistics.median(ratios), 3)
+            row["write_amplification"] = round(it.stats().write_amplification, 4)
+            row["device_write_amplification"] = round(replaced_bytes / (writes * (record_bytes - 64)), 4)
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+        shutil.rmtree(folder / "store")
+        for path in scratch:
+            path.unlink()
+    return rows
+
+
+def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a checkpoint of clean records: as many of 1 MiB as of the size that gives `total_bytes`.
+
+    save_s: until training goes on. commit_s: until Orbax has renamed the step. durable_s: until its folder has all
+    records (links, here). free_s: of a step given up, all of whose versions have been replaced since. flush_s:
+    beforehand, of `dirty` changed records.
+    """
+    rows = []
+    num_records = 640
+    for record_bytes in (1 << 20, total_bytes // num_records // 4096 * 4096):
+        with open_store(folder / "store", record_bytes, num_records) as it:
+            records = RecordCheckpoints({"experts": it})
+            manager = ocp.CheckpointManager(
+                folder / "checkpoints",
+                options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True),
+                item_names=(ITEM, "dense"),
+                item_handlers={ITEM: RecordsHandler(), "dense": ocp.JsonCheckpointHandler()},
+            )
+            times: dict[str, list[float]] = {}
+            record_writes = 0
+            for step in range(1, rounds + 1):
+                before = it.stats().written_bytes
+                start_s = time.perf_counter()
+                items = {ITEM: RecordsSave(records, step), "dense": ocp.args.JsonSave({"step": step})}
+                manager.save(step, args=ocp.args.Composite(**items))
+                save_s = time.perf_counter() - start_s
+                manager.wait_until_finished()
+                commit_s = time.perf_counter() - start_s
+                records.committed(folder / "checkpoints" / str(step) / ITEM, list(manager.all_steps()))
+                records.wait()
+                durable_s = time.perf_counter() - start_s
+                record_writes += it.stats().written_bytes - before
+                for name, seconds in {"save_s": save_s, "commit_s": commit_s, "durable_s": durable_s}.items():
+                    times.setdefault(name, []).append(seconds)
+            manager.close()
+            row: dict[str, Any] = {"records": num_records, "bytes": num_records * record_bytes}
+            row |= {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
+            row |= {"record_bytes_written": record_writes, "dirty": 64}
+            row |= flush_and_free(it, records, folder)
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+        shutil.rmtree(folder / "store")
+    return rows
+
+
+def flush_and_free(it: VersionStore, records: RecordCheckpoints, folder: Path) -> dict[str, float]:
+    """Change 64 records, flush them, and then give up the checkpoints that have their old versions."""
+    with TieredStore(it, cache_bytes=96 * it.layout.record_bytes) as tiers:
+        for index in range(64):
+            with tiers.get(index, writable=True) as record:
+                record["w"][0] += 1
+                record.put()
+        start_s = time.perf_counter()
+        tiers.flush()
+        flush_s = time.perf_counter() - start_s
+    records.close()
+    start_s = time.perf_counter()
+    shutil.rmtree(folder / "checkpoints")
+    for pins in (it.path / PINS).iterdir():
+        shutil.rmtree(pins)
+    return {"flush_s": round(flush_s, 4), "free_s": round(time.perf_counter() - start_s, 4)}

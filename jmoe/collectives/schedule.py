@@ -1,0 +1,211 @@
+"""The order of a layer's collectives: all-to-alls first, everything else in chunks while they cannot start anyway.
+
+Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reduction delays the whole step, so reductions
+(and here the gathers of the next layer's parameters) are cut into chunks that run while experts or attention compute.
+
+`interleave` works on the traced function, so a layer knows nothing of it: it finds the all-to-alls, and the places
+between them where the next one cannot start yet because it depends on matrix products. No place lies between two
+all-to-alls that follow each other, nor in front of one whose input is ready. Every collective is made to depend on
+the one before it. XLA:CPU drops `optimization_barrier` before it schedules, so the dependence is one of data: an
+integer that is always 0, which XLA cannot know, is added to the bits of what is sent.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+After = Callable[[jax.Array], jax.Array]
+Work = Callable[[After], jax.Array]  # a collective whose input passes through `After`
+
+CHUNK_S = 0.02  # a chunk takes the network for this long, so an all-to-all waits no longer for it
+MAX_CHUNK_BYTES = 30_000_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a layer's all-to-alls and the rest share the network.
+
+    ordered: collectives run in the order given here, else in XLA's. places: which of the places take work, all, or the
+    first or last alone. chunked: work is cut into chunks. pieces: so many parts the all-to-alls are cut into, and
+    experts begin with the first.
+    """
+
+    ordered: bool
+    places: slice
+    chunked: bool
+    pieces: int
+
+
+SCHEDULES = {
+    "none": Schedule(ordered=False, places=slice(None), chunked=False, pieces=1),
+    "fixed": Schedule(ordered=True, places=slice(-1, None), chunked=False, pieces=1),
+    "priority": Schedule(ordered=True, places=slice(1), chunked=False, pieces=1),
+    "chunks": Schedule(ordered=True, places=slice(None), chunked=True, pieces=1),
+    "pipelined": Schedule(ordered=True, places=slice(None), chunked=True, pieces=2),
+}
+
+
+def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
+    """[(start, stop), ...]: `width` elements in the fewest even parts of at most `limit_bytes` each."""
+    count = min(width, -(-width * element_bytes // max(1, limit_bytes)))
+    return list(itertools.pairwise(round(i * width / count) for i in range(count + 1 if count else 0)))
+
+
+class _Line(NamedTuple):
+    """An equation of the traced function; what it reads is a name (int) or a literal."""
+
+    eqn: JaxprEqn
+    inputs: list[Any]
+    outputs: list[int]
+    scope: str
+
+
+_CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_vjp_call", "custom_jvp_call")
+
+
+def _inner(eqn: JaxprEqn) -> list[Any]:
+    """The functions inside an equation: of the two classes of older versions of JAX, or the one of newer."""
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
+    return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
+
+
+def _exchanges(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == "all_to_all":
+        return True
+    return any(_exchanges(inner) for function in _inner(eqn) for inner in function.eqns)
+
+
+def _multiplies(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
+        return False
+    inner = (line for function in _inner(eqn) for line in function.eqns)
+    return eqn.primitive.name == "dot_general" or any(_multiplies(line) for line in inner)
+
+
+class _Program:
+    """A traced function as one list of lines, with the calls that hold an all-to-all taken apart."""
+
+    def __init__(self, closed: Any) -> None:
+        self._names = itertools.count()
+        self.constants: dict[int, Any] = {}
+        self.lines: list[_Line] = []
+        self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
+        self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
+
+    def _add(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
+        names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            names[var] = next(self._names)
+            self.constants[names[var]] = value
+        read = lambda v: v if isinstance(v, Literal) else names[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            given = [read(v) for v in eqn.invars]
+            here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+            if eqn.primitive.name in _CALLS and _exchanges(eqn):
+                (function,) = (f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr"))
+                found = self._add(getattr(function, "jaxpr", function), getattr(function, "consts", ()), given, here)
+            else:
+                found = [next(self._names) for _ in eqn.outvars]
+                self.lines.append(_Line(eqn, given, found, here))
+            names.update(zip(eqn.outvars, found, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def exchanges(self) -> list[int]:
+        """The lines that are all-to-alls."""
+        return [i for i, line in enumerate(self.lines) if line.eqn.primitive.name == "all_to_all"]
+
+    def places(self) -> list[int]:
+        """Where work may run: in front of the lines of these all-to-alls, and at the end."""
+        places, begin = [], 0
+        for end in self.exchanges():
+            needed, waits = set(self.lines[end].inputs), False
+            for line in reversed(self.lines[begin:end]):
+                if needed.intersection(line.outputs):
+                    waits |= _multiplies(line.eqn)
+                    needed.update(name for name in line.inputs if not isinstance(name, Literal))
+            places += [end] * waits
+            begin = end + 1
+        return [*places, len(self.lines)]
+
+
+class _Order:
+    """Makes every collective wait for the one before it."""
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self.zero = lax.axis_index(axes) // lax.axis_size(axes)
+        self.last = self.zero
+
+    def after(self, x: jax.Array) -> jax.Array:
+        """x, known only when the last collective is done."""
+        words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ self.last.astype(words), x.dtype)
+
+    def done(self, y: jax.Array) -> None:
+        first = y[(slice(0, 1),) * y.ndim].reshape(())
+        words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
+        self.last = lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+
+
+def _share(work: Sequence[Work], places: list[int], schedule: Schedule) -> dict[int, Sequence[int]]:
+    """Which work runs in which place.
+
+    One chunk goes where an all-to-all comes next, so that this waits for no more of them; the rest goes last.
+    """
+    chosen = places[schedule.places]
+    shares: dict[int, Sequence[int]] = {place: range(i, min(i + 1, len(work))) for i, place in enumerate(chosen)}
+    return shares | {chosen[-1]: range(len(chosen) - 1, len(work))}
+
+
+def interleave(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    work: Sequence[Work],
+    schedule: Schedule,
+    axes: tuple[str, ...],
+    begin: jax.Array,
+) -> tuple[Any, list[jax.Array]]:
+    """(function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order.
+
+    begin: no work starts before this is known: XLA would gather all layers at once, or keep them from the forward pass.
+    """
+    order = _Order(axes)
+    order.done(begin)
+    if not schedule.ordered:
+        return function(*args), [send(order.after) for send in work]
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    program = _Program(closed)
+    shares = _share(work, program.places(), schedule)
+    results = {}
+    values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
+
+    def run_work(place: int) -> None:
+        for i in shares.get(place, ()):
+            results[i] = work[i](order.after)
+            order.done(results[i])
+
+    for at, line in enumerate(program.lines):
+        given = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
+        exchange = line.eqn.primitive.name == "all_to_all"
+        if exchange:
+            run_work(at)
+            given = [order.after(x) for x in given]
+        with jax.named_scope(line.scope):
+            found = line.eqn.primitive.bind(*given, **line.eqn.primitive.get_bind_params(line.eqn.params))
+        found = found if line.eqn.primitive.multiple_results else [found]
+        if exchange:
+            order.done(found[0])
+        values.update(zip(line.outputs, found, strict=True))
+    run_work(len(program.lines))
+    out = [x.val if isinstance(x, Literal) else values[x] for x in program.outputs]
+    return jax.tree.unflatten(jax.tree.structure(shape), out), [results[i] for i in range(len(work))]
+
+
+def chunk_bytes(bytes_per_s: float) -> int:
+    """The bytes of a chunk where collectives move this many."""
+    return max(1, min(MAX_CHUNK_BYTES, round(CHUNK_S * bytes_per_s)))

@@ -1,0 +1,70 @@
+"""Where the experts of a model in training are, and what carries them. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.config.checks import check, not_negative, one_of, positive
+
+Tier = Literal["auto", "device", "host", "nvme"]
+TIERS = ("device", "host", "nvme")  # from the fastest to the largest
+
+
+@dataclass(frozen=True)
+class TiersConfig:
+    """Tiers of the experts' state: `device`, `host` memory, `nvme`; `auto` asks the planner. Everything else stays on
+    the device. One device.
+
+    experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights. Where both
+    are on the device, the ordinary step runs. On other tiers the state of an expert that no token comes to stays
+    where it is; what it missed is made up for when it is fetched.
+    """
+
+    experts: Tier = "device"
+    optimizer: Tier = "device"
+    gradients: Literal["host", "nvme"] = "host"  # from the backward pass until their expert is fetched next
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 loses nothing of bfloat16 compute
+    path: str = ""  # folder of the tier nvme; "": OUTPUT_DIR/records
+    host_cache_bytes: int = 0  # host memory for records of the tier nvme; 0: a quarter of their bytes
+    device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
+    beta: float = 0.9  # decay of the hit counts that say which records stay in host memory ...
+    decay_every_steps: int = 4  # ... applied every so many steps
+
+    def __post_init__(self) -> None:
+        one_of(self, experts=("auto", *TIERS), optimizer=("auto", *TIERS), gradients=TIERS[1:])
+        one_of(self, gradient_dtype=("float32", "bfloat16"))
+        not_negative(self, "host_cache_bytes")
+        positive(self, "device_layers", "decay_every_steps")
+        check(0 < self.beta <= 1, "tiers.beta", self.beta, "must be in (0, 1]")
+        if "auto" not in (self.experts, self.optimizer):
+            above = TIERS.index(self.optimizer) >= TIERS.index(self.experts)
+            allowed = " or ".join(TIERS[TIERS.index(self.experts) :])
+            check(above, "tiers.optimizer", self.optimizer, f"must be {allowed} with tiers.experts = {self.experts!r}")
+
+    @property
+    def on_device(self) -> bool:
+        """Whether nothing leaves the device."""
+        return (self.experts, self.optimizer) == ("device", "device")
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """What the planner (`--plan`, tiers `auto`) takes for granted of the machine. Bytes of 0: what is free here.
+
+    A device without bytes of its own shares the host's memory. flops: that products reach, not the data sheet's.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    flops: float = 2e11
+    link_bytes_per_s: float = 5e10  # between host and device
+    memory_bytes_per_s: float = 1.5e10  # of the device
+    nvme_read_bytes_per_s: float = 2e9
+    nvme_write_bytes_per_s: float = 1.5e9
+
+    def __post_init__(self) -> None:
+        not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
+        positive(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
+        positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")

@@ -1,0 +1,144 @@
+"""Whole records to and from files: past the page cache where the file system allows it, through memory where the
+file is memory (tmpfs, DAX). Axes: R bytes of a record.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.memory.buffers import PAGE_BYTES
+
+Io = Literal["O_DIRECT", "buffered", "mapped"]
+
+
+def io_of(folder: Path) -> Io:
+    """How files in this folder are read and written.
+
+    "mapped" on a file system whose files are memory (tmpfs, or mounted with DAX), where a system call would only
+    copy; "buffered" where the file system refuses O_DIRECT.
+    """
+    if _is_byte_addressable(folder):
+        return "mapped"
+    probe = folder / f".direct-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return "buffered"
+    finally:
+        probe.unlink(missing_ok=True)
+    return "O_DIRECT"
+
+
+def _is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    if not mounts.is_file():
+        return False
+    device = folder.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        kind, _, options = file_system.split(" ", 2)
+        if mount.split()[2] == wanted:
+            return kind in ("tmpfs", "ramfs") or bool({"dax", "dax=always"} & set(options.split(",")))
+    return False
+
+
+def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
+    """Fill `record_R` from the beginning of a file. `OSError` naming the file where it is too short or unreadable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0))
+    try:
+        if io == "mapped":
+            _check_size(path, os.fstat(fd).st_size, record_R.nbytes)
+            with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ) as memory:
+                np.copyto(record_R, np.frombuffer(memory, np.uint8))
+        else:
+            read_all(fd, record_R, 0, path, "reading")
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
+    """Make `record_R` the content of a file, in place if it is there, and flush it to the device.
+
+    Its space is taken first, so `OSError` (ENOSPC), which names the bytes needed and free, comes before any is
+    written.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0)
+    fd = os.open(path, flags, 0o644)
+    try:
+        with naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"):
+            if os.fstat(fd).st_size != record_R.nbytes:
+                os.posix_fallocate(fd, 0, record_R.nbytes)
+                os.ftruncate(fd, record_R.nbytes)
+            if io == "mapped":
+                with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE) as memory:
+                    np.copyto(np.frombuffer(memory, np.uint8), record_R)
+                    memory.flush()
+            else:
+                write_all(fd, record_R, 0)
+                os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, what: str) -> None:
+    """Fill `record_R` from `first_byte` on; `OSError` says what was being done, at which byte of which file."""
+    memory, done_bytes = record_R.data, 0
+    while done_bytes < record_R.nbytes:
+        try:
+            count = os.preadv(fd, [memory[done_bytes:]], first_byte + done_bytes)
+        except OSError as error:
+            raise OSError(error.errno, f"{what} (at byte {first_byte}): {error.strerror}", str(path)) from error
+        if count == 0:
+            why = f"{what} (at byte {first_byte}): the file ends after {done_bytes} bytes of it"
+            raise OSError(errno.EIO, why, str(path))
+        done_bytes += count
+
+
+def write_all(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
+    """Write all of `record_R` at `first_byte`."""
+    memory, done_bytes = record_R.data, 0
+    while done_bytes < record_R.nbytes:
+        done_bytes += os.pwritev(fd, [memory[done_bytes:]], first_byte + done_bytes)
+
+
+def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
+    """`ValueError` unless these are `record_bytes` writable bytes at a page-aligned address."""
+    if record_R.nbytes != record_bytes or not record_R.flags.writeable:
+        raise ValueError(f"record_R: must be {record_bytes} writable bytes, has {record_R.nbytes}")
+    if record_R.ctypes.data % PAGE_BYTES:
+        raise ValueError(f"record_R: must begin at a multiple of {PAGE_BYTES} bytes")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make what was created, renamed or deleted in this folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def naming_the_room(path: Path, needs: str) -> Iterator[None]:
+    """Add what is needed and what is free to an `OSError` of writing to `path`."""
+    try:
+        yield
+    except OSError as error:
+        free_bytes = shutil.disk_usage(path.parent).free
+        raise OSError(error.errno, f"{error.strerror}: {needs}, {free_bytes} are free", str(path.parent)) from error
+
+
+def _check_size(path: Path, size_bytes: int, record_bytes: int) -> None:
+    if size_bytes < record_bytes:
+        why = f"reading: the file ends after {size_bytes} of {record_bytes} bytes"
+        raise OSError(errno.EIO, why, str(path))

@@ -1,0 +1,59 @@
+"""A record in host memory, in use. Axes: R bytes of a record."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import check
+from jmoe.memory.link import Link
+
+
+class Record:
+    """A record in host memory, for as long as it is open: use it in a `with` statement.
+
+    record[name] is an array of the record's layout, `data_R` all its bytes, read-only unless it was got as writable.
+    Both lie in memory that is used for another record after `close`: copy them, and wait for the copy (on CPU,
+    `jax.device_put` of such an array makes no copy at all). link: counts its bytes while it is open. give_back: is
+    called once, with whether the record was put.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        data_R: NDArray[np.uint8],
+        views: dict[str, NDArray[Any]],
+        link: Link,
+        give_back: Callable[[bool], None],
+    ) -> None:
+        self.index, self.data_R, self._views = index, data_R, views
+        self._link, self._start_s = link, link.start()
+        self._give_back: Callable[[bool], None] | None = give_back
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._views[name]
+
+    def put(self) -> None:
+        """The record has been changed: it is dirty from now on, and given back."""
+        check(self.data_R.flags.writeable, "writable", False, "must be True in `get` to put a record")
+        self._close(True)
+
+    def close(self) -> None:
+        """Give the memory back, which has not been changed since `get`; more than once does nothing."""
+        self._close(False)
+
+    def _close(self, dirty: bool) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            self._link.finish(self._start_s, self.data_R.nbytes)
+            give_back(dirty)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,264 @@
+"""Records as part of an Orbax checkpoint: pinned when it is saved, copied to its folder afterwards.
+
+A step's item `records` is a folder of lists, `process-K.json`: which versions process K had pinned, and where. The pins
+are hard links beside the store (`VersionStore.pin`), so saving takes time by the number of records, none by their
+bytes, and the lists commit with the rest of the step, by Orbax's rename. Then each process copies its pinned versions
+into the folder, `NAME/INDEX.COUNTER.TOKEN`; where that is the same file system, or the step before has the same
+version, a hard link does it. `durable-K.json` says that process K is done. A step with all of those needs no local
+folder any more.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.direct_io import Io, fsync_folder, io_of, write_file
+from jmoe.memory.version_store import PINS, Version, VersionStore
+
+ITEM = "records"  # of a step; also the folder's name
+
+
+@dataclass(frozen=True)
+class DrainStats:
+    """steps made durable by this process; linked, copied: versions; copied_bytes."""
+
+    steps: int = 0
+    linked: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
+
+
+def is_durable(folder: Path) -> bool:
+    """Whether every process has copied its records of this step."""
+    lists = _lists(folder)
+    return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
+
+
+class RecordCheckpoints:
+    """What one process does for the records in its stores, by name, when checkpoints are saved and restored.
+
+    `folder` is always the folder of a step's item. No method but `wait`, `restore` and `close` takes long. Several
+    processes each have one, with stores that own different records of the same names.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, VersionStore],
+        *,
+        process: int = 0,
+        num_processes: int = 1,
+        wait_limit_s: float = 3600.0,
+    ) -> None:
+        self.stores, self.process, self.num_processes = dict(stores), process, num_processes
+        self._wait_limit_s = wait_limit_s
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="drain")
+        self._draining: Future[object] | None = None
+        self._stats = DrainStats()
+
+    def pin(self, step: int) -> dict[str, Any]:
+        """Pin the current versions under the step's number; what `write_list` writes. Flush caches first.
+
+        Waits for the drain of the step before, so no more than one step is not durable.
+        """
+        self.wait()
+        versions = {name: store.pin(str(step)) for name, store in self.stores.items()}
+        return {"num_processes": self.num_processes, "pins": self._pins(step), "versions": versions}
+
+    def write_list(self, folder: Path, pinned: dict[str, Any]) -> None:
+        """Add to a step that is being saved what `pin` has pinned for it."""
+        path = folder / f"process-{self.process}.json"
+        path.write_text(json.dumps(pinned))
+
+    def committed(self, folder: Path, steps: list[int]) -> None:
+        """The step of `folder` is committed: begin to drain it, and to free the pins of all steps but `steps`."""
+        self.wait()
+        self._draining = self._pool.submit(self._drain_and_free, folder, {str(step) for step in steps})
+
+    def check(self) -> None:
+        """Raise the error of a drain that has failed, if any; never waits."""
+        if self._draining is not None and self._draining.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the step committed last is durable, as far as this process goes. `OSError` if that failed."""
+        draining, self._draining = self._draining, None
+        if draining is None:
+            return
+        try:
+            draining.result(self._wait_limit_s)
+        except TimeoutError:
+            raise TimeoutError(f"records of process {self.process}: not durable in {self._wait_limit_s} s") from None
+
+    def missing(self, folder: Path) -> list[str]:
+        """What of this process's records cannot be found, for a step of any number of processes; empty if none."""
+        lists = _lists(folder)
+        num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
+        if len(lists) != num_processes or not lists:
+            return [f"{folder}: {len(lists)} lists of {num_processes} processes"]
+        found = self._find(folder)
+        return [
+            f"{name} {index}"
+            for name, store in self.stores.items()
+            for index in store.owned
+            if index not in found.get(name, {})
+        ]
+
+    def restore(self, folder: Path) -> None:
+        """Make the records of this step the current ones: linked from what is pinned here, or copied.
+
+        Goes on with the drain of the step if a killed process left it to this one. Raises `FileNotFoundError` naming
+        the records that are neither here nor in the step.
+        """
+        missing = self.missing(folder)
+        if missing:
+            what = f"{len(missing)} records, the first {missing[0]}, are neither on this machine nor drained"
+            raise FileNotFoundError(errno.ENOENT, what, str(folder))
+        for name, files in self._find(folder).items():
+            if name in self.stores:
+                self.stores[name].restore({index: files[index] for index in self.stores[name].owned})
+        own = _lists(folder).get(self.process, {"pins": {}})["pins"]
+        if own == self._pins(int(folder.parent.name)) and all(Path(pins).is_dir() for pins in own.values()):
+            self.wait()
+            self._draining = self._pool.submit(self._drain, folder)
+
+    def stats(self) -> DrainStats:
+        return self._stats
+
+    def close(self) -> None:
+        """Wait for the drain and end its thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def _pins(self, step: int) -> dict[str, str]:
+        return {name: str((store.path / PINS / str(step)).absolute()) for name, store in self.stores.items()}
+
+    def _find(self, folder: Path) -> dict[str, dict[int, Path]]:
+        """Every record that can be found: store -> record -> file, pinned ones first."""
+        found: dict[str, dict[int, Path]] = {}
+        for listed in _lists(folder).values():
+            for name, versions in listed["versions"].items():
+                for version in versions:
+                    parsed = Version.parse(version)
+                    assert parsed is not None, version
+                    for path in (Path(listed["pins"][name]) / version, folder / name / version):
+                        if path.is_file():
+                            found.setdefault(name, {})[parsed.index] = path
+                            break
+        return found
+
+    def _drain_and_free(self, folder: Path, steps: set[str]) -> None:
+        if not self._drain(folder):
+            return  # the step is gone already
+        for store in self.stores.values():
+            for pins in (store.path / PINS).iterdir():
+                if pins.name not in steps:
+                    shutil.rmtree(pins)
+
+    def _drain(self, folder: Path) -> bool:
+        before = _step_before(folder)
+        steps, linked, copied, copied_bytes = 1, 0, 0, 0
+        try:
+            io = io_of(folder)
+            for name, store in self.stores.items():
+                (folder / name).mkdir(exist_ok=True)
+                buffers = RecordBuffers(1, store.layout.record_bytes)
+                for source in sorted((store.path / PINS / folder.parent.name).iterdir()):
+                    target = folder / name / source.name
+                    if target.exists() or _link([before / name / source.name, source], target):
+                        linked += 1
+                    else:
+                        _copy(store, source, target, buffers, io)
+                        copied, copied_bytes = copied + 1, copied_bytes + buffers.slot_bytes
+                fsync_folder(folder / name)
+            mark = folder / f"durable-{self.process}.json"
+            mark.with_suffix(".tmp").write_text(json.dumps({"linked": linked, "copied": copied}))
+            mark.with_suffix(".tmp").rename(mark)
+            fsync_folder(folder)
+        except FileNotFoundError:
+            if folder.exists():
+                raise
+            return False
+        was = self._stats
+        self._stats = DrainStats(
+            was.steps + steps, was.linked + linked, was.copied + copied, was.copied_bytes + copied_bytes
+        )
+        return True
+
+
+def _lists(folder: Path) -> dict[int, dict[str, Any]]:
+    paths = folder.glob("process-*.json")
+    return {int(path.stem.removeprefix("process-")): json.loads(path.read_text()) for path in paths}
+
+
+def _step_before(folder: Path) -> Path:
+    """The same item of the step before; it may not exist."""
+    root, step = folder.parent.parent, int(folder.parent.name)
+    older = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and int(entry.name) < step]
+    return root / str(max(older, default=-1)) / folder.name
+
+
+def _link(sources: list[Path], target: Path) -> bool:
+    for source in sources:
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise
+        else:
+            return True
+    return False
+
+
+def _copy(store: VersionStore, source: Path, target: Path, buffers: RecordBuffers, io: Io) -> None:
+    record_R = buffers.slot(0)
+    store.read_version(source, record_R)
+    half = target.with_name(f"{target.name}.tmp")
+    write_file(half, record_R, io)
+    half.rename(target)
+
+
+class RecordsHandler(ocp.AsyncCheckpointHandler):
+    """The item of an Orbax step that is a `RecordCheckpoints`; see `RecordsSave` and `RecordsRestore`."""
+
+    async def async_save(self, directory: Path, args: "RecordsSave") -> list[ocp.future.Future]:
+        """Pin now; the list is written when the step's folder is there."""
+        pinned = args.records.pin(args.step)
+
+        async def write() -> None:
+            args.records.write_list(Path(directory), pinned)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name=ITEM)]
+
+    def save(self, directory: Path, args: "RecordsSave") -> None:
+        args.records.write_list(Path(directory), args.records.pin(args.step))
+
+    def restore(self, directory: Path, args: "RecordsRestore") -> None:
+        args.records.restore(Path(directory))
+
+
+@ocp.args.register_with_handler(RecordsHandler, for_save=True)
+@dataclass
+class RecordsSave(ocp.args.CheckpointArgs):
+    """Save the current versions with a step."""
+
+    records: RecordCheckpoints
+    step: int
+
+
+@ocp.args.register_with_handler(RecordsHandler, for_restore=True)
+@dataclass
+class RecordsRestore(ocp.args.CheckpointArgs):
+    """Make the versions of a step current."""
+
+    records: RecordCheckpoints

@@ -1,0 +1,358 @@
+"""Experts in training on several tiers: slots on the device for the layers in use, records below for all the others.
+
+Legend: N MoE layers, E experts of a layer, W steps of the schedule. Record number of an expert = layer * E + expert.
+
+Of an expert there are up to three records: its weights, its moments, and a gradient that is not applied yet. AdamW is
+exact and lazy: whenever an expert is fetched it is first brought up to the present step, by the gradient that waits
+for it and all steps without one that came after (`optimizer.catch_up`). Nothing else ever touches its state.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from jmoe.config import OptimizerConfig
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.ring import Ring, RingStats
+from jmoe.memory.tiered_store import TieredStats, TieredStore
+from jmoe.training.optimizer import catch_up
+
+WINDOW_STEPS = 64  # steps made up for by one call of the program
+NO_GRADIENT = -1
+
+Stacks = dict[str, jax.Array]  # [E, ...] each
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """Counters since the start. None for what is not there: weights that never leave the device."""
+
+    weights: TieredStats | None
+    moments: TieredStats
+    gradients: TieredStats
+    ring: RingStats
+    updates: int  # experts brought up to date
+    replayed_steps: int  # steps without a gradient that were made up for
+    waited_s: float  # of the main thread, for layers and for experts that nobody had foreseen
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The three kinds of records. weights: None where they are on the device, in as many slots as there are layers."""
+
+    weights: TieredStore | None
+    moments: TieredStore
+    gradients: TieredStore
+
+    def all(self) -> list[TieredStore]:
+        return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
+
+
+def layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
+    """Of the records of an expert whose parameters have these shapes, by kind."""
+    return {
+        "weights": RecordLayout.of({name: (shape, np.float32) for name, shape in shapes.items()}),
+        "moments": RecordLayout.of(
+            {f"{p}.{name}": (shape, np.float32) for p in "mv" for name, shape in shapes.items()}
+        ),
+        "gradients": RecordLayout.of({name: (shape, jnp.dtype(gradient_dtype)) for name, shape in shapes.items()}),
+    }
+
+
+@partial(jax.jit, donate_argnums=0)
+def _place(stacks: Stacks, expert: jax.Array, weights: Mapping[str, jax.Array]) -> Stacks:
+    return {name: lax.dynamic_update_index_in_dim(w, weights[name], expert, 0) for name, w in stacks.items()}
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _update(
+    config: OptimizerConfig,
+    decaying: frozenset[str],
+    stacks: Stacks,
+    expert: jax.Array,
+    m: Mapping[str, jax.Array],
+    v: Mapping[str, jax.Array],
+    g: Mapping[str, jax.Array],
+    lr_W: jax.Array,
+    step: jax.Array,
+    num_steps: jax.Array,
+    gradient_at: jax.Array,
+    clip: jax.Array,
+) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
+    """`catch_up` of one expert of a slot: (slot, w, m, v)."""
+    w = {name: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False) for name, stack in stacks.items()}
+    w, m, v = catch_up(
+        w,
+        m,
+        v,
+        g,
+        config=config,
+        decay={name: name in decaying for name in stacks},
+        lr_W=lr_W,
+        step=step,
+        num_steps=num_steps,
+        gradient_at=gradient_at,
+        clip=clip,
+    )
+    stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], expert, 0) for name, stack in stacks.items()}
+    return stacks, w, m, v
+
+
+class ExpertState:
+    """Weights and optimizer state of all experts, fetched into slots by a ring over the layers.
+
+    `begin(order)` says in which order layers will be used; for each of them, in turn, `fetch(layer, experts)` gives
+    the slot's arrays, with these experts' present weights in them, and `release()` gives the slot back. What the
+    ring's thread fetches ahead are the experts that the layer's tokens chose last time; a choice that nobody foresaw is
+    fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends a step.
+
+    initial: the weights of a layer, for slots that are never filled from records.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        *,
+        optimizer: OptimizerConfig,
+        num_layers: int,
+        num_experts: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        num_slots: int,
+        step: int,
+        initial: Callable[[int], Stacks] | None = None,
+        wait_limit_s: float = 600.0,
+    ) -> None:
+        self.stores, self.num_layers, self.num_experts, self.shapes = stores, num_layers, num_experts, dict(shapes)
+        records = num_layers * num_experts
+        self.now = self._first = step  # steps taken; the first one of the history
+        self._lr: list[float] = []
+        self._clip: list[float] = []
+        self._applied = np.full(records, step, np.int64)  # steps that a record has behind it
+        self._pending = np.zeros(records, np.bool_)  # whether the gradient of step `_applied` waits
+        self._chosen = np.zeros((num_layers, num_experts), np.bool_)  # by the layer's tokens, last time
+        self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
+        self._initial = initial
+        self._updates = self._replayed = 0
+        self._fetch_waited_s = 0.0
+        self._counters = threading.Lock()
+        self._optimizer = optimizer
+        self._decaying = frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
+        dtype = stores.gradients.layout.fields[0].dtype
+        self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+        empty = {name: jnp.zeros((num_experts, *shape), jnp.float32) for name, shape in shapes.items()}
+        self._slots = [jax.tree.map(jnp.copy, empty) for _ in range(min(num_slots, num_layers))]
+        self._present: list[NDArray[np.bool_]] = [np.zeros(num_experts, np.bool_) for _ in self._slots]
+        self._order: tuple[int, ...] = tuple(range(num_layers))
+        self._writer = ThreadPoolExecutor(1, "gradients")
+        self._writing: list[Future[None]] = []
+        self._ring = Ring(self._order, len(self._slots), self._load, wait_limit_s=wait_limit_s)
+
+    # A pass over the layers
+
+    def begin(self, order: Sequence[int]) -> None:
+        """The layers of the next pass, in order; its first ones are being fetched already if the order is the same."""
+        if tuple(order) != self._order:
+            self._order = tuple(order)
+            self._ring.restart(order)
+
+    def fetch(self, layer: int, chosen_E: NDArray[np.bool_]) -> Stacks:
+        """The weights of the pass's next layer, [E, ...]; those chosen are there and up to date."""
+        acquired, slot = self._ring.acquire()
+        assert acquired == layer, (acquired, layer)
+        self._chosen[layer] = chosen_E
+        begun = time.perf_counter()
+        if self._bring(layer, slot, np.flatnonzero(chosen_E)):
+            self._fetch_waited_s += time.perf_counter() - begun
+        return self._slots[slot]
+
+    def release(self) -> None:
+        """The layer fetched longest ago is not needed any more, by the device neither."""
+        self._ring.release()
+
+    def _load(self, layer: int, slot: int) -> int:
+        """The ring's thread: what the layer's tokens chose last."""
+        self._present[slot][:] = False
+        if self._initial is not None:
+            self._slots[slot] = self._initial(layer)
+            self._present[slot][:] = True
+        return self._bring(layer, slot, np.flatnonzero(self._chosen[layer]))
+
+    def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
+        """Put these experts' present weights into the slot; returns the bytes fetched."""
+        now, ids = self.now, layer * self.num_experts + experts
+        missing, stale = ~self._present[slot][experts], self._applied[ids] < now
+        stores, fetched_bytes = self.stores, 0
+        if stores.weights is not None:
+            stores.weights.prefetch(ids[missing])
+        stores.moments.prefetch(ids[stale])
+        stores.gradients.prefetch(ids[stale & self._pending[ids]])
+        for expert, index, is_missing, is_stale in zip(experts, ids, missing, stale, strict=True):
+            if is_missing:
+                assert stores.weights is not None, (layer, expert)
+                with stores.weights.get(int(index)) as record:
+                    weights = {name: record[name] for name in self.shapes}
+                    self._slots[slot] = jax.block_until_ready(_place(self._slots[slot], np.int32(expert), weights))
+                    fetched_bytes += record.data_R.nbytes
+                self._present[slot][expert] = True
+            if is_stale:
+                fetched_bytes += self._catch_up(slot, np.int32(expert), int(index), now)
+        return fetched_bytes
+
+    # The update
+
+    def _catch_up(self, slot: int, expert: np.int32, index: int, now: int) -> int:
+        """Bring a record whose weights are in the slot up to step `now`; returns the bytes fetched."""
+        stores, names = self.stores, self.shapes
+        start, pending = int(self._applied[index]), bool(self._pending[index])
+        with stores.moments.get(index, writable=True) as record:
+            m, v = ({name: record[f"{part}.{name}"] for name in names} for part in "mv")
+            fetched_bytes = record.data_R.nbytes
+            if pending:
+                with stores.gradients.get(index) as gradient:
+                    g = {name: gradient[name] for name in names}
+                    w, m, v = self._run_update(slot, expert, m, v, g, range(start, now), pending=True)
+                    fetched_bytes += gradient.data_R.nbytes
+            else:
+                w, m, v = self._run_update(slot, expert, m, v, self._no_gradient, range(start, now), pending=False)
+            for name in names:
+                np.copyto(record[f"m.{name}"], m[name])
+                np.copyto(record[f"v.{name}"], v[name])
+            record.put()
+        if stores.weights is not None:
+            with stores.weights.get(index, writable=True, empty=True) as record:
+                for name in names:
+                    np.copyto(record[name], w[name])
+                record.put()
+        self._applied[index], self._pending[index] = now, False
+        with self._counters:
+            self._updates += 1
+            self._replayed += now - start - pending
+        return fetched_bytes
+
+    def _run_update(
+        self, slot: int, expert: np.int32, m: Any, v: Any, g: Any, steps: range, *, pending: bool
+    ) -> tuple[Any, Any, Any]:
+        """(w, m, v) after these steps, in the device's memory; the slot has w too."""
+        w: Any = None
+        for first in range(steps.start, steps.stop, WINDOW_STEPS):
+            count = min(WINDOW_STEPS, steps.stop - first)
+            lr_W = np.zeros(WINDOW_STEPS, np.float32)
+            lr_W[:count] = self._lr[first - self._first : first - self._first + count]
+            gradient_at = 0 if pending and first == steps.start else NO_GRADIENT
+            clip = np.float32(self._clip[first - self._first])
+            which = (np.int32(first), np.int32(count), np.int32(gradient_at))
+            self._slots[slot], w, m, v = _update(
+                self._optimizer, self._decaying, self._slots[slot], expert, m, v, g, lr_W, *which, clip
+            )
+        return jax.block_until_ready((w, m, v))
+
+    # Gradients
+
+    def keep(self, layer: int, chosen_E: NDArray[np.bool_], gradients: Stacks) -> None:
+        """Take the gradients of a layer's chosen experts to their tier; returns while the layer before is written."""
+        experts = np.flatnonzero(chosen_E)
+        self._kept[layer] = experts
+        self._wait_for_writer(pending=1)
+        self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
+
+    def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Stacks) -> None:
+        on_host = {name: np.asarray(g) for name, g in gradients.items()}
+        for expert in experts:
+            index = int(layer * self.num_experts + expert)
+            with self.stores.gradients.get(index, writable=True, empty=True) as record:
+                for name in self.shapes:
+                    np.copyto(record[name], on_host[name][expert])
+                record.put()
+
+    def _wait_for_writer(self, pending: int) -> None:
+        while len(self._writing) > pending:
+            self._writing.pop(0).result()
+
+    def commit(self, lr: float, clip: float) -> None:
+        """The step is taken: the gradients kept are its own, and every expert is one step behind."""
+        self._wait_for_writer(pending=0)
+        used = [layer * self.num_experts + experts for layer, experts in self._kept.items()]
+        for ids in used:
+            self._pending[ids] = True
+        self._kept.clear()
+        self._lr.append(lr)
+        self._clip.append(clip)
+        self.now += 1
+        for store in self.stores.all() if used else ():
+            store.touch(np.concatenate(used))
+
+    def abandon(self) -> None:
+        """The step is not taken: its gradients are forgotten."""
+        self._wait_for_writer(pending=0)
+        self._kept.clear()
+
+    # Everything at once
+
+    def settle(self) -> None:
+        """Bring every expert up to the present step; the history of the schedule is not needed any more after it."""
+        self.begin(range(self.num_layers))
+        for layer in range(self.num_layers):
+            ids = layer * self.num_experts + np.arange(self.num_experts)
+            stale_E = self._applied[ids] < self.now
+            acquired, slot = self._ring.acquire()
+            assert acquired == layer, (acquired, layer)
+            self._bring(layer, slot, np.flatnonzero(stale_E))
+            self._ring.release()
+        self._first = self.now
+        self._lr.clear()
+        self._clip.clear()
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """[N, E, ...] of all experts; settle first."""
+        if self.stores.weights is not None:
+            return self._read(self.stores.weights, "")
+        whole = {name: np.empty((self.num_layers, self.num_experts, *s), np.float32) for name, s in self.shapes.items()}
+        self.begin(range(self.num_layers))
+        for layer in range(self.num_layers):
+            stacks = self.fetch(layer, self._chosen[layer].copy())
+            for name, w in stacks.items():
+                whole[name][layer] = w
+            self.release()
+        return whole
+
+    def moments(self, part: str) -> dict[str, NDArray[np.float32]]:
+        """[N, E, ...] of all experts' first ("m") or second ("v") moments; settle first."""
+        return self._read(self.stores.moments, f"{part}.")
+
+    def _read(self, store: TieredStore, prefix: str) -> dict[str, NDArray[np.float32]]:
+        whole = {n: np.empty((self.num_layers * self.num_experts, *s), np.float32) for n, s in self.shapes.items()}
+        for index in range(store.num_records):
+            with store.get(index) as record:
+                for name, arrays in whole.items():
+                    arrays[index] = record[f"{prefix}{name}"]
+        return {name: w.reshape(self.num_layers, self.num_experts, *w.shape[1:]) for name, w in whole.items()}
+
+    def stats(self) -> ExpertStats:
+        weights, ring = self.stores.weights, self._ring.stats()
+        with self._counters:
+            return ExpertStats(
+                None if weights is None else weights.stats(),
+                self.stores.moments.stats(),
+                self.stores.gradients.stats(),
+                ring,
+                self._updates,
+                self._replayed,
+                ring.waited_s + self._fetch_waited_s,
+            )
+
+    def close(self) -> None:
+        """End the threads and close the stores; what is dirty is not written."""
+        self._ring.close()
+        self._writer.shutdown()
+        for store in self.stores.all():
+            store.close()

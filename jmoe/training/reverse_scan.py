@@ -1,0 +1,374 @@
+"""A decoder's layers with a backward pass of our own: an explicit scan over the layers in reverse.
+
+Legend: R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients, N layers of a kind.
+
+Autodiff would keep every gathered layer, or gather each only when it is needed and reduce its gradients before it goes
+on. Here, forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the
+parameters of layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are reduced onto their shards. So
+at most two layers are whole at any time. `collectives.schedule` says when inside the layer that happens.
+
+A layer is differentiated by `jax.vjp`. What it keeps for its backward pass is kept, but for its parameters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmoe.collectives.fusion import (
+    Levels,
+    Part,
+    all_gather_rows_local,
+    pack,
+    pack_gradients,
+    reduce_scatter_rows_local,
+    unpack,
+    unpack_gradients,
+)
+from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
+from jmoe.models.decoder import Layer, Plan, Stacks
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Known:
+    """Stands for a residual that is not kept: one of the layer's inputs."""
+
+    index: int
+
+
+def _without(residuals: Any, known: list[Any]) -> Any:
+    """`residuals` with a `_Known` for each array that is one of `known`."""
+
+    def strip(leaf: Any) -> Any:
+        return next((_Known(i) for i, k in enumerate(known) if k is leaf), leaf)
+
+    return jax.tree.map(strip, residuals)
+
+
+def _with(residuals: Any, known: list[Any]) -> Any:
+    is_known = lambda leaf: isinstance(leaf, _Known)  # noqa: E731
+    return jax.tree.map(lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known)
+
+
+def _at(tree: Any, index: Any) -> Any:
+    """One layer's slice of a stack."""
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree)
+
+
+def _put(tree: Any, index: Any, values: Any) -> Any:
+    return jax.tree.map(lambda w, v: lax.dynamic_update_index_in_dim(w, v.astype(w.dtype), index, 0), tree, values)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A pattern of layers that repeats; in each kind's stack its first layer is number `start[kind]`."""
+
+    kinds: tuple[bool, ...]
+    repeats: int
+    start: dict[bool, int]
+
+    def index(self, position: int, repeat: Any) -> Any:
+        """Where the layer at `position` of a repeat is in the stack of its kind."""
+        kind = self.kinds[position]
+        return self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
+
+
+def _units(plan: Plan, layers_per_bucket: int) -> list[_Unit]:
+    """The plan's patterns, each repeated until it holds a whole bucket, where the number of repeats allows it."""
+    units, used = [], {False: 0, True: 0}
+    for pattern, repeats in plan:
+        wanted = -(-layers_per_bucket // len(pattern))
+        together = next(n for n in range(min(wanted, repeats), 0, -1) if repeats % n == 0)
+        units.append(_Unit(pattern * together, repeats // together, dict(used)))
+        used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
+    return units
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["indices", "rows_RG"], meta_fields=["kinds"])
+@dataclass(frozen=True)
+class _Bucket:
+    """Gradients that are not reduced yet: of some layers, by their kinds and places in the stacks."""
+
+    kinds: tuple[bool, ...] = ()
+    indices: tuple[jax.Array, ...] = ()
+    rows_RG: tuple[jax.Array, ...] = ()
+
+    def add(self, kind: bool, index: Any, rows_RG: jax.Array) -> "_Bucket":
+        return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.rows_RG, rows_RG))
+
+
+class _Kind:
+    """The layers of one kind: which of their parameters travel in the flat buffer, and the rest."""
+
+    def __init__(self, states: Any, parts: list[Part | None]) -> None:
+        leaves, self.structure = jax.tree.flatten(states)
+        self.fused = [i for i, part in enumerate(parts) if part is not None]
+        self.rest = [i for i, part in enumerate(parts) if part is None]
+        self.parts = [part for part in parts if part is not None]
+        self.num_layers = leaves[0].shape[0]
+
+    def split(self, states: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        leaves = jax.tree.leaves(states)
+        return [leaves[i] for i in self.fused], [leaves[i] for i in self.rest]
+
+    def join(self, fused: list[Any], rest: list[Any]) -> Any:
+        leaves = dict(zip(self.fused + self.rest, [*fused, *rest], strict=True))
+        return jax.tree.unflatten(self.structure, [leaves[i] for i in range(len(leaves))])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Kept:
+    """What the backward pass needs of the forward pass."""
+
+    flat: dict[bool, jax.Array]  # [N, C]
+    rest: dict[bool, list[jax.Array]]
+    extras: dict[bool, Any]
+    whole: jax.Array  # the last layer's parameters
+    residuals: list[Any]  # by unit: of all repeats but the last, and of the last
+
+
+@dataclass(frozen=True)
+class ReverseScan:
+    """Runs a decoder's layers, as its `layers` argument, inside `shard_map`.
+
+    part_of: (path, stacked parameter) -> how a layer's parameter lies in the flat buffer, None for one that does not
+    travel. bucket_bytes: how many bytes of float32 gradients are reduced at once, 0 for those of one layer.
+    chunk_bytes: see `collectives.schedule`.
+    """
+
+    part_of: Callable[[tuple[Any, ...], jax.Array], Part | None]
+    levels: Levels
+    schedule: Schedule
+    bucket_bytes: int
+    chunk_bytes: int
+
+    def __call__(self, plan: Plan, layer: Layer, inputs: Stacks, x: jax.Array) -> tuple[jax.Array, Any]:
+        """(x after all layers, statistics of those with experts, stacked)."""
+        states = {kind: state for kind, (state, _, _) in inputs.items()}
+        extras = {kind: extra for kind, (_, *extra) in inputs.items()}
+        scan = _Scan(self, plan, layer, states)
+
+        @jax.custom_vjp
+        def layers(states: Any, extras: Any, x: jax.Array) -> Any:
+            return scan.forward(states, extras, x)[0]
+
+        def backward(kept: _Kept, cotangents: Any) -> Any:
+            states, x = scan.backward(kept, *cotangents)
+            return states, None, x
+
+        layers.defvjp(scan.forward, backward)
+        y, stats = layers(states, extras, x)
+        return y, stats
+
+
+class _Scan:
+    """One decoder's layers and how they are run."""
+
+    def __init__(self, config: ReverseScan, plan: Plan, layer: Layer, states: dict[bool, Any]) -> None:
+        self.config, self.layer = config, layer
+        self.axes = tuple(axis for axes in config.levels for axis in axes)
+        self.num_devices = lax.axis_size(self.axes)
+        self.kinds = {}
+        for kind, state in states.items():
+            parts = [config.part_of(path, w) for path, w in jax.tree_util.tree_leaves_with_path(state)]
+            self.kinds[kind] = _Kind(state, parts)
+        layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
+        self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
+        self.units = _units(plan, self.layers_per_bucket)
+
+    def _gradient_bytes(self, kind: bool) -> int:
+        return 4 * self.num_devices * sum(part.size for part in self.kinds[kind].parts)
+
+    # Work: the gathers and reductions that `interleave` places
+
+    def _gathers(self, row_C: jax.Array | None) -> list[Work]:
+        """Those that make a layer's parameters whole."""
+        if row_C is None:
+            return []
+        config = self.config
+        limit = config.chunk_bytes if config.schedule.chunked else self.num_devices * row_C.nbytes
+        pieces = cuts(row_C.size, self.num_devices * row_C.dtype.itemsize, limit)
+
+        def gather(after: After, start: int, end: int) -> jax.Array:
+            with jax.named_scope("gather"):
+                return all_gather_rows_local(after(row_C[start:end]), config.levels)
+
+        return [partial(gather, start=start, end=end) for start, end in pieces]
+
+    def _reductions(self, bucket: _Bucket) -> list[Work]:
+        """Those that sum a bucket's gradients over devices."""
+        if not bucket.kinds:
+            return []
+        rows_RG, config = jnp.concatenate(bucket.rows_RG, axis=1), self.config
+        limits = [limit for limit in (config.bucket_bytes, config.chunk_bytes * config.schedule.chunked) if limit]
+        pieces = cuts(rows_RG.shape[1], 4 * self.num_devices, min(limits, default=rows_RG.nbytes))
+
+        def reduce(after: After, start: int, end: int) -> jax.Array:
+            with jax.named_scope("reduce"):
+                return reduce_scatter_rows_local(after(rows_RG[:, start:end]), config.levels)
+
+        return [partial(reduce, start=start, end=end) for start, end in pieces]
+
+    def _whole(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
+        """[R, C] from its chunks; none where no parameter of a layer is split."""
+        empty = jnp.zeros((self.num_devices, 0), row_C.dtype)
+        return jnp.concatenate([empty, *gathered], axis=1)
+
+    def _store(self, sums: dict[bool, jax.Array], bucket: _Bucket, reduced: list[jax.Array]) -> dict[bool, jax.Array]:
+        """A bucket's sums in their layers' places."""
+        row, start, sums = jnp.concatenate([jnp.zeros(0), *reduced]), 0, dict(sums)
+        for kind, index in zip(bucket.kinds, bucket.indices, strict=True):
+            end = start + sums[kind].shape[1]
+            sums[kind] = _put(sums[kind], index, row[start:end])
+            start = end
+        return sums
+
+    # Forwards
+
+    def forward(self, states: dict[bool, Any], extras: dict[bool, Any], x: jax.Array) -> tuple[Any, _Kept]:
+        """((x, statistics), what the backward pass needs)."""
+        flat, rest = {}, {}
+        for kind, layers in self.kinds.items():
+            fused, rest[kind] = layers.split(states[kind])
+            flat[kind] = jax.vmap(partial(pack, parts=layers.parts), axis_size=layers.num_layers)(fused)
+        run = partial(self._forward_unit, flat, rest, extras)
+        firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
+        carry = self._whole([send(lambda row: row) for send in self._gathers(firsts[0])], firsts[0]), x
+        residuals, found = [], []
+        for number, unit in enumerate(self.units):
+            early: Any = None
+            if unit.repeats > 1:
+                step = lambda carry, i, unit=unit: run(unit, i, carry, flat[unit.kinds[0]][unit.index(0, i + 1)])  # noqa: E731
+                carry, early = lax.scan(step, carry, jnp.arange(unit.repeats - 1))
+            carry, last = run(unit, unit.repeats - 1, carry, firsts[number + 1] if unit is not self.units[-1] else None)
+            residuals.append((None if early is None else early[0], last[0]))
+            found.append((unit, None if early is None else early[1], last[1]))
+        whole, x = carry
+        return (x, self._in_order(found)), _Kept(flat, rest, extras, whole, residuals)
+
+    def _forward_unit(
+        self, flat: Any, rest: Any, extras: Any, unit: _Unit, repeat: Any, carry: Any, ahead: jax.Array | None
+    ) -> tuple[Any, Any]:
+        """One repeat of a unit; ahead: the flat buffer of the layer behind it."""
+        whole, x = carry
+        residuals, stats = [], []
+        for position, kind in enumerate(unit.kinds):
+            if position + 1 < len(unit.kinds):
+                following = flat[unit.kinds[position + 1]][unit.index(position + 1, repeat)]
+            else:
+                following = ahead
+            index = unit.index(position, repeat)
+            args = whole, _at(rest[kind], index), _at(extras[kind], index), x
+            (x, found, kept), gathered = interleave(
+                partial(self._forward_layer, kind), args, self._gathers(following), self.config.schedule, self.axes, x
+            )
+            whole = whole if following is None else self._whole(gathered, following)
+            residuals.append(kept)
+            stats += [found] * kind
+        return (whole, x), (residuals, stats)
+
+    def _forward_layer(self, kind: bool, whole: jax.Array, rest: Any, extra: Any, x: jax.Array) -> tuple[Any, Any, Any]:
+        layers = self.kinds[kind]
+        params = unpack(whole, layers.parts, self.config.levels)
+        key, window = extra
+
+        def apply(params: Any, rest: Any, x: jax.Array) -> Any:
+            y, stats = self.layer(kind, layers.join(params, rest), key, window, x)
+            return (y, [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)]), stats
+
+        (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
+        return y, stats, _without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
+
+    def _in_order(self, found: list[tuple[_Unit, Any, Any]]) -> Any:
+        """Statistics of all layers with experts, stacked in their order."""
+        indices: list[int] = []
+        parts = []
+        for unit, early, last in found:
+            for number, position in enumerate(p for p, kind in enumerate(unit.kinds) if kind):
+                indices += [unit.index(position, repeat) for repeat in range(unit.repeats)]
+                stacked = jax.tree.map(lambda s: s[None], last[number])
+                if early is not None:
+                    stacked = jax.tree.map(lambda *s: jnp.concatenate(s), early[number], stacked)
+                parts.append(stacked)
+        if not parts:
+            return None
+        order = np.argsort(np.asarray(indices))
+        return jax.tree.map(lambda *s: jnp.concatenate(s)[order], *parts)
+
+    # Backwards
+
+    def backward(self, kept: _Kept, dx: jax.Array, dstats: Any) -> tuple[dict[bool, Any], jax.Array]:
+        """The gradients of the parameters, on their shards, and of x."""
+        dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
+        sums = {
+            kind: jnp.zeros((layers.num_layers, sum(part.size for part in layers.parts)))
+            for kind, layers in self.kinds.items()
+        }
+        carry = kept.whole, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, kept.rest)
+        run = partial(self._backward_unit, kept, dstats)
+        flat_of = lambda unit, i: kept.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]  # noqa: E731
+        for number in reversed(range(len(self.units))):
+            unit, (early, last) = self.units[number], kept.residuals[number]
+            before = flat_of(self.units[number - 1], self.units[number - 1].repeats - 1) if number else None
+            repeats = unit.repeats
+            carry = run(unit, repeats - 1, last, carry, flat_of(unit, repeats - 2) if repeats > 1 else before)
+            if repeats > 2:
+                step = lambda carry, i, unit=unit, early=early: (  # noqa: E731
+                    run(unit, i, _at(early, i), carry, flat_of(unit, i - 1)),
+                    None,
+                )
+                carry, _ = lax.scan(step, carry, jnp.arange(1, repeats - 1), reverse=True)
+            if repeats > 1:
+                carry = run(unit, 0, _at(early, 0), carry, before)
+        _, dx, bucket, sums, drest = carry
+        sums = self._store(sums, bucket, [send(lambda rows: rows) for send in self._reductions(bucket)])
+        states = {}
+        for kind, layers in self.kinds.items():
+            shards = jax.vmap(partial(unpack_gradients, parts=layers.parts))(sums[kind])
+            states[kind] = layers.join(shards, drest[kind])
+        return states, dx
+
+    def _backward_unit(
+        self, kept: _Kept, dstats: Any, unit: _Unit, repeat: Any, residuals: Any, carry: Any, ahead: jax.Array | None
+    ) -> Any:
+        """One repeat of a unit, in reverse; ahead: the flat buffer of the layer in front of it."""
+        whole, dx, pending, sums, drest = carry
+        open_bucket = _Bucket()
+        for position in reversed(range(len(unit.kinds))):
+            kind, index = unit.kinds[position], unit.index(position, repeat)
+            before = kept.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
+            gathers, reductions = self._gathers(before), self._reductions(pending)
+            args = (
+                whole,
+                _at(kept.rest[kind], index),
+                _at(kept.extras[kind], index),
+                residuals[position],
+                dx,
+                _at(dstats, index) if kind else [],
+            )
+            (rows_RG, drest_here, dx), results = interleave(
+                partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
+            )
+            if before is not None:
+                whole = self._whole(results[: len(gathers)], before)
+            sums, pending = self._store(sums, pending, results[len(gathers) :]), _Bucket()
+            drest = drest | {kind: _put(drest[kind], index, drest_here)}
+            open_bucket = open_bucket.add(kind, index, rows_RG)
+            if position == 0 or len(open_bucket.kinds) == self.layers_per_bucket:
+                pending, open_bucket = open_bucket, _Bucket()
+        return whole, dx, pending, sums, drest
+
+    def _backward_layer(
+        self, kind: bool, whole: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        layers, levels = self.kinds[kind], self.config.levels
+        known = [*unpack(whole, layers.parts, levels), *rest, *jax.tree.leaves(extra)]
+        dparams, drest, dx = _with(residuals, known)((dx, dstats))
+        return pack_gradients(dparams, layers.parts, levels), drest, dx

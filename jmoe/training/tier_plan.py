@@ -1,0 +1,113 @@
+"""The planner's numbers of a run: what it needs by its configuration, what this machine has, what was measured."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jmoe.config import TrainConfig
+from jmoe.memory.host_memory import available_bytes
+from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
+from jmoe.training.expert_state import ExpertStats
+from jmoe.training.metrics import MetricsLog, read_metrics
+
+
+def trained_model(config: TrainConfig) -> TrainedModel:
+    """The model and step of a run, in numbers."""
+    model, tokens = config.model, config.batch_size * config.sequence_length
+    expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
+    compute_bytes = 2 if config.compute_dtype == "bfloat16" else 4
+    part = tokens // config.gradient_accumulation_steps
+    wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
+    expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
+    flops = model.flops_per_token(config.sequence_length) - expert_flops
+    return TrainedModel(
+        num_layers=model.num_moe_layers,
+        num_experts=model.num_experts,
+        num_experts_per_tok=model.num_experts_per_tok,
+        expert_parameters=expert,
+        dense_parameters=model.num_parameters()[0] - experts * expert,
+        step_tokens=tokens,
+        dense_flops=flops * tokens,
+        activation_bytes=compute_bytes * model.num_hidden_layers * tokens * model.hidden_size + 4 * part * wide,
+        compute_bytes=compute_bytes,
+        gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
+    )
+
+
+def machine(config: TrainConfig) -> Machine:
+    """What the configuration says of the machine, and what is free on this one where it says nothing."""
+    given, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return Machine(
+        device_bytes=given.device_bytes,
+        host_bytes=given.host_bytes or available_bytes(),
+        nvme_bytes=given.nvme_bytes or shutil.disk_usage(folder).free,
+        shared=not given.device_bytes,
+        flops=given.flops,
+        link_bytes_per_s=given.link_bytes_per_s,
+        nvme_read_bytes_per_s=given.nvme_read_bytes_per_s,
+        nvme_write_bytes_per_s=given.nvme_write_bytes_per_s,
+        memory_bytes_per_s=given.memory_bytes_per_s,
+    )
+
+
+def _placement(config: TrainConfig, model: TrainedModel, experts: Any, optimizer: Any) -> Placement:
+    tiers = config.tiers
+    kinds = ((experts, 4), (optimizer, 8), (tiers.gradients, model.gradient_bytes))
+    on_disk = sum(size for tier, size in kinds if tier == "nvme") * model.all_parameters
+    return Placement(
+        experts=experts,
+        optimizer=optimizer,
+        gradients=tiers.gradients,
+        device_layers=tiers.device_layers,
+        host_cache_bytes=min(tiers.host_cache_bytes or on_disk // 4, on_disk),
+        checkpoints=config.checkpoint.keep,
+    )
+
+
+def training_plan(config: TrainConfig) -> TrainingPlan:
+    """The plan of a run whose tiers are chosen; `ValueError` for a model without experts."""
+    if not config.model.num_moe_layers:
+        raise ValueError(f"model.num_experts = {config.model.num_experts}: the planner is for models with experts")
+    model, tiers = trained_model(config), config.tiers
+    return plan_training(model, _placement(config, model, tiers.experts, tiers.optimizer), machine(config))
+
+
+def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
+    """The run with the fastest tiers that fit where it says `auto`; `ValueError` if none do."""
+    tiers = config.tiers
+    if "auto" not in (tiers.experts, tiers.optimizer):
+        return config
+    model = trained_model(config)
+    pairs = candidates(tiers.experts, tiers.optimizer)
+    place = choose(model, machine(config), [_placement(config, model, *pair) for pair in pairs]).placement
+    chosen = dataclasses.replace(tiers, experts=place.experts, optimizer=place.optimizer)
+    return dataclasses.replace(config, tiers=chosen)
+
+
+def tiers_summary(config: TrainConfig, stats: ExpertStats, log: MetricsLog) -> str:
+    """What the planner predicted beside what was measured; also written to the log."""
+    steps = read_metrics(log.path)
+    measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
+    predicted_s = training_plan(config).step_s()
+    stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store is not None]
+    moved = {
+        "predicted_step_s": predicted_s,
+        "measured_step_s": measured_s,
+        "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
+        "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
+        "host_bytes": sum(store.host.num_bytes for store in stores),
+        "waited_s": stats.waited_s,
+        "updates": stats.updates,
+        "replayed_steps": stats.replayed_steps,
+    }
+    log.write_event("tiers", len(steps), **moved)
+    return (
+        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); "
+        f"{moved['nvme_read_bytes'] / 1e9:.2f} GB read from and {moved['nvme_written_bytes'] / 1e9:.2f} GB written to "
+        f"NVMe; {stats.updates} updates of experts, {stats.replayed_steps} missed steps made up for; "
+        f"{stats.waited_s:.1f} s waited"
+    )

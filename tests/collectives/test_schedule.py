@@ -1,0 +1,76 @@
+"""Work between all-to-alls: where it goes, and that neither it nor what it goes between changes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, After, chunk_bytes, cuts, interleave
+from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
+from tests.compiled import operations
+
+MESH = make_mesh((1, 1, 8))
+
+
+def test_cuts() -> None:
+    assert cuts(10, 4, 1000) == [(0, 10)]
+    assert cuts(10, 4, 16) == [(0, 3), (3, 7), (7, 10)]
+    assert cuts(3, 4, 1) == [(0, 1), (1, 2), (2, 3)]
+    assert cuts(0, 4, 16) == []
+
+
+def test_chunk_bytes() -> None:
+    assert chunk_bytes(1e6) == 20_000
+    assert chunk_bytes(1e12) == MAX_CHUNK_BYTES
+    assert chunk_bytes(0.1) == 1
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Attention, to the experts, experts, back, and something that the first all-to-all could also wait for."""
+    x = jnp.tanh(x @ w)
+    there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
+    out = jnp.tanh(there @ w)
+    shared = x @ w @ w  # nothing waits for it
+    back = lax.all_to_all(out, ALL, 0, 0, tiled=True)
+    again = lax.all_to_all(back + 1, ALL, 0, 0, tiled=True)
+    return again.reshape(x.shape) + shared
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("chunks", "g a g a a g g"),
+        ("pipelined", "g a g a a g g"),
+        ("priority", "g g g g a a a"),
+        ("fixed", "a a a g g g g"),
+        ("none", None),
+    ],
+)
+def test_interleave(name: str, order: str | None) -> None:
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((256, 16), (16, 16)))
+    rows = jnp.asarray(rng.normal(size=(8, 12)), jnp.float32)
+
+    def body(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
+        def send(piece: jax.Array, after: After) -> jax.Array:
+            return lax.all_gather(after(piece), ALL, tiled=True)
+
+        work = [lambda after, i=i: send(rows[:, 3 * i : 3 * i + 3], after) for i in range(4)]
+        return interleave(layer, (x, w), work, SCHEDULES[name], ALL, x)
+
+    def plain(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
+        return layer(x, w), [lax.all_gather(rows[:, 3 * i : 3 * i + 3], ALL, tiled=True) for i in range(4)]
+
+    def sharded(f: Any) -> Any:
+        specs: Any = (BATCH, REPLICATED, BATCH)
+        f = jax.shard_map(f, mesh=MESH, in_specs=specs, out_specs=(BATCH, REPLICATED), check_vma=False)
+        return jax.jit(f).lower(x, w, rows).compile()
+
+    ours, expected = sharded(body), sharded(plain)
+    a, b = (jax.block_until_ready(f(x, w, rows)) for f in (ours, expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
+    found = " ".join(op.kind[4] for op in operations(ours.as_text()))  # all-Gather, all-To-all
+    assert order is None or found == order.replace("a", "t")

@@ -1,0 +1,417 @@
+"""Records in Orbax checkpoints: real folders, real processes, killed with SIGKILL at any moment."""
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jmoe.memory import record_checkpoint
+from jmoe.memory.record_checkpoint import (
+    ITEM,
+    RecordCheckpoints,
+    RecordsHandler,
+    RecordsRestore,
+    RecordsSave,
+    is_durable,
+)
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.version_store import PINS, VersionStore
+
+NUM_RECORDS = 12
+LAYOUTS = {
+    "weights": RecordLayout.of({"w": ((900,), np.float32)}),
+    "moments": RecordLayout.of({"m": ((900,), np.float32), "v": ((900,), np.float32)}),
+}
+
+
+def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[str, VersionStore]:
+    """The stores of one process, every record that was never written at 0."""
+    owned = range(process, NUM_RECORDS, num_processes)
+    stores = {
+        name: VersionStore.open(folder / f"process-{process}" / name, layout, NUM_RECORDS, fingerprint="a", owned=owned)
+        for name, layout in LAYOUTS.items()
+    }
+    for store in stores.values():
+        store.fill(lambda index, views: None)
+    return stores
+
+
+def train(caches: dict[str, TieredStore], step: int) -> None:
+    """One step: half of the records become a function of what they were, as an optimizer would do it."""
+    rng = np.random.default_rng(step)
+    for name, cache in caches.items():
+        assert cache._versions is not None
+        for index in rng.choice(NUM_RECORDS, 6, replace=False).tolist():
+            if index not in cache._versions.owned:
+                continue
+            with cache.get(index, writable=True) as record:
+                for array in (record[f.name] for f in LAYOUTS[name].fields):
+                    array[:] = array * np.float32(0.97) + np.float32(step + index) * np.float32(1e-3)
+                record.put()
+        cache.touch(range(NUM_RECORDS))
+
+
+def content(stores: dict[str, VersionStore]) -> dict[tuple[str, int], bytes]:
+    """The arrays of every record of one or several processes, without the seal."""
+    found = {}
+    for name, store in stores.items():
+        with TieredStore(store, cache_bytes=8 * store.layout.record_bytes) as cache:
+            for index in store.owned:
+                with cache.get(index) as record:
+                    found[name, index] = b"".join(record[f.name].tobytes() for f in LAYOUTS[name].fields)
+    return found
+
+
+def expected(num_steps: int) -> dict[tuple[str, int], bytes]:
+    """What `num_steps` steps without any interruption give."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        stores = open_stores(Path(folder))
+        caches = open_caches(stores)
+        for step in range(num_steps):
+            train(caches, step)
+        close(caches, {})
+        found = content(stores)
+        close({}, stores)
+    return found
+
+
+def open_caches(stores: dict[str, VersionStore]) -> dict[str, TieredStore]:
+    return {
+        name: TieredStore(store, cache_bytes=5 * store.layout.record_bytes, write_back_every_steps=3)
+        for name, store in stores.items()
+    }
+
+
+def close(caches: dict[str, TieredStore], stores: dict[str, VersionStore]) -> None:
+    for cache in caches.values():
+        cache.flush()
+        cache.close()
+    for store in stores.values():
+        store.close()
+
+
+class Run:
+    """A training run of one process: stores, caches, an Orbax manager with the records and one number."""
+
+    def __init__(self, local: Path, checkpoints: Path, keep: int = 2) -> None:
+        self.stores = open_stores(local)
+        self.records = RecordCheckpoints(self.stores)
+        self.manager = ocp.CheckpointManager(
+            checkpoints,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            ),
+            item_names=(ITEM, "dense"),
+            item_handlers={ITEM: RecordsHandler(), "dense": ocp.JsonCheckpointHandler()},
+        )
+        self.checkpoints = checkpoints
+        self.step = self.resume()
+        self.caches = open_caches(self.stores)
+
+    def resume(self) -> int:
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            if not self.records.missing(self.folder(step)):
+                args = ocp.args.Composite(**{ITEM: RecordsRestore(self.records), "dense": ocp.args.JsonRestore()})
+                assert self.manager.restore(step, args=args).dense == {"step": step}
+                return step
+        for store in self.stores.values():
+            shutil.rmtree(store.path / PINS)  # nothing was committed: begin again
+            (store.path / PINS).mkdir()
+            for index in store.owned:
+                zero = np.frombuffer(bytearray(2 * store.layout.record_bytes), np.uint8)
+                store.write(index, zero[-zero.ctypes.data % 4096 :][: store.layout.record_bytes])
+        return 0
+
+    def folder(self, step: int) -> Path:
+        return self.checkpoints / str(step) / ITEM
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            train(self.caches, self.step)
+            self.step += 1
+
+    def save(self) -> None:
+        self.saved = self.step
+        for cache in self.caches.values():
+            cache.flush()
+        args = ocp.args.Composite(
+            **{ITEM: RecordsSave(self.records, self.step), "dense": ocp.args.JsonSave({"step": self.step})}
+        )
+        self.manager.save(self.step, args=args)
+
+    def commit(self) -> None:
+        self.manager.wait_until_finished()
+        self.records.committed(self.folder(self.saved), list(self.manager.all_steps()))
+
+    def go_back(self) -> None:
+        """To the step just saved: what was trained since does not count."""
+        for cache in self.caches.values():
+            cache.close()
+        self.manager.wait_until_finished()
+        self.records.restore(self.folder(self.saved))
+        self.step = self.saved
+        self.caches = open_caches(self.stores)
+
+    def close(self) -> None:
+        close(self.caches, {})
+        self.records.close()
+        self.manager.close()
+        close({}, self.stores)
+
+
+def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    run = Run(tmp_path / "local", tmp_path / "checkpoints")
+    run.train(4)
+    run.save()
+    run.train(3)  # goes on while the step is written
+    run.commit()
+    run.records.wait()
+    assert is_durable(run.folder(4))
+    assert run.records.stats().copied == 0  # one file system: links
+    run.close()
+    again = Run(tmp_path / "local", tmp_path / "checkpoints")
+    assert again.step == 4
+    assert content(again.stores) == expected(4)
+    again.train(6)
+    again.close()
+    stores = open_stores(tmp_path / "local")
+    assert content(stores) == expected(10)
+    close({}, stores)
+
+
+def test_saving_writes_no_record(tmp_path: Path) -> None:
+    run = Run(tmp_path / "local", tmp_path / "checkpoints")
+    run.train(2)
+    for cache in run.caches.values():
+        cache.flush()
+    before = {name: store.stats().written_bytes for name, store in run.stores.items()}
+    blocks = sum(path.stat().st_blocks for path in (tmp_path / "local").glob("**/*") if path.stat().st_nlink == 1)
+    run.save()
+    run.commit()
+    run.records.wait()
+    assert {name: store.stats().written_bytes for name, store in run.stores.items()} == before
+    inodes = {path.stat().st_ino: path.stat().st_blocks for path in tmp_path.glob("**/*") if path.is_file()}
+    assert sum(inodes.values()) <= blocks + 200  # lists and Orbax's own files
+    run.close()
+
+
+def test_retention_frees_versions(tmp_path: Path) -> None:
+    run = Run(tmp_path / "local", tmp_path / "checkpoints", keep=2)
+    for _ in range(6):
+        run.train(2)
+        run.save()
+        run.commit()
+        run.records.wait()
+    assert sorted(run.manager.all_steps()) == [10, 12]
+    for store in run.stores.values():
+        assert sorted(path.name for path in (store.path / PINS).iterdir()) == ["10", "12"]
+    files = {path.stat().st_ino for path in tmp_path.glob("**/*.*.*") if path.is_file() and "process-" not in path.name}
+    assert len(files) <= 2 * (3 * NUM_RECORDS + 20)  # three generations, and some to write into
+    run.close()
+
+
+def test_drained_to_another_file_system(tmp_path: Path) -> None:
+    """Copied once, linked where a version has not changed; enough to go on from when the local folder is gone."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        local = Path(made) / "local"
+        run = Run(local, tmp_path / "checkpoints")
+        run.train(1)
+        for steps, copied in ((1, 2 * NUM_RECORDS), (1, 12)):
+            was = run.records.stats().copied
+            run.train(steps)
+            run.save()
+            run.commit()
+            run.records.wait()
+            assert run.records.stats().copied - was == copied
+        run.close()
+        shutil.rmtree(local)
+        again = Run(local, tmp_path / "checkpoints")
+        assert again.step == 3
+        assert content(again.stores) == expected(3)
+        again.close()
+
+
+@pytest.mark.parametrize("drains_again", [True, False])
+def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains_again: bool) -> None:
+    """A committed step whose drain failed serves while the local folder is there, and is drained when restored."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        local = Path(made) / "local"
+        run = Run(local, tmp_path / "checkpoints")
+        run.train(1)
+        run.save()
+        run.commit()
+        run.records.wait()
+        gate = threading.Event()
+        real = record_checkpoint._copy
+
+        def held_up(*args: Any) -> None:
+            assert gate.wait(60)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(record_checkpoint, "_copy", held_up)
+        run.train(1)
+        run.save()
+        run.commit()
+        assert not is_durable(run.folder(2))
+        gate.set()
+        with pytest.raises(OSError, match="No space left"):
+            run.records.wait()
+        if drains_again:
+            monkeypatch.setattr(record_checkpoint, "_copy", real)
+        run.close()
+        again = Run(local, tmp_path / "checkpoints")
+        assert again.step == 2
+        assert content(again.stores) == expected(2)
+        if drains_again:
+            again.records.wait()
+            assert is_durable(again.folder(2))
+            again.close()
+            return
+        with pytest.raises(OSError, match="No space left"):
+            again.close()
+        close({}, again.stores)
+        shutil.rmtree(local)
+        last = Run(local, tmp_path / "checkpoints")
+        assert last.step == 1
+        assert content(last.stores) == expected(1)
+        missing = last.records.missing(last.folder(2))
+        assert missing
+        with pytest.raises(FileNotFoundError, match=f"{len(missing)} records, the first .* neither on this machine"):
+            last.records.restore(last.folder(2))
+        last.close()
+
+
+def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        run = Run(Path(made) / "local", tmp_path / "checkpoints")
+        run.train(1)
+        run.save()
+        run.manager.wait_until_finished()
+        store = run.stores["moments"]
+        path = next((store.path / PINS / "1").iterdir())
+        with path.open("r+b") as file:
+            file.write(b"rotten")
+        run.records.committed(run.folder(1), [1])
+        with pytest.raises(OSError, match="damaged, its content is not what was written"):
+            run.records.wait()
+        assert not is_durable(run.folder(1))
+        run.close()
+
+
+SEVERAL = """
+import json, pathlib, sys
+sys.path.insert(0, "tests/memory")
+import test_memory_record_checkpoint as t
+local, checkpoints, process, num_processes, first, last = sys.argv[1:3] + [*map(int, sys.argv[3:])]
+local, checkpoints = t.Path(local), t.Path(checkpoints)
+stores = t.open_stores(local, process, num_processes)
+records = t.RecordCheckpoints(stores, process=process, num_processes=num_processes)
+if first:
+    records.restore(checkpoints / str(first) / t.ITEM)
+caches = t.open_caches(stores)
+for step in range(first, last):
+    t.train(caches, step)
+for cache in caches.values():
+    cache.flush()
+folder = checkpoints / str(last) / t.ITEM
+folder.mkdir(parents=True, exist_ok=True)
+records.write_list(folder, records.pin(last))
+records.committed(folder, [first, last])
+records.close()
+print("content", json.dumps({f"{n} {i}": c.hex() for (n, i), c in t.content(stores).items()}))
+"""
+
+
+def run_processes(
+    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path, local: Path, num: int, first: int, last: int
+) -> dict[tuple[str, int], bytes]:
+    """Steps first..last on `num` processes, each with its share of the records; returns all records' content."""
+    logs = [tmp_path / f"log-{last}-{process}" for process in range(num)]
+    arguments = [local, tmp_path / "checkpoints"]
+    processes = [
+        start_python(["-c", SEVERAL, *arguments, str(process), str(num), str(first), str(last)], log)
+        for process, log in enumerate(logs)
+    ]
+    found: dict[tuple[str, int], bytes] = {}
+    for process, log in zip(processes, logs):
+        assert process.wait(120) == 0, log.read_text()
+        line = next(line for line in log.read_text().splitlines() if line.startswith("content "))
+        for key, text in record_checkpoint.json.loads(line.removeprefix("content ")).items():
+            name, index = key.split()
+            found[name, int(index)] = bytes.fromhex(text)
+    return found
+
+
+@pytest.mark.parametrize("then", [2, 4])
+def test_other_numbers_of_processes_go_on(
+    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path, then: int
+) -> None:
+    """3 processes, one of whose local folders is lost; 2 or 4 go on from the durable step, to the same end."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        local = Path(made)
+        assert run_processes(start_python, tmp_path, local, 3, 0, 3) == expected(3)
+        assert is_durable(tmp_path / "checkpoints" / "3" / ITEM)
+        shutil.rmtree(local / "process-1")
+        assert run_processes(start_python, tmp_path, local, then, 3, 5) == expected(5)
+        assert is_durable(tmp_path / "checkpoints" / "5" / ITEM)
+
+
+KILLED = """
+import sys
+sys.path.insert(0, "tests/memory")
+import test_memory_record_checkpoint as t
+run = t.Run(t.Path(sys.argv[1]), t.Path(sys.argv[2]))
+print("resumed", run.step, flush=True)
+while run.step < int(sys.argv[3]):
+    run.train(2)
+    run.save()
+    if run.saved % 4:
+        run.train(1)
+        run.go_back()
+    run.commit()
+run.close()
+print("done", flush=True)
+"""
+
+
+def test_killed_at_any_moment_resumes_bit_for_bit(
+    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """SIGKILL again and again, between fractions of a second, in training, write-back, save and drain."""
+    last, kills, resumed = 24, 0, 0
+    rng = np.random.default_rng(0)
+    for attempt in range(20):
+        log = tmp_path / f"log-{attempt}"
+        process = start_python(["-c", KILLED, tmp_path / "local", tmp_path / "checkpoints", str(last)], log)
+        deadline_s = time.monotonic() + 120
+        while "resumed" not in log.read_text() and process.poll() is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        deadline_s = time.monotonic() + float(rng.uniform(0.0, 0.6)) if kills < 5 else time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        code = process.wait()
+        text = log.read_text()
+        assert code in (0, -signal.SIGKILL), text
+        resumed = max(resumed, int(text.split()[1]))
+        if code == 0:
+            break
+    assert "done" in text
+    assert kills >= 3
+    assert resumed > 0
+    stores = open_stores(tmp_path / "local")
+    assert content(stores) == expected(last)
+    close({}, stores)

@@ -1,0 +1,521 @@
+"""Records that change: versions on a real disk and in mapped memory, damaged, crowded out and killed at every step."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jmoe.memory import direct_io
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.record_store import PackError, RecordLayout
+from jmoe.memory.version_store import PINS, SEAL, SYNC_EVERY, Version, VersionStore, checksum
+
+LAYOUT = RecordLayout.of({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
+NUM_RECORDS = 5
+
+
+def open_store(folder: Path, **options: Any) -> VersionStore:
+    return VersionStore.open(folder, LAYOUT, NUM_RECORDS, **{"fingerprint": "a", **options})
+
+
+def put(store: VersionStore, index: int, value: float) -> None:
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    for name, array in store.layout.views(record_R).items():
+        if name != SEAL:
+            array[:] = value + np.arange(array.size) / 1024
+    store.write(index, record_R)
+
+
+def value_of(store: VersionStore, record_R: NDArray[np.uint8]) -> float:
+    views = store.layout.views(record_R)
+    value = float(views["w"][0])
+    for name in ("w", "m", "v"):
+        np.testing.assert_array_equal(views[name], np.float32(value + np.arange(700) / 1024))
+    return value
+
+
+def got(store: VersionStore, index: int, path: Path | None = None) -> float:
+    """The value of a record, or of a file of one, all of which must be there."""
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    if path is None:
+        store.read_into(index, record_R)
+    else:
+        store.read_version(path, record_R)
+    return value_of(store, record_R)
+
+
+def pinned(folder: Path, name: str) -> dict[int, Path]:
+    files = {}
+    for path in (folder / PINS / name).iterdir():
+        version = Version.parse(path.name)
+        assert version is not None
+        files[version.index] = path
+    return files
+
+
+def file_of(store: VersionStore, index: int) -> Path:
+    return store.path / store._current[index].name
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path / "store"
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+            yield Path(made) / "store"
+
+
+def test_versions_come_and_go(folder: Path) -> None:
+    with open_store(folder) as store:
+        assert store.io == ("mapped" if folder.is_relative_to("/dev/shm") else "O_DIRECT")
+        assert store.missing() == list(range(NUM_RECORDS))
+        with pytest.raises(ValueError, match=r"record 2 of .* has never been written"):
+            got(store, 2)
+        store.fill(lambda index, views: views["w"].fill(0))
+        assert store.missing() == []
+        for round_ in range(20):
+            for index in range(NUM_RECORDS):
+                put(store, index, 100 * index + round_)
+                assert got(store, index) == 100 * index + round_
+        stats = store.stats()
+        assert stats.writes == 21 * NUM_RECORDS
+        assert stats.written_bytes == stats.writes * store.layout.record_bytes
+        assert stats.payload_bytes == stats.writes * 8448  # 3 * 2800 bytes, each from a multiple of 64 on
+        assert stats.recycled > 14 * NUM_RECORDS
+        files = [entry for entry in folder.iterdir() if Version.parse(entry.name)]
+        assert len(files) <= NUM_RECORDS + SYNC_EVERY + 1
+    with open_store(folder) as store:
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [19, 119, 219, 319, 419]
+        assert store.stats().write_amplification == 1
+
+
+def test_a_pin_stays_as_it_is(folder: Path) -> None:
+    with open_store(folder) as store:
+        for round_ in range(3):
+            for index in range(NUM_RECORDS):
+                put(store, index, index + 10 * round_)
+            names = store.pin(str(round_))
+            assert sorted(names) == sorted(path.name for path in pinned(folder, str(round_)).values())
+        written = store.stats().written_bytes
+        for round_ in range(3, 30):
+            put(store, 0, 10 * round_)
+        for round_ in range(3):
+            files = pinned(folder, str(round_))
+            assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [
+                index + 10 * round_ for index in range(NUM_RECORDS)
+            ]
+        assert store.stats().written_bytes - written == 27 * store.layout.record_bytes  # pinning wrote none
+        store.restore(pinned(folder, "1"))
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [10, 11, 12, 13, 14]
+        put(store, 1, 99)
+        files = pinned(folder, "2")
+        assert got(store, 1, files[1]) == 21
+    with open_store(folder) as store:
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [10, 99, 12, 13, 14]
+        shutil.rmtree(folder / PINS / "1")
+        put(store, 2, 5)
+        store.sync()
+        assert sum(path.stat().st_nlink == 1 for path in folder.iterdir() if Version.parse(path.name)) >= 2
+
+
+def test_a_killed_writer_leaves_the_pins_alone(folder: Path) -> None:
+    """Versions replaced but not buried when the process dies are not written into by the next, where pinned."""
+    store = open_store(folder)
+    for index in range(NUM_RECORDS):
+        put(store, index, index)
+    store.pin("1")
+    for index in range(NUM_RECORDS):
+        put(store, index, 10 + index)
+    store._held.close()  # all that the kernel does for a killed process
+    with open_store(folder) as store:
+        for value in range(20, 40):
+            for index in range(NUM_RECORDS):
+                put(store, index, value)
+        files = pinned(folder, "1")
+        assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
+
+
+def test_restored_from_another_file_system(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made, open_store(Path(made) / "far") as far:
+        for index in range(NUM_RECORDS):
+            put(far, index, index)
+        far.pin("7")
+        files = pinned(far.path, "7")
+        with open_store(tmp_path / "near") as store:
+            for index in range(NUM_RECORDS):
+                put(store, index, 50)
+            store.restore(files)
+            assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
+            put(store, 3, 60)
+            assert got(store, 3) == 60
+            file_of(store, 2).unlink()
+            shutil.copyfile(files[1], file_of(store, 2))  # a dead version's file, overwritten: not to be trusted
+            store.restore(files)
+            assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
+            with files[4].open("r+b") as file:
+                file.write(b"bits")
+            with pytest.raises(OSError, match="record 4: damaged") as caught:
+                store.restore({**files, 4: files[4]} if file_of(store, 4).unlink() is None else files)
+            assert str(files[4]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: flip(path, 5000), "record 2: damaged"),
+        (lambda path: flip(path, 8450), "record 2: damaged"),  # the seal
+        (lambda path: flip(path, 12000), "record 2: damaged"),  # the padding
+        (lambda path: os.truncate(path, 8192), "record 2: .*the file ends after 8192"),
+        (lambda path: os.truncate(path, 0), "record 2: .*the file ends after 0"),
+        (lambda path: path.unlink(), "record 2: No such file"),
+        (lambda path: shutil.copyfile(path.parent / "other", path), "record 2: damaged"),
+        (lambda path: swap_pages(path), "record 2: damaged"),
+        (lambda path: tear(path), "record 2: damaged"),
+    ],
+)
+def test_damage_is_noticed(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    with open_store(folder) as store:
+        for index in range(NUM_RECORDS):
+            put(store, index, index)
+        store.pin("1")
+        shutil.copyfile(file_of(store, 3), folder / "other")
+        put(store, 2, 42)
+        damage(file_of(store, 2))
+        with pytest.raises(OSError, match=message) as caught:
+            got(store, 2)
+        assert str(file_of(store, 2)) in str(caught.value)
+        assert [got(store, index) for index in (0, 1, 3, 4)] == [0, 1, 3, 4]
+        assert got(store, 2, pinned(folder, "1")[2]) == 2
+        put(store, 2, 43)
+        assert got(store, 2) == 43
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def swap_pages(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[4096:8192] + content[:4096] + content[8192:])
+
+
+def tear(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + bytes(4096) + content[8192:])
+
+
+def test_checksum_of_every_bit() -> None:
+    record_R = RecordBuffers(1, 8192).slot(0)
+    record_R[:] = np.random.default_rng(0).integers(0, 256, 8192, np.uint8)
+    whole = checksum(record_R)
+    for byte in range(0, 8192, 61):
+        for bit in range(8):
+            record_R[byte] ^= 1 << bit
+            assert checksum(record_R) != whole
+            record_R[byte] ^= 1 << bit
+    assert checksum(record_R) == whole
+
+
+def test_other_records_are_refused(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    with pytest.raises(PackError, match="fingerprint"):
+        open_store(tmp_path, fingerprint="b")
+    with pytest.raises(PackError, match="layout"):
+        VersionStore.open(tmp_path, RecordLayout.of({"w": ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
+    with pytest.raises(ValueError, match="must not name 'seal'"):
+        VersionStore.open(tmp_path, RecordLayout.of({SEAL: ((3,), np.int8)}), NUM_RECORDS, fingerprint="a")
+    with pytest.raises(ValueError, match=r"index = 5: must be in \[0, 5\)"):
+        open_store(tmp_path, owned=[5])
+    with open_store(tmp_path) as store:
+        put(store, 1, 1)
+        with pytest.raises(TimeoutError, match="another process has held it"):
+            open_store(tmp_path, lock_limit_s=0.1)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(PackError, match="no manifest"):  # records of whom?
+        open_store(tmp_path)
+
+
+def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(folder) as store:
+        for index in range(NUM_RECORDS):
+            put(store, index, index)
+
+        def full(fd: int, offset: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        files = set(folder.iterdir())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(
+                OSError, match=r"No space left on device: new-6 needs 12288 bytes, \d+ are free"
+            ) as caught:
+                put(store, 1, 77)
+        assert caught.value.errno == errno.ENOSPC
+        assert set(folder.iterdir()) == files
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
+        put(store, 1, 78)
+        assert got(store, 1) == 78
+
+
+DENIED = """
+import os, pathlib, resource, signal, sys
+sys.path.insert(0, "tests/memory")
+import test_memory_version_store as t
+folder = pathlib.Path(sys.argv[1])
+store = t.open_store(folder)
+for index in range(t.NUM_RECORDS):
+    t.put(store, index, index)
+if sys.argv[2] == "denied":
+    folder.chmod(0o555)
+    if os.getuid() == 0:
+        os.seteuid(65534)
+else:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    t.put(store, 1, 77)
+except OSError as error:
+    print(error)
+if os.getuid() == 0:
+    os.seteuid(0)
+print([t.got(store, index) for index in range(t.NUM_RECORDS)])
+"""
+
+
+@pytest.mark.parametrize(("how", "message"), [("denied", "Permission denied"), ("limited", "File too large")])
+def test_a_folder_that_takes_no_more(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, how: str, message: str
+) -> None:
+    folder = tmp_path / "store"
+    done = run_python(["-c", DENIED, folder, how])
+    folder.chmod(0o755)
+    assert message in done.stdout, done.stderr
+    assert str(folder) in done.stdout
+    assert "[0.0, 1.0, 2.0, 3.0, 4.0]" in done.stdout
+    with open_store(folder) as store:
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
+
+
+OWNER = """
+import pathlib, sys
+sys.path.insert(0, "tests/memory")
+import test_memory_version_store as t
+rank = int(sys.argv[2])
+with t.open_store(pathlib.Path(sys.argv[1]) / f"process-{rank}", owned=range(rank, t.NUM_RECORDS, 2)) as store:
+    for round_ in range(40):
+        for index in store.owned:
+            t.put(store, index, 100 * index + round_)
+    store.pin("9")
+"""
+
+
+def test_processes_own_disjoint_records(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Two processes write their records at the same time; one process then takes all of them."""
+    owners = [start_python(["-c", OWNER, tmp_path, str(rank)], tmp_path / f"log-{rank}") for rank in range(2)]
+    for rank, owner in enumerate(owners):
+        assert owner.wait(120) == 0, (tmp_path / f"log-{rank}").read_text()
+    files = pinned(tmp_path / "process-0", "9") | pinned(tmp_path / "process-1", "9")
+    with open_store(tmp_path / "process-0", owned=[0, 2, 4]) as store:
+        assert [got(store, index) for index in (0, 2, 4)] == [39, 239, 439]
+        with pytest.raises(ValueError, match="index = 1: must be one of the 3 records"):
+            got(store, 1)
+    with open_store(tmp_path / "process-0") as store:
+        assert store.missing() == [1, 3]
+        with pytest.raises(ValueError, match=r"must name every owned record; lacks \[1, 3\]"):
+            store.restore({index: files[index] for index in (0, 2, 4)})
+        store.restore(files)
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [39, 139, 239, 339, 439]
+
+
+def test_reading_while_it_is_replaced(folder: Path) -> None:
+    """Threads read records that others replace, with recycled files: every read is of one whole version."""
+    with open_store(folder) as store:
+        for index in range(NUM_RECORDS):
+            put(store, index, 0)
+        stop, errors = threading.Event(), list[BaseException]()
+
+        def read() -> None:
+            last = [0.0] * NUM_RECORDS
+            try:
+                while not stop.is_set():
+                    for index in range(NUM_RECORDS):
+                        value = got(store, index)
+                        assert value >= last[index]
+                        last[index] = value
+            except BaseException as error:
+                errors.append(error)
+
+        def write(first: int) -> None:
+            try:
+                for value in range(1, 120):
+                    for index in range(first, NUM_RECORDS, 2):
+                        put(store, index, value)
+            except BaseException as error:
+                errors.append(error)
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        writers = [threading.Thread(target=write, args=(first,)) for first in range(2)]
+        for thread in readers + writers:
+            thread.start()
+        for thread in writers:
+            thread.join(120)
+        stop.set()
+        for thread in readers:
+            thread.join(120)
+        assert not errors
+        assert [got(store, index) for index in range(NUM_RECORDS)] == [119] * NUM_RECORDS
+
+
+def test_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return real_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with open_store(tmp_path) as store:
+        assert store.io == "buffered"
+        put(store, 0, 8)
+        assert got(store, 0) == 8
+
+
+def test_mounts(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / {{}}\n"
+    for rest, expected in [
+        ("/ rw - ext4 /dev/pmem0 rw,dax=always", True),
+        ("/ rw shared:1 - xfs /dev/pmem0 rw,dax", True),
+        ("/ rw - ext4 /dev/vda rw,discard", False),
+        ("/ rw - tmpfs tmpfs rw,size=1k", True),
+    ]:
+        mounts.write_text("1 1 0:999 / /proc rw - tmpfs none rw\n" + line.format(rest))
+        assert direct_io._is_byte_addressable(tmp_path, mounts) is expected
+    assert not direct_io._is_byte_addressable(tmp_path, tmp_path / "none")
+
+
+KILLED = """
+import os, pathlib, signal, sys, warnings
+sys.path.insert(0, "tests/memory")
+import test_memory_version_store as t
+from jmoe.memory import version_store
+version_store.SYNC_EVERY = 3
+seen = limit = 0
+
+def counted(real):
+    def call(*args, **options):
+        global seen
+        seen += 1
+        if seen == limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+    return call
+
+def work(folder):
+    for owner, name in ((os, "pwritev"), (os, "fdatasync"), (os, "fsync"), (os, "link"), (pathlib.Path, "rename"),
+                        (pathlib.Path, "unlink"), (os, "posix_fallocate")):
+        setattr(owner, name, counted(getattr(owner, name)))
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    store = t.open_store(folder)
+    for round_ in range(1, 5):
+        for index in range(t.NUM_RECORDS):
+            os.write(log, f"begun {index} {round_}\\n".encode())
+            t.put(store, index, round_)
+        store.sync()
+        os.write(log, f"synced {round_}\\n".encode())
+        if round_ == 2:
+            store.pin("2")
+            os.write(log, b"pinned\\n")
+        if round_ == 3:
+            store.restore(t.pinned(folder, "2"))
+            os.write(log, b"restored\\n")
+    store.close()
+
+def examine(folder):
+    lines = (folder / "log").read_text().split("\\n") if (folder / "log").exists() else []
+    synced = max([int(line.split()[1]) for line in lines if line.startswith("synced")], default=0)
+    restoring = "synced 3" in lines
+    with t.open_store(folder) as store:
+        for index in range(t.NUM_RECORDS):
+            begun = max([int(l.split()[2]) for l in lines if l.startswith(f"begun {index}")], default=0)
+            if index in store.missing():
+                assert synced == 0, (index, lines)
+                continue
+            value = t.got(store, index)
+            assert 2 <= value <= 4 if restoring else synced <= value <= begun, (index, value, lines)
+        if "pinned" in lines:
+            files = t.pinned(folder, "2")
+            assert [t.got(store, i, files[i]) for i in range(t.NUM_RECORDS)] == [2.0] * t.NUM_RECORDS
+            store.restore(files)
+            assert [t.got(store, i) for i in range(t.NUM_RECORDS)] == [2.0] * t.NUM_RECORDS
+        for index in range(t.NUM_RECORDS):
+            t.put(store, index, 50)
+            assert t.got(store, index) == 50
+
+for limit in range(1, 1000):
+    folder = pathlib.Path(sys.argv[1]) / str(limit)
+    folder.mkdir()
+    warnings.simplefilter("ignore")
+    child = os.fork()
+    if not child:
+        try:
+            work(folder)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    examine(folder)
+    if status == 0:
+        print("survived", limit)
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL, (limit, status)
+"""
+
+
+def test_killed_at_every_step(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """SIGKILL at every write, flush, rename and link: whole versions, none older than the last sync, pins intact."""
+    done = run_python(["-c", KILLED, tmp_path])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[1]) > 100
+
+
+def test_killed_at_any_moment(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; sys.path.insert(0, 'tests/memory'); import test_memory_version_store as t, threading\n"
+        "store = t.open_store(pathlib.Path(sys.argv[1]))\n"
+        "def work(index):\n"
+        "    for n in range(1, 10**6): t.put(store, index, n % 1000)\n"
+        "for index in range(t.NUM_RECORDS): threading.Thread(target=work, args=(index,)).start()\n"
+        "print('begun', flush=True)\n"
+    )
+    for attempt in range(3):
+        log = tmp_path / f"log-{attempt}"
+        process = start_python(["-c", script, tmp_path / "store"], log)
+        deadline_s = time.monotonic() + 120
+        while "begun" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.01)
+        time.sleep(0.2 + 0.1 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with open_store(tmp_path / "store") as store:
+            assert store.missing() == []
+            assert all(got(store, index) >= 0 for index in range(NUM_RECORDS))

@@ -1,0 +1,425 @@
+"""Records that change behind a cache: what is put comes back, dirty records are written once and in time."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from jmoe.memory.hot_set import HitCounts
+from jmoe.memory.lfu_cache import LFUCache
+from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.version_store import VersionStore
+
+NUM_RECORDS = 24
+LAYOUT = RecordLayout.of({"w": ((3, 100), np.float32), "n": ((), np.int64)})
+RECORD_BYTES = 4096
+
+
+def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+    views["w"][:] = index
+    views["n"][...] = 0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[VersionStore]:
+    with VersionStore.open(tmp_path / "store", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
+        assert store.layout.record_bytes == RECORD_BYTES
+        store.fill(fill)
+        yield store
+
+
+class Gate:
+    """Stands in the way of the writes of a store: they are noted, may be held up, and may fail."""
+
+    def __init__(self, store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.real = store.write
+        self.begun: list[int] = []
+        self.reads: list[int] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.fail: dict[int, Exception] = {}
+        monkeypatch.setattr(store, "write", self.write)
+        real_read = store.read_into
+
+        def read_into(index: int, record_R: NDArray[np.uint8]) -> None:
+            self.reads.append(index)
+            real_read(index, record_R)
+
+        monkeypatch.setattr(store, "read_into", read_into)
+
+    def write(self, index: int, record_R: NDArray[np.uint8]) -> None:
+        self.begun.append(index)
+        assert self.open.wait(60)
+        if index in self.fail:
+            raise self.fail.pop(index)
+        self.real(index, record_R)
+
+
+@pytest.fixture
+def gate(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(store, monkeypatch)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def add(tiers: TieredStore, index: int, amount: float = 1.0) -> int:
+    """Change a record; returns how often it has been changed."""
+    with tiers.get(index, writable=True) as record:
+        record["w"][:] += amount
+        record["n"][...] += 1
+        count = int(record["n"])
+        record.put()
+    return count
+
+
+def add_all(tiers: TieredStore) -> None:
+    for index in range(NUM_RECORDS):
+        add(tiers, index)
+
+
+def check_record(tiers: TieredStore, index: int, count: int) -> None:
+    with tiers.get(index) as record:
+        assert int(record["n"]) == count
+        assert (record["w"] == index + count).all()
+
+
+@pytest.mark.parametrize("slots", [4, 9, NUM_RECORDS])
+@pytest.mark.parametrize("every", [None, 3])
+def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | None) -> None:
+    rng = np.random.default_rng(slots)
+    counts = [0] * NUM_RECORDS
+    with TieredStore(store, cache_bytes=slots * RECORD_BYTES, write_back_every_steps=every) as tiers:
+        for step in range(40):
+            ids = rng.choice(NUM_RECORDS, 6, replace=False).tolist()
+            tiers.prefetch(ids)
+            for index in ids:
+                if step % 3:
+                    check_record(tiers, index, counts[index])
+                else:
+                    counts[index] += 1
+                    assert add(tiers, index) == counts[index]
+            tiers.touch(ids)
+        tiers.flush()
+        stats = tiers.stats()
+    written = store.stats()
+    assert written.writes - NUM_RECORDS <= sum(counts)  # none twice without a change between
+    assert stats.nvme_writes.num_bytes == stats.cache.written_back * RECORD_BYTES
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES) as tiers:
+        for index in range(NUM_RECORDS):
+            check_record(tiers, index, counts[index])
+
+
+def test_dirty_records_leave_the_cache_while_others_are_held(store: VersionStore) -> None:
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES, wait_limit_s=20) as tiers:
+        for index in (0, 1, 2):
+            add(tiers, index)
+        for _ in range(5):
+            tiers.touch([3, 4])
+        time.sleep(0.2)  # the threads that write are asleep by then
+        with tiers.get(3) as first, tiers.get(4) as second:  # the second waits for the write of the first one's victim
+            assert (first["w"] == 3).all() and (second["w"] == 4).all()
+
+
+def test_all_in_host_memory() -> None:
+    with TieredStore(host_records=HostRecords.fill(LAYOUT, NUM_RECORDS, fill)) as tiers:
+        assert [add(tiers, 3), add(tiers, 3), add(tiers, 4)] == [1, 2, 1]
+        tiers.flush()
+        check_record(tiers, 3, 2)
+        with tiers.get(5, writable=True), pytest.raises(ValueError, match="record 5: is open elsewhere"):
+            tiers.get(5)
+
+
+def test_flush_makes_it_durable(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=12 * RECORD_BYTES) as tiers:
+        for index in (1, 2, 3):
+            add(tiers, index)
+        assert not gate.begun  # they have slots in the cache
+        tiers.flush()
+        assert sorted(gate.begun) == [1, 2, 3]
+        tiers.flush()
+        assert len(gate.begun) == 3
+        with tiers.get(2, writable=True) as record, pytest.raises(ValueError, match=r"records \[2\]: must be put"):
+            tiers.flush()
+        record.close()
+        tiers.close()
+    assert store.stats().writes == NUM_RECORDS + 3
+
+
+def test_write_back_at_the_period(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_back_every_steps=2) as tiers:
+        add(tiers, 1)
+        tiers.touch([1])
+        add(tiers, 2)
+        assert not gate.begun
+        tiers.touch([2])
+        wait_for(lambda: sorted(gate.begun) == [1, 2])
+        wait_for(lambda: tiers.stats().cache.written_back == 2)
+
+
+def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> None:
+    """While writes stand still, hotter records take the places of dirty ones, as long as staging slots last."""
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1, write_threads=1) as tiers:  # 6 + 2 slots
+        for index in range(6):
+            add(tiers, index)
+        gate.open.clear()
+        for hot in (10, 11):
+            tiers.touch([hot])
+            check_record(tiers, hot, 0)
+        assert tiers.stats().cache.evictions == 2
+        wait_for(lambda: len(gate.begun) == 1)
+        gate.open.set()
+        for index in range(6):
+            check_record(tiers, index, 1)
+        check_record(tiers, 10, 0)
+
+
+def test_a_record_being_written_is_not_changed(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_back_every_steps=1) as tiers:
+        add(tiers, 1)
+        gate.open.clear()
+        tiers.touch([1])
+        wait_for(lambda: gate.begun == [1])
+        check_record(tiers, 1, 1)  # reading is allowed
+        waits = tiers.stats().waits
+        changer = threading.Thread(target=add, args=(tiers, 1))
+        changer.start()
+        time.sleep(0.05)
+        assert changer.is_alive()
+        gate.open.set()
+        changer.join(60)
+        check_record(tiers, 1, 2)
+        assert tiers.stats().waits == waits + 1
+        tiers.flush()
+        assert gate.begun == [1, 1]
+
+
+def test_one_holder_alone(store: VersionStore) -> None:
+    with TieredStore(store, cache_bytes=12 * RECORD_BYTES) as tiers:
+        with tiers.get(1, writable=True), pytest.raises(ValueError, match="record 1: is open elsewhere"):
+            tiers.get(1)
+        with tiers.get(1) as first, tiers.get(1):
+            with pytest.raises(ValueError, match="record 1: is open elsewhere"):
+                tiers.get(1, writable=True)
+            with pytest.raises(ValueError, match="writable = False"):
+                first.put()
+        add(tiers, 1)
+
+
+def test_not_read_where_all_is_replaced(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
+        for index in range(NUM_RECORDS):
+            with tiers.get(index, writable=True, empty=True) as record:
+                record["w"][:] = index + 5
+                record["n"][...] = 5
+                record.put()
+        tiers.flush()
+        assert not gate.reads
+        with tiers.get(20, writable=True, empty=True) as record:  # it has left the cache
+            record["w"][:] = -1  # and then thinks better of it
+        check_record(tiers, 20, 5)
+        with pytest.raises(ValueError, match="empty = True: needs writable"):
+            tiers.get(0, empty=True)
+
+
+def test_a_failed_write_is_raised_and_tried_again(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1, write_threads=1) as tiers:
+        gate.fail[7] = OSError(errno.ENOSPC, "No space left on device")
+        with pytest.raises(OSError, match="No space left"):
+            add_all(tiers)
+        tiers.flush()  # it has room now
+        with tiers.get(7) as record:
+            assert int(record["n"]) == 1
+        gate.fail[8] = OSError(errno.ENOSPC, "No space left on device")
+        add(tiers, 8)
+        with pytest.raises(OSError, match="No space left"):
+            tiers.flush()
+        tiers.flush()
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
+        for index in (7, 8):
+            with tiers.get(index) as record:
+                assert int(record["n"]) >= 1
+
+
+def test_mistakes(store: VersionStore, tmp_path: Path) -> None:
+    with (
+        RecordStore.pack(tmp_path / "pack", LAYOUT, NUM_RECORDS, fill, fingerprint="a") as pack,
+        TieredStore(pack, cache_bytes=4 * RECORD_BYTES) as tiers,
+    ):
+        with pytest.raises(ValueError, match="writable = True: needs a VersionStore"):
+            tiers.get(0, writable=True)
+        tiers.flush()
+    for options in ({"write_threads": 0}, {"write_back_every_steps": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} = 0"):
+            TieredStore(store, cache_bytes=4 * RECORD_BYTES, **options)
+
+
+def test_many_threads_change_records(store: VersionStore) -> None:
+    """6 threads add to records of their own and read those of others, through a few slots, with a period of 5."""
+    errors: list[BaseException] = []
+    with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3, write_back_every_steps=5) as tiers:
+
+        def work(first: int) -> None:
+            rng = np.random.default_rng(first)
+            counts = dict.fromkeys(range(first, NUM_RECORDS, 6), 0)
+            try:
+                for _ in range(150):
+                    index = int(rng.choice(list(counts)))
+                    tiers.prefetch(rng.choice(list(counts), 1))
+                    counts[index] += 1
+                    assert add(tiers, index) == counts[index]
+                    check_record(tiers, index, counts[index])
+                    tiers.touch([index])
+            except BaseException as error:  # shown by the main thread
+                errors.append(error)
+
+        workers = [threading.Thread(target=work, args=(first,)) for first in range(6)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(120)
+        assert not errors
+        tiers.flush()
+    with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
+        total = 0
+        for index in range(NUM_RECORDS):
+            with tiers.get(index) as record:
+                total += int(record["n"])
+        assert total == 6 * 150
+
+
+class Model:
+    """The cache's rule in plain words: sets and lists, no slots."""
+
+    def __init__(self, num_slots: int, staging_slots: int) -> None:
+        self.num_slots, self.staging_slots = num_slots, staging_slots
+        self.cached: list[int] = []  # in order of arrival
+        self.staged: list[int] = []  # in order of last use
+        self.dirty: set[int] = set()
+        self.wanted: list[int] = []
+        self.to_clean: list[int] = []
+        self.writing: set[int] = set()
+        self.pins = [0] * 12
+
+    def room_in_staging(self) -> bool:
+        if len(self.staged) < self.staging_slots:
+            return True
+        free = [i for i in self.staged if not self.pins[i] and i not in self.dirty]
+        if free:
+            self.staged.remove(free[0])
+        return bool(free)
+
+    def admit(self, index: int, scores: list[float]) -> bool:
+        unpinned = [i for i in self.cached if not self.pins[i]]
+        into_cache = len(self.cached) < self.num_slots
+        if not into_cache and unpinned and scores[index] > min(scores[i] for i in unpinned):
+            lowest = min(scores[i] for i in unpinned)
+            victim = [i for i in unpinned if scores[i] == lowest][-1]
+            if victim not in self.dirty:
+                into_cache = True
+                self.cached.remove(victim)
+            elif self.room_in_staging():
+                into_cache = True
+                self.cached.remove(victim)
+                self.staged.append(victim)
+                if victim not in self.wanted:
+                    self.wanted.append(victim)
+        if into_cache:
+            self.cached.append(index)
+        elif self.room_in_staging():
+            self.staged.append(index)
+        else:
+            return False
+        return True
+
+    def put(self, index: int) -> None:
+        self.dirty.add(index)
+        if index in self.staged and index not in self.wanted:
+            self.wanted.append(index)
+
+
+RECORD = st.integers(0, 11)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("touch"), st.lists(RECORD, max_size=4)),
+        st.tuples(st.just("get"), RECORD),
+        st.tuples(st.just("put"), RECORD),
+        st.tuples(st.just("close"), RECORD),
+        st.tuples(st.just("write"), RECORD),
+        st.tuples(st.just("written"), RECORD),
+        st.tuples(st.just("failed"), RECORD),
+        st.tuples(st.just("period"), RECORD),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ACTIONS, st.integers(1, 4), st.integers(1, 4))
+def test_dirty_cache_against_a_model(actions: list[tuple[str, Any]], num_slots: int, staging_slots: int) -> None:
+    """Whatever happens, the cache holds what the rule says, loses no dirty record and hands none out twice."""
+    counts = HitCounts(12, beta=0.7, decay_every_steps=2)
+    cache, model = LFUCache(counts, num_slots, staging_slots), Model(num_slots, staging_slots)
+    held: dict[int, int] = {}  # record -> slot, open as writable
+    for action, what in actions:
+        if action == "touch":
+            cache.touch(what)
+        elif action == "get" and what not in held and what not in model.writing:
+            slot = cache.use(what)
+            assert (slot is not None) == (what in model.cached + model.staged)
+            if slot is not None and what in model.staged:
+                model.staged.remove(what)
+                model.staged.append(what)
+            if slot is None:
+                slot = cache.admit(what, demanded=True)
+                assert (slot is not None) == model.admit(what, counts.scores.tolist())
+            if slot is not None:
+                held[what] = slot
+                model.pins[what] += 1
+        elif action in ("put", "close") and what in held:
+            assert cache.slot_of(what) == held[what]
+            if action == "put":
+                cache.mark_dirty(what)
+                model.put(what)
+            cache.unpin(held.pop(what))
+            model.pins[what] -= 1
+        elif action == "write":
+            queue = [i for i in model.wanted + [j for j in model.to_clean if j not in model.wanted] if i not in held]
+            work = cache.next_write(held)
+            assert (None if work is None else work[0]) == (queue[0] if queue else None)
+            if work is not None:
+                assert work[1] == cache.slot_of(work[0])
+                model.wanted = [i for i in model.wanted if i != work[0]]
+                model.to_clean = [i for i in model.to_clean if i != work[0]]
+                model.dirty.remove(work[0])
+                model.writing.add(work[0])
+                model.pins[work[0]] += 1
+        elif action in ("written", "failed") and what in model.writing:
+            cache.written(what, ok=action == "written")
+            model.writing.remove(what)
+            model.pins[what] -= 1
+            if action == "failed":
+                model.dirty.add(what)
+                model.wanted.append(what)
+        elif action == "period":
+            cache.write_back()
+            model.to_clean += [i for i in cache._dirty if i not in model.to_clean]
+        slots = {i: cache.slot_of(i) for i in range(12)}
+        present = [i for i, slot in slots.items() if slot is not None]
+        assert present == sorted(model.cached + model.staged)
+        assert len({slots[i] for i in present}) == len(present)  # no slot has two records
+        assert set(cache._dirty) == model.dirty <= set(present)
+        assert cache.num_dirty == len(model.dirty) + len(model.writing)

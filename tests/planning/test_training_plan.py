@@ -1,0 +1,105 @@
+"""What a model in training needs on which tier, and how long a step takes."""
+
+from dataclasses import replace
+
+import pytest
+
+from jmoe.planning.training import Machine, Placement, TrainedModel, candidates, choose, plan_training
+
+GB = 10**9
+# 1 billion parameters in 16 x 64 experts
+MODEL = TrainedModel(
+    num_layers=16,
+    num_experts=64,
+    num_experts_per_tok=2,
+    expert_parameters=10**6,
+    dense_parameters=10**7,
+    step_tokens=4096,
+    dense_flops=1e11,
+    activation_bytes=10**8,
+    compute_bytes=2,
+    gradient_bytes=4,
+)
+MACHINE = Machine(8 * GB, 16 * GB, 100 * GB, False, 1e12, 1e10, 2e9, 1e9, 1e11)
+NVME = Placement("nvme", "nvme", "nvme", 2, 0, 1)
+
+
+def test_bytes_by_tier() -> None:
+    plan = plan_training(MODEL, NVME, MACHINE)
+    rows = {(tier, kind): size for tier, kind, size in plan.rows}
+    experts = 16 * 64 * 10**6
+    assert rows["nvme", "experts: weights"] == 4 * experts
+    assert rows["nvme", "experts: moments"] == 8 * experts
+    assert rows["nvme", "experts: gradients"] == 4 * experts
+    assert plan.bytes_on("nvme") == (16 + 12) * experts  # one checkpoint besides
+    assert rows["device", "dense weights, moments, gradients"] == 16 * 10**7
+    assert rows["device", "experts: weights"] == 4 * 2 * 64 * 10**6  # MoESys: 4 S / L for each layer there
+    assert plan.lacking() == {} and plan.advice() == []
+    assert "it fits" in str(plan)
+
+
+def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
+    plan = plan_training(MODEL, replace(NVME, experts="device", optimizer="device"), MACHINE)
+    parameters = MODEL.all_parameters + MODEL.dense_parameters
+    assert plan.bytes_on("device") >= 16 * parameters
+    assert plan.bytes_on("nvme") == 0
+    assert set(plan.lacking()) == {"device"}
+    assert "tiers.experts = host or nvme" in plan.advice()[0]
+
+
+def test_a_shared_memory_is_counted_once() -> None:
+    host = replace(NVME, experts="host", optimizer="host", gradients="host")
+    apart = plan_training(MODEL, host, replace(MACHINE, host_bytes=20 * GB))
+    assert apart.lacking() == {}
+    shared = plan_training(MODEL, host, replace(MACHINE, host_bytes=18 * GB, shared=True))
+    assert set(shared.lacking()) == {"host"}
+    assert "tiers.optimizer = nvme" in shared.advice()[0]
+
+
+def test_a_full_disk() -> None:
+    plan = plan_training(MODEL, NVME, replace(MACHINE, nvme_bytes=20 * GB))
+    assert set(plan.lacking()) == {"nvme"}
+    assert "larger disk" in plan.advice()[0]
+
+
+def test_traffic_of_an_expert() -> None:
+    link, read, written = plan_training(MODEL, NVME, MACHINE).expert_traffic()
+    again = 1 - 2 / 16  # two layers are still there on the way back
+    assert read == pytest.approx((4 * (1 + again) + 8 + 4) * 10**6)
+    assert written == pytest.approx(16 * 10**6)
+    assert link == pytest.approx(read + written)
+    whole = replace(NVME, host_cache_bytes=16 * MODEL.all_parameters)
+    assert plan_training(MODEL, whole, MACHINE).expert_traffic()[1:] == (0, 0)
+
+
+def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
+    plan = plan_training(MODEL, NVME, MACHINE)
+    experts = 16 * MODEL.active_experts
+    assert plan.step_s() == pytest.approx(experts * plan.transfer_s)
+    assert plan.step_s(overlapped=False) > plan.step_s()
+    fast = replace(MACHINE, nvme_read_bytes_per_s=1e15, nvme_write_bytes_per_s=1e15, link_bytes_per_s=1e15)
+    computing = plan_training(MODEL, NVME, fast)
+    assert computing.step_s() == pytest.approx(plan.step_s(overlapped=False) - plan.step_s())
+
+
+def test_break_even() -> None:
+    plan = plan_training(MODEL, NVME, MACHINE)
+    tokens = plan.break_even_tokens * MODEL.num_experts / MODEL.num_experts_per_tok
+    there = plan_training(replace(MODEL, step_tokens=int(tokens)), NVME, MACHINE)
+    assert there.model.tokens_per_expert == pytest.approx(plan.break_even_tokens, rel=1e-3)
+    assert there.step_s(overlapped=False) - there.step_s() >= 0.99 * there.transfer_s * 16 * 64
+
+
+def test_auto_takes_the_fastest_that_fits() -> None:
+    assert candidates("auto", "auto")[0] == ("device", "device")
+    assert candidates("auto", "auto")[-1] == ("nvme", "nvme")
+    assert candidates("host", "auto") == [("host", "host"), ("host", "nvme")]
+    places = [replace(NVME, experts=a, optimizer=b) for a, b in candidates("auto", "auto")]
+    assert choose(MODEL, replace(MACHINE, device_bytes=30 * GB), places).placement.experts == "device"
+    chosen = choose(MODEL, MACHINE, places).placement
+    assert (chosen.experts, chosen.optimizer) == ("device", "host")
+    small = replace(MACHINE, device_bytes=2 * GB, host_bytes=2 * GB)
+    chosen = choose(MODEL, small, places).placement
+    assert (chosen.experts, chosen.optimizer) == ("nvme", "nvme")
+    with pytest.raises(ValueError, match=r"no choice of tiers fits. .*nvme: "):
+        choose(MODEL, replace(small, nvme_bytes=GB), places)

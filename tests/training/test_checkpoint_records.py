@@ -1,0 +1,174 @@
+"""Records that are saved and restored with the rest of a step, in one process and in several."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_distributed import free_port
+
+from jmoe.config import CheckpointConfig
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, is_durable
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.version_store import VersionStore
+from jmoe.training.checkpoint import MANIFEST, Checkpoints
+
+NUM_RECORDS = 6
+LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})
+
+
+def open_store(folder: Path, process: int = 0, num_processes: int = 1) -> VersionStore:
+    owned = range(process, NUM_RECORDS, num_processes)
+    return VersionStore.open(folder / f"process-{process}", LAYOUT, NUM_RECORDS, fingerprint="a", owned=owned)
+
+
+def train(store: VersionStore, step: int) -> None:
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    for index in store.owned:
+        store.layout.views(record_R)["w"][:] = 100 * index + step
+        store.write(index, record_R)
+
+
+def values(store: VersionStore) -> list[float]:
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    found = []
+    for index in store.owned:
+        store.read_into(index, record_R)
+        found.append(float(store.layout.views(record_R)["w"][0]))
+    return found
+
+
+def state_of(step: int) -> dict[str, jax.Array]:
+    return {"w": jnp.full((8,), step, jnp.float32)}
+
+
+def save(checkpoints: Checkpoints, store: VersionStore, step: int) -> None:
+    train(store, step)
+    checkpoints.save(step, state_of(step), step, "{}")
+
+
+def open_all(tmp_path: Path, local: Path) -> tuple[VersionStore, Checkpoints]:
+    store = open_store(local)
+    records = RecordCheckpoints({"experts": store})
+    return store, Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60)
+
+
+def test_records_come_back_with_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        local = Path(made) / "local"
+        store, checkpoints = open_all(tmp_path, local)
+        for step in (1, 2, 3):
+            save(checkpoints, store, step)
+        train(store, 4)  # while step 3 is written
+        checkpoints.close()
+        assert checkpoints.steps() == [2, 3]
+        assert is_durable(tmp_path / "checkpoints" / "3" / ITEM)
+        manifest = json.loads((tmp_path / "checkpoints" / "3" / MANIFEST).read_text())
+        assert f"{ITEM}/process-0.json" in manifest["files"]
+        assert not any("experts" in name for name in manifest["files"])  # those have sums of their own
+        store.close()
+
+        store, checkpoints = open_all(tmp_path, local)
+        assert values(store) == [100 * index + 4 for index in range(NUM_RECORDS)]
+        assert checkpoints.latest_step() == 3
+        state, data_state, _ = checkpoints.restore(3, jax.eval_shape(lambda: state_of(0)))
+        assert (float(state["w"][0]), data_state) == (3, 3)
+        assert values(store) == [100 * index + 3 for index in range(NUM_RECORDS)]
+        checkpoints.close()
+        store.close()
+
+        shutil.rmtree(local)  # and of step 3, a record is lost
+        next((tmp_path / "checkpoints" / "3" / ITEM / "experts").iterdir()).unlink()
+        store, checkpoints = open_all(tmp_path, local)
+        capsys.readouterr()
+        assert checkpoints.latest_step() == 2
+        assert "3 lacks 1 records, the first experts" in capsys.readouterr().err
+        checkpoints.restore(2, jax.eval_shape(lambda: state_of(0)))
+        assert values(store) == [100 * index + 2 for index in range(NUM_RECORDS)]
+        save(checkpoints, store, 3)  # what was there is set aside
+        checkpoints.close()
+        assert checkpoints.steps() == [2, 3]
+        assert (tmp_path / "checkpoints" / "incomplete-3-1").is_dir()
+        store.close()
+
+
+def test_one_step_is_too_few(tmp_path: Path) -> None:
+    with (
+        open_store(tmp_path) as store,
+        pytest.raises(ValueError, match=r"checkpoint.keep = 1: must be greater than 1 with records"),
+    ):
+        Checkpoints(tmp_path, CheckpointConfig(keep=1), records=RecordCheckpoints({"experts": store}))
+
+
+RANK = """
+import sys
+from pathlib import Path
+sys.path[:0] = ["tests", "tests/training"]
+from test_checkpoint_records import *
+from jmoe.config import DistributedConfig
+from jmoe.training.distributed import start
+rank, processes, port, local, folder, last = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6])
+if processes > 1:
+    start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+                            start_timeout_s=60, heartbeat_timeout_s=60))
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+rows = NamedSharding(mesh, PartitionSpec("d"))
+make = jax.jit(lambda n: {"w": jnp.full((12,), n, jnp.float32)}, out_shardings={"w": rows})
+target = {"w": jax.ShapeDtypeStruct((12,), jnp.float32, sharding=rows)}
+store = open_store(Path(local), rank, processes)
+records = RecordCheckpoints({"experts": store}, process=rank, num_processes=processes)
+checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=records, timeout_s=30)
+begin = checkpoints.latest_step() or 0
+if begin:
+    checkpoints.restore(begin, target)
+    assert values(store) == [100 * index + begin for index in store.owned]
+print("begin", begin, flush=True)
+for step in range(begin + 1, last + 1):
+    train(store, step)
+    checkpoints.save(step, make(np.float32(step)), step, "{}")
+checkpoints.close()
+print("done", checkpoints.steps(), flush=True)
+"""
+
+
+def run_ranks(start_python: Callable[..., Any], tmp_path: Path, local: Path, processes: int, last: int) -> list[str]:
+    port = free_port()
+    logs = [tmp_path / f"{last}-{rank}.log" for rank in range(processes)]
+    arguments = [processes, port, local, tmp_path / "checkpoints", last]
+    environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONWARNINGS": "error"}
+    ranks = [start_python(["-c", RANK, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
+    statuses = [rank.wait(timeout=120) for rank in ranks]
+    texts = [log.read_text() for log in logs]
+    assert statuses == [0] * processes, texts
+    return texts
+
+
+def test_fewer_processes_go_on_from_the_last_durable_step(
+    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """3 processes; one local folder is lost, and a later step is not durable; 1 process goes on, then 2."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        local = Path(made)
+        run_ranks(start_python, tmp_path, local, 3, 4)
+        shutil.rmtree(local / "process-1")
+        folder = tmp_path / "checkpoints" / "4" / ITEM
+        (folder / "durable-1.json").unlink()
+        for path in (folder / "experts").glob("1.*"):
+            path.unlink()  # as if the process had been lost in its drain
+        (log,) = run_ranks(start_python, tmp_path, local, 1, 6)
+        assert "begin 3\n" in log
+        assert "checkpoints/4 lacks 1 records, the first experts 1; skipped" in log
+        assert "done [5, 6]" in log
+        shutil.rmtree(local)
+        for log in run_ranks(start_python, tmp_path, local, 2, 7):
+            assert "begin 6\n" in log
+            assert "done [6, 7]" in log

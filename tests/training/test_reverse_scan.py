@@ -1,0 +1,159 @@
+"""The explicit scan over layers: how many collectives, in which order, how much memory.
+
+That it changes no number is in test_step.py.
+
+Legend: N layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from jmoe.config import MeshConfig, ModelConfig, TrainConfig
+from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.training.step import make_program
+from tests.compiled import Op, operations
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=5,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_experts=8,
+    shared_expert_intermediate_size=16,
+    capacity_factor=1.0,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def compiled(mesh: MeshConfig, model: ModelConfig = MODEL, tokens: int = 16) -> Any:
+    mesh = dataclasses.replace(mesh, embedding="replicated")
+    config = TrainConfig(model=model, mesh=mesh, batch_size=8, sequence_length=tokens, compute_dtype="float32")
+    shape = (mesh.data, mesh.expert_inter, mesh.expert_intra)
+    devices = make_mesh(shape, jax.devices()[: math.prod(shape)])
+    program = make_program(config, devices)
+    sharding = NamedSharding(devices, ACCUMULATED_BATCH)
+    batch = jax.ShapeDtypeStruct((1, 8, tokens + 1), jnp.int32, sharding=sharding)
+    return program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
+
+
+def collectives(mesh: MeshConfig, model: ModelConfig = MODEL) -> list[Op]:
+    return operations(compiled(mesh, model).as_text())
+
+
+def layer_elements(model: ModelConfig) -> list[int]:
+    """Dense parameters of every layer that are split over devices: all but the experts."""
+    d, attention = model.hidden_size, 4 * model.hidden_size**2 + 2 * model.hidden_size
+    mlp = 3 * d * model.intermediate_size
+    sparse = d * model.num_experts + 3 * d * model.shared_expert_intermediate_size
+    return [attention + (sparse if is_sparse else mlp) for is_sparse in model.sparse_layers]
+
+
+@pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 8), 0), ((2, 2, 2), 9000)], ids=["whole", "chunks"])
+def test_number_of_collectives(shape: tuple[int, int, int], chunk_bytes: int) -> None:
+    """Every layer is gathered twice, but the last one once, and reduced once; the rest of the parameters once."""
+    ops = Counter(op.kind for op in collectives(MeshConfig(*shape, chunk_bytes=chunk_bytes)))
+    elements, levels = layer_elements(MODEL), 2 if shape[1] > 1 else 1
+    chunks = [-(-4 * n // chunk_bytes) if chunk_bytes else 1 for n in elements]
+    assert ops["all-gather"] == levels * (2 * sum(chunks) - chunks[-1] + 1)
+    assert ops["reduce-scatter"] == levels * (sum(chunks) + 1)
+
+
+def test_number_of_collectives_of_larger_buckets() -> None:
+    """Two layers of a kind at once: 1 + 2 reductions where there were 1 + 4."""
+    ops = Counter(op.kind for op in collectives(MeshConfig(1, 1, 8, bucket_bytes=100_000)))
+    assert ops["reduce-scatter"] == 1 + 2 + 1
+
+
+def test_parameters_that_no_number_of_devices_divides() -> None:
+    """Nothing travels in the buffer; the state keeps its shapes."""
+    config = TrainConfig(model=MODEL, mesh=MeshConfig(7), batch_size=7, sequence_length=8)
+    program = make_program(config, make_mesh((7, 1, 1), jax.devices()[:7]))
+    state, metrics = jax.eval_shape(program.step, program.state_shape, jax.ShapeDtypeStruct((1, 7, 9), jnp.int32))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, program.state_shape)
+    assert metrics["counts"].shape == (4, 8)
+
+
+def test_one_by_one_takes_more() -> None:
+    fused, single = (
+        Counter(op.kind for op in collectives(MeshConfig(1, 1, 8, fuse_dense=fuse))) for fuse in (True, False)
+    )
+    assert single["all-gather"] > 4 * fused["all-gather"]
+    assert single["reduce-scatter"] > 4 * fused["reduce-scatter"]
+
+
+def test_no_more_than_two_layers_are_whole() -> None:
+    """Each further layer takes less memory than half of its parameters, of which every device keeps an eighth."""
+    model = dataclasses.replace(MODEL, hidden_size=256, intermediate_size=512, num_experts=0, first_k_dense_replace=0)
+    layer_bytes = 4 * layer_elements(model)[0]
+    peaks = []
+    for layers in (4, 8):
+        deep = dataclasses.replace(model, num_hidden_layers=layers)
+        analysis = compiled(MeshConfig(1, 1, 8), deep, 4).memory_analysis()
+        peaks.append(analysis.temp_size_in_bytes)
+    assert peaks[1] - peaks[0] < 4 * layer_bytes / 2
+    assert peaks[0] < 8 * layer_bytes  # two layers, what they are unpacked into, gradients and their bucket
+
+
+# ---- the order inside a layer
+
+
+def backward_orders(ops: list[Op]) -> list[list[str]]:
+    """What runs in each layer's backward pass with experts, from combine's all-to-all to the next layer's."""
+    orders: list[list[str]] = []
+    for op in ops:
+        if "transpose" not in op.scopes:
+            continue
+        if op.kind == "all-to-all":
+            back = "all_to_all_back" in op.scopes or "all_to_all_across_back" in op.scopes
+            if back and (not orders or "there" in orders[-1]):
+                orders.append([])
+            orders[-1].append("back" if back else "there")
+        elif orders and op.kind != "all-reduce":
+            orders[-1].append(op.kind)
+    return orders
+
+
+@pytest.mark.parametrize(("schedule", "pieces"), [("chunks", 1), ("pipelined", 2)])
+def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, pieces: int) -> None:
+    """combine's all-to-alls, chunks during the experts, dispatch's all-to-alls, chunks during attention."""
+    orders = backward_orders(collectives(MeshConfig(1, 2, 2, schedule=schedule, chunk_bytes=9000)))
+    assert len(orders) == 4
+    for order in orders:
+        first, last = order.index("there"), len(order) - 1 - order[::-1].index("there")
+        hops = 2 * pieces
+        assert order[:hops] == ["back"] * hops  # both levels, nothing between them
+        experts, between, attention = order[hops:first], order[first : last + 1], order[last + 1 :]
+        assert set(experts) | set(attention) <= {"all-gather", "reduce-scatter"}
+        assert between == ["there"] * 3 * pieces  # rows inside the node, then weights and rows across
+    for order in orders[1:-1]:
+        experts, attention = order[hops : order.index("there")], order[order[::-1].index("there") * -1 :]
+        assert experts and "reduce-scatter" in attention
+
+
+@pytest.mark.parametrize(("schedule", "during_experts"), [("fixed", 0), ("priority", 2)])
+def test_the_baselines_reduce_elsewhere(schedule: Any, during_experts: int) -> None:
+    """fixed: behind the pair of all-to-alls; priority: all that is pending as soon as experts compute."""
+    for order in backward_orders(collectives(MeshConfig(1, 2, 2, schedule=schedule)))[1:-1]:
+        assert order.count("reduce-scatter") == 2
+        assert order[2 : order.index("there")].count("reduce-scatter") == during_experts

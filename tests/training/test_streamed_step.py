@@ -1,0 +1,260 @@
+"""Experts on other tiers than the device: the same training, whatever lies where.
+
+Legend: A accumulation steps, B batch, S sequence, E experts, N MoE layers.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.mesh import make_mesh
+from jmoe.training.expert_state import ExpertState
+from jmoe.training.step import TrainState
+from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
+
+B, S, E, N, STEPS = 2, 8, 8, 3, 6
+MODEL = ModelConfig(
+    vocab_size=128,
+    hidden_size=16,
+    num_hidden_layers=N + 1,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    moe_intermediate_size=12,
+    num_experts=E,
+    num_experts_per_tok=1,
+    initializer_range=0.2,
+    router=RouterConfig(kind="sigmoid", aux_loss_coef=0.1, z_loss_coef=0.01, bias_update_speed=0.01),
+)
+CONFIG = TrainConfig(
+    model=MODEL,
+    optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5),
+    batch_size=B,
+    sequence_length=S,
+    num_steps=10,
+    compute_dtype="float32",
+)
+HOST = TiersConfig(experts="host", optimizer="host")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Any:
+    """What is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def batch(config: TrainConfig, step: int) -> jax.Array:
+    rng = np.random.default_rng(100 + step)
+    tokens = rng.integers(0, config.model.vocab_size, (config.batch_size, config.sequence_length + 1)).astype(np.int32)
+    return jnp.asarray(tokens.reshape(config.gradient_accumulation_steps, -1, config.sequence_length + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    metrics: list[dict[str, Any]]
+    state: TrainState
+    held_out: float
+    stats: Any
+
+
+def train(
+    config: TrainConfig,
+    tiers: TiersConfig | None = None,
+    steps: int = STEPS,
+    settle: bool = False,
+    reopen_after: int | None = None,
+) -> Trained:
+    """`steps` steps and an evaluation. settle: after every step. reopen_after: from the saved state of that step."""
+    config = dataclasses.replace(config, tiers=tiers or TiersConfig())
+    program = make_tiered_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    state, metrics = program.init(), []
+    try:
+        for step in range(steps):
+            state, values = program.step(state, batch(config, step))
+            metrics.append(jax.device_get(values))
+            if settle:
+                program.to_saved(state)
+            if step + 1 == reopen_after:
+                state = program.from_saved(jax.tree.map(jnp.array, program.to_saved(state)))
+        tokens = batch(config, 99)[0]
+        held_out = float(program.evaluate(state, tokens, jnp.ones(tokens[:, 1:].shape)))
+        whole = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
+        return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
+    finally:
+        program.close()
+
+
+def differing(a: TrainState, b: TrainState) -> list[str]:
+    """The arrays that are not equal bit for bit."""
+    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True)
+    return [jax.tree_util.keystr(path) for (path, x), (_, y) in pairs if x.tobytes() != y.tobytes()]
+
+
+def close(a: TrainState, b: TrainState) -> None:
+    for (path, x), (_, y) in zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Trained:
+    return train(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def on_host() -> Trained:
+    return train(CONFIG, HOST)
+
+
+def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: Trained) -> None:
+    # Two programs: sums are rounded otherwise here and there.
+    np.testing.assert_allclose(on_host.losses, ordinary.losses, rtol=2e-6)
+    np.testing.assert_allclose(on_host.held_out, ordinary.held_out, rtol=2e-6)
+    close(on_host.state, ordinary.state)
+    for ours, theirs in zip(on_host.metrics, ordinary.metrics, strict=True):
+        assert ours.keys() - {"clip"} == theirs.keys()
+        np.testing.assert_array_equal(ours["counts"], theirs["counts"])
+        for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, err_msg=name)
+        for name, norm in theirs["grad_norms"].items():
+            np.testing.assert_allclose(ours["grad_norms"][name], norm, rtol=1e-4, err_msg=name)
+
+
+def test_it_starts_from_the_same_parameters() -> None:
+    assert differing(train(CONFIG, HOST, steps=0).state, train(CONFIG, steps=0).state) == []
+
+
+@pytest.mark.parametrize(
+    ("tiers", "slots"),
+    [
+        (TiersConfig(experts="device", optimizer="host"), 2),
+        (TiersConfig(experts="host", optimizer="host"), 1),
+        (TiersConfig(experts="host", optimizer="nvme"), 2),
+        (TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000), 3),
+    ],
+)
+def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, slots: int, tmp_path: Path) -> None:
+    tiers = dataclasses.replace(tiers, path=str(tmp_path), device_layers=slots)
+    there = train(CONFIG, tiers)
+    assert there.losses == on_host.losses
+    assert there.held_out == on_host.held_out
+    assert differing(there.state, on_host.state) == []
+    if tiers.optimizer == "nvme":
+        moments = there.stats.moments
+        assert moments.nvme.num_bytes > 0 and moments.nvme_writes.num_bytes > 0
+
+
+def test_accumulation_steps() -> None:
+    config = dataclasses.replace(CONFIG, gradient_accumulation_steps=2)
+    ours, theirs = train(config, HOST, steps=3), train(config, steps=3)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=2e-6)
+    close(ours.state, theirs.state)
+
+
+def test_router_jitter_is_the_same() -> None:
+    router = RouterConfig(kind="switch", jitter_noise=0.3)
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts_per_tok=1, router=router))
+    np.testing.assert_allclose(train(config, HOST, steps=2).losses, train(config, steps=2).losses, rtol=2e-6)
+
+
+def test_idle_experts_catch_up_to_the_bit(on_host: Trained) -> None:
+    eager = train(CONFIG, HOST, settle=True)
+    assert on_host.stats.replayed_steps > 0
+    assert on_host.losses == eager.losses
+    assert differing(on_host.state, eager.state) == []
+
+
+def test_a_saved_state_goes_on_to_the_bit(on_host: Trained, tmp_path: Path) -> None:
+    tiers = TiersConfig(experts="host", optimizer="nvme", path=str(tmp_path))
+    reopened = train(CONFIG, tiers, reopen_after=3)
+    assert reopened.losses == on_host.losses
+    assert differing(reopened.state, on_host.state) == []
+
+
+def test_only_chosen_experts_move(on_host: Trained) -> None:
+    chosen = sum(int((m["counts"] > 0).sum()) for m in on_host.metrics)
+    assert chosen < STEPS * N * E
+    assert on_host.stats.gradients.host.transfers == 2 * chosen  # written once, read once
+
+
+def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
+    tiers = dataclasses.replace(HOST, gradient_dtype="bfloat16")
+    trained = train(CONFIG, tiers)
+    np.testing.assert_allclose(trained.losses, on_host.losses, rtol=1e-3)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    config = dataclasses.replace(CONFIG, tiers=HOST)
+    program = StreamedProgram(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    try:
+        state = program.init()
+        state, _ = program.step(state, batch(config, 0))
+        before = jax.tree.map(lambda x: np.array(x, copy=True), program.to_saved(state))
+        broken = dataclasses.replace(state, params=jax.tree.map(jnp.copy, state.params))
+        broken.params["norm"]["scale"] = broken.params["norm"]["scale"] * jnp.float32(jnp.nan)
+        broken, metrics = program.step(broken, batch(config, 1))
+        assert not metrics["ok"]
+        assert int(broken.step) == 1
+        repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, state_without(before)))
+        after = jax.tree.map(lambda x: np.array(x, copy=True), program.to_saved(repaired))
+        assert differing(after, before) == []
+    finally:
+        program.close()
+
+
+def state_without(whole: TrainState) -> Any:
+    """The parameters but the experts'."""
+    layers = whole.params["moe_layers"]
+    rest = {name: part for name, part in layers["moe"].items() if name != "experts"}
+    return whole.params | {"moe_layers": layers | {"moe": rest}}
+
+
+def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: ExpertState, *_: Any) -> int:
+        raise OSError("the disk is gone")
+
+    config = dataclasses.replace(CONFIG, tiers=HOST)
+    program = StreamedProgram(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    try:
+        state = program.init()
+        monkeypatch.setattr(ExpertState, "_catch_up", fails)
+        state, _ = program.step(state, batch(config, 0))
+        with pytest.raises(OSError, match="the disk is gone"):
+            program.step(state, batch(config, 1))
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": "host", "optimizer": "device"}, "tiers.optimizer = 'device': must be host or nvme"),
+        ({"experts": "nvme", "optimizer": "host"}, "tiers.optimizer = 'host': must be nvme"),
+        ({"experts": "disk"}, "experts = 'disk': must be one of auto, device, host, nvme"),
+        ({"gradients": "device"}, "gradients = 'device': must be one of host, nvme"),
+        ({"gradient_dtype": "float16"}, "gradient_dtype = 'float16': must be one of"),
+        ({"host_cache_bytes": -1}, "host_cache_bytes = -1: must not be negative"),
+        ({"device_layers": 0}, "device_layers = 0: must be greater than 0"),
+        ({"beta": 0.0}, "tiers.beta = 0.0: must be in"),
+    ],
+)
+def test_bad_tiers(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TiersConfig(**changes)
+
+
+def test_tiers_need_experts_and_one_device() -> None:
+    dense = dataclasses.replace(MODEL, num_experts=0)
+    with pytest.raises(ValueError, match=r"tiers = .*must be device for a model without experts"):
+        TrainConfig(model=dense, tiers=HOST)
+    with pytest.raises(ValueError, match="must be device on 2 devices"):
+        dataclasses.replace(CONFIG, tiers=HOST).check_devices(2)

@@ -1,0 +1,42 @@
+"""The planner's numbers are those of the configuration."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from configs import PRESETS
+from jmoe.config import MachineConfig, TiersConfig, TrainConfig
+from jmoe.training.tier_plan import trained_model, training_plan, with_chosen_tiers
+
+TINY = PRESETS["tiny"][1]
+
+
+@pytest.mark.parametrize("name", ["tiny", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-moe-8e"])
+def test_parameters_add_up(name: str) -> None:
+    config = PRESETS[name][1]
+    model = trained_model(config)
+    total, active = config.model.num_parameters()
+    assert model.all_parameters + model.dense_parameters == total
+    inactive = (model.num_experts - model.num_experts_per_tok) * model.num_layers * model.expert_parameters
+    assert total - active == inactive
+
+
+def test_auto_becomes_a_tier(tmp_path: Path) -> None:
+    def run(**machine: int) -> TrainConfig:
+        tiers = TiersConfig(experts="auto", optimizer="auto", path=str(tmp_path / "not" / "there"))
+        return with_chosen_tiers(dataclasses.replace(TINY, tiers=tiers, machine=MachineConfig(**machine)))
+
+    roomy = run(device_bytes=10**12)
+    assert roomy.tiers.on_device
+    tight = run(device_bytes=90_000_000, host_bytes=10**12)
+    assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
+    assert training_plan(tight).lacking() == {}
+    with pytest.raises(ValueError, match="tiers = 'auto'"):
+        run(device_bytes=10**6)
+
+
+def test_a_model_without_experts_has_no_plan() -> None:
+    dense = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_experts=0))
+    with pytest.raises(ValueError, match="the planner is for models with experts"):
+        training_plan(dense)
