@@ -15,6 +15,7 @@ its way back (nothing to round in float32), then adds over nodes.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -26,6 +27,11 @@ from kernels_pallas.saved import saved, saved_residual
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert, sum_rows
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows_MD", "group_sizes_L", "dropped", "handle"],
+    meta_fields=["expected_rows"],
+)
 @dataclass(frozen=True)
 class Arrived:
     """Rows for this device's experts. handle: what `combine` needs to take the experts' outputs back."""

@@ -243,12 +243,11 @@ class TrainConfig:
             self.batch_size,
             f"must be a multiple of {num_devices} devices x {self.gradient_accumulation_steps} accumulation steps",
         )
-        check(
-            self.tiers.on_device or num_devices == 1,
-            "tiers.(experts, optimizer)",
-            (self.tiers.experts, self.tiers.optimizer),
-            f"must be device on {num_devices} devices: other tiers are for one device so far",
-        )
+        if not self.tiers.on_device and num_devices > 1:
+            why = "with experts on other tiers: every device then has experts of its own"
+            check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {why}")
+            fused = self.mesh.fuse_dense or not self.mesh.shard_dense
+            check(fused, "mesh.fuse_dense", self.mesh.fuse_dense, "must be True with experts on other tiers")
         experts = shape[1] * shape[2]
         check(
             self.model.num_experts % experts == 0,

@@ -14,7 +14,8 @@ TIERS = ("device", "host", "nvme")  # from the fastest to the largest
 @dataclass(frozen=True)
 class TiersConfig:
     """Tiers of the experts' state: `device`, `host` memory, `nvme`; `auto` asks the planner. Everything else stays on
-    the device. One device.
+    the device. On several devices (`mesh.data` = 1) each has the experts of its own, and each process the records of
+    its devices' experts.
 
     experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights. Where both
     are on the device, the ordinary step runs. On other tiers the state of an expert that no token comes to stays
@@ -26,7 +27,7 @@ class TiersConfig:
     gradients: Literal["host", "nvme"] = "host"  # from the backward pass until their expert is fetched next
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 loses nothing of bfloat16 compute
     path: str = ""  # folder of the tier nvme; "": OUTPUT_DIR/records
-    host_cache_bytes: int = 0  # host memory for records of the tier nvme; 0: a quarter of their bytes
+    host_cache_bytes: int = 0  # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
     beta: float = 0.9  # decay of the hit counts that say which records stay in host memory ...
     decay_every_steps: int = 4  # ... applied every so many steps

@@ -5,7 +5,7 @@ arrived for this device's experts.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jmoe.collectives.exchange import Exchange, make_exchange
+from jmoe.collectives.exchange import Arrived, Exchange, make_exchange
 from jmoe.config import RouterConfig, check
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
@@ -51,6 +51,33 @@ class MoEMetrics:
     z_loss: jax.Array
 
 
+def dispatch_local(
+    x_TD: jax.Array, routing: Routing, exchange: Exchange, *, worst_case: bool = False, pieces: int = 1
+) -> list[Arrived]:
+    """Each token's rows where their experts are, inside `shard_map`, in so many pieces; see `moe_local`."""
+    pieces = 1 if x_TD.shape[0] % pieces else pieces
+    experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
+    arrived = []
+    parts = (jnp.split(a, pieces) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
+    for x, idx, weights in zip(*parts, strict=True):
+        counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
+        arrived.append(exchange.dispatch(x, idx, weights, counts_E, worst_case=worst_case))
+    return arrived
+
+
+def combine_local(arrived: Sequence[Arrived], expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
+    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe_local`."""
+    with jax.named_scope("experts"):
+        out = [expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows) for part in arrived]
+    y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]
+    return jnp.concatenate(y)
+
+
+def num_dropped(arrived: Sequence[Arrived]) -> jax.Array:
+    """int32, assignments that found no row on this device."""
+    return jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
+
+
 def moe_local(
     x_TD: jax.Array,
     routing: Routing,
@@ -65,17 +92,8 @@ def moe_local(
     expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. pieces: the tokens go in so many
     parts, if that divides them, each with buffers of its own; experts begin when the first has come.
     """
-    pieces = 1 if x_TD.shape[0] % pieces else pieces
-    experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
-    arrived = []
-    parts = (jnp.split(a, pieces) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
-    for x, idx, weights in zip(*parts, strict=True):
-        counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
-        arrived.append(exchange.dispatch(x, idx, weights, counts_E, worst_case=worst_case))
-    with jax.named_scope("experts"):
-        out = [expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows) for part in arrived]
-    y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]
-    return jnp.concatenate(y), jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
+    arrived = dispatch_local(x_TD, routing, exchange, worst_case=worst_case, pieces=pieces)
+    return combine_local(arrived, expert_fn, exchange), num_dropped(arrived)
 
 
 class MoELayer(nnx.Module):

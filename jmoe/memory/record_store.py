@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -109,10 +109,12 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class HostRecords:
-    """Every record in host memory; record i is in slot i."""
+    """Every record in host memory; record i is in slot i. owned: only these are here, in this order of slots."""
 
     layout: RecordLayout
     buffers: RecordBuffers
+    owned: tuple[int, ...] | None = None
+    num_all: int | None = None  # the records of all processes, where `owned` says which are this one's
 
     def __post_init__(self) -> None:
         check(
@@ -123,12 +125,13 @@ class HostRecords:
         )
 
     @classmethod
-    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill) -> Self:
+    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill, owned: Iterable[int] | None = None) -> Self:
         """Allocate them and let `fill` write each one, as `RecordStore.pack` does."""
-        buffers = RecordBuffers(num_records, layout.record_bytes)
-        for index in range(num_records):
-            fill(index, layout.views(buffers.slot(index)))
-        return cls(layout, buffers)
+        here = tuple(range(num_records) if owned is None else owned)
+        buffers = RecordBuffers(len(here), layout.record_bytes)
+        for slot, index in enumerate(here):
+            fill(index, layout.views(buffers.slot(slot)))
+        return cls(layout, buffers, here, num_records)
 
 
 class RecordStore:

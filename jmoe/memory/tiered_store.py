@@ -64,11 +64,12 @@ class _Read:
 class TieredStore:
     """Records by number, from a `RecordStore` through a cache of `cache_bytes`, or from `host_records`.
 
-    One of the two. cache_bytes: all the host memory used for records, allocated at once; what the cache rule
-    (`LFUCache`) does not let in passes through some staging slots of it, two per thread, at most a quarter. So at
-    most that many records outside the cache can be held open or be read ahead at one time. threads: reads at one
-    time. bandwidth_limit_bytes_per_s by tier: "nvme" for reads, "host" for records handed out (bytes count when
-    their handle closes). wait_limit_s: no call waits longer; `TimeoutError` names record and file.
+    One of the two; of either this process may own some records only (`owned`). cache_bytes: all the host memory used
+    for records, allocated at once; what the cache rule (`LFUCache`) does not let in passes through some staging slots
+    of it, two per thread, at most a quarter. So at most that many records outside the cache can be held open or be
+    read ahead at one time. threads: reads at one time. bandwidth_limit_bytes_per_s by tier: "nvme" for reads, "host"
+    for records handed out (bytes count when their handle closes). wait_limit_s: no call waits longer; `TimeoutError`
+    names record and file.
 
     With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
     A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
@@ -124,11 +125,13 @@ class TieredStore:
             if host_records is None or cache_bytes is not None:
                 raise ValueError("host_records: without a store all records must be in host memory, without a cache")
             self.layout, self._buffers = host_records.layout, host_records.buffers
-            self.num_records = self._buffers.num_slots
+            self.owned = host_records.owned or tuple(range(self._buffers.num_slots))
+            self.num_records = host_records.num_all or self._buffers.num_slots
         else:
             if host_records is not None or cache_bytes is None:
                 raise ValueError("cache_bytes: a store needs a cache in host memory, and no host_records")
             self.layout, self.num_records = store.layout, store.num_records
+            self.owned = store.owned if isinstance(store, VersionStore) else tuple(range(store.num_records))
             cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
             self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
             counts = HitCounts(self.num_records, beta=beta, decay_every_steps=decay_every_steps)
@@ -136,6 +139,7 @@ class TieredStore:
             self._threads = [self._thread(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
                 self._threads += [self._thread(self._work_back, f"write-{n}") for n in range(write_threads)]
+        self._slot_of = {index: slot for slot, index in enumerate(self.owned)} if store is None else {}
         self._views = [self._read_only(slot) for slot in range(self._buffers.num_slots)]
         for thread in self._threads:
             thread.start()
@@ -202,7 +206,8 @@ class TieredStore:
         with self._lock:
             self._check_usable()
             if self._cache is None:
-                slot = index
+                check(index in self._slot_of, "index", index, "must be one of the records that this process owns")
+                slot = self._slot_of[index]
             else:
                 if writable and self._cache.is_writing(index):
                     self._wait_until(lambda: not self._is_writing(index), f"record {index} to be written")
@@ -287,8 +292,8 @@ class TieredStore:
         """How many slots the cache and the staging get out of `cache_bytes`."""
         record_bytes = self.layout.record_bytes
         slots = cache_bytes // record_bytes
-        if slots >= self.num_records:
-            return self.num_records, 0
+        if slots >= len(self.owned):
+            return len(self.owned), 0
         check(slots >= 2, "cache_bytes", cache_bytes, f"must hold at least two records of {record_bytes} bytes")
         staging_slots = min(2 * threads, max(1, slots // 4))
         return slots - staging_slots, staging_slots

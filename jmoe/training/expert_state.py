@@ -1,6 +1,7 @@
 """Experts in training on several tiers: slots on the device for the layers in use, records below for all the others.
 
-Legend: N MoE layers, E experts of a layer, W steps of the schedule. Record number of an expert = layer * E + expert.
+Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices, W steps of the schedule.
+Record number of an expert = layer * E + expert. Experts are numbered here from 0 to P - 1, the first device's first.
 
 Of an expert there are up to three records: its weights, its moments, and a gradient that is not applied yet. AdamW is
 exact and lazy: whenever an expert is fetched it is first brought up to the present step, by the gradient that waits
@@ -13,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
@@ -30,7 +32,7 @@ from jmoe.training.optimizer import catch_up
 WINDOW_STEPS = 64  # steps made up for by one call of the program
 NO_GRADIENT = -1
 
-Stacks = dict[str, jax.Array]  # [E, ...] each
+Stacks = dict[str, jax.Array]  # [L, ...] each, on one device
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,46 @@ def _update(
     return stacks, w, m, v
 
 
+@dataclass(frozen=True)
+class Owned:
+    """The experts of each layer that are this process's, and the devices they are spread over evenly, in order."""
+
+    experts: NDArray[np.int64]
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh, num_experts: int) -> Self:
+        """Of a mesh whose devices all have experts of their own."""
+        each, me = num_experts // mesh.size, jax.process_index()
+        here = [(rank, d) for rank, d in enumerate(mesh.devices.flat) if d.process_index == me]
+        experts = [np.arange(rank * each, (rank + 1) * each) for rank, _ in here]
+        return cls(np.concatenate(experts), tuple(device for _, device in here))
+
+    @property
+    def per_device(self) -> int:
+        return self.experts.size // len(self.devices)
+
+    def records(self, num_layers: int, num_experts: int) -> list[int]:
+        """Their records, all layers'."""
+        found: list[int] = (np.arange(num_layers)[:, None] * num_experts + self.experts).reshape(-1).tolist()
+        return found
+
+    def split(self, arrays: Mapping[str, NDArray[Any]], axis: int = 0) -> list[dict[str, NDArray[Any]]]:
+        """Each device's part of arrays of all these experts."""
+        parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
+        return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
+
+
 class ExpertState:
-    """Weights and optimizer state of all experts, fetched into slots by a ring over the layers.
+    """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
 
     `begin(order)` says in which order layers will be used; for each of them, in turn, `fetch(layer, experts)` gives
-    the slot's arrays, with these experts' present weights in them, and `release()` gives the slot back. What the
-    ring's thread fetches ahead are the experts that the layer's tokens chose last time; a choice that nobody foresaw is
-    fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends a step.
+    the slot's arrays by device, with these experts' present weights in them, and `release()` gives the slot back. What
+    the ring's thread fetches ahead are the experts that the layer's tokens chose last time; a choice that nobody
+    foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends
+    a step. Of several processes each has its own: nothing here knows of the others.
 
-    initial: the weights of a layer, for slots that are never filled from records.
+    initial: the weights of a layer [P, ...], for slots that are never filled from records.
     """
 
     def __init__(
@@ -126,20 +159,22 @@ class ExpertState:
         optimizer: OptimizerConfig,
         num_layers: int,
         num_experts: int,
+        owned: Owned,
         shapes: Mapping[str, tuple[int, ...]],
         num_slots: int,
         step: int,
-        initial: Callable[[int], Stacks] | None = None,
+        initial: Callable[[int], Mapping[str, NDArray[Any]]] | None = None,
         wait_limit_s: float = 600.0,
     ) -> None:
         self.stores, self.num_layers, self.num_experts, self.shapes = stores, num_layers, num_experts, dict(shapes)
+        self.owned, num_owned = owned, owned.experts.size
         records = num_layers * num_experts
         self.now = self._first = step  # steps taken; the first one of the history
         self._lr: list[float] = []
         self._clip: list[float] = []
         self._applied = np.full(records, step, np.int64)  # steps that a record has behind it
         self._pending = np.zeros(records, np.bool_)  # whether the gradient of step `_applied` waits
-        self._chosen = np.zeros((num_layers, num_experts), np.bool_)  # by the layer's tokens, last time
+        self._chosen = np.zeros((num_layers, num_owned), np.bool_)  # by the layer's tokens, last time
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
         self._initial = initial
         self._updates = self._replayed = 0
@@ -149,13 +184,21 @@ class ExpertState:
         self._decaying = frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-        empty = {name: jnp.zeros((num_experts, *shape), jnp.float32) for name, shape in shapes.items()}
-        self._slots = [jax.tree.map(jnp.copy, empty) for _ in range(min(num_slots, num_layers))]
-        self._present: list[NDArray[np.bool_]] = [np.zeros(num_experts, np.bool_) for _ in self._slots]
+        self._slots = [[self._empty(device) for device in owned.devices] for _ in range(min(num_slots, num_layers))]
+        self._present: list[NDArray[np.bool_]] = [np.zeros(num_owned, np.bool_) for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(num_layers))
         self._writer = ThreadPoolExecutor(1, "gradients")
         self._writing: list[Future[None]] = []
         self._ring = Ring(self._order, len(self._slots), self._load, wait_limit_s=wait_limit_s)
+
+    def _empty(self, device: jax.Device) -> Stacks:
+        per_device = self.owned.per_device
+        return {n: jnp.zeros((per_device, *s), jnp.float32, device=device) for n, s in self.shapes.items()}
+
+    def _records(self, layer: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The records of these experts of a layer."""
+        ids: NDArray[np.int64] = layer * self.num_experts + self.owned.experts[experts]
+        return ids
 
     # A pass over the layers
 
@@ -165,13 +208,17 @@ class ExpertState:
             self._order = tuple(order)
             self._ring.restart(order)
 
-    def fetch(self, layer: int, chosen_E: NDArray[np.bool_]) -> Stacks:
-        """The weights of the pass's next layer, [E, ...]; those chosen are there and up to date."""
+    def stop(self) -> None:
+        """The pass ends here, in front of its end."""
+        self._ring.restart(self._order)
+
+    def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> list[Stacks]:
+        """The weights of the pass's next layer, by device; those chosen are there and up to date."""
         acquired, slot = self._ring.acquire()
         assert acquired == layer, (acquired, layer)
-        self._chosen[layer] = chosen_E
+        self._chosen[layer] = chosen_P
         begun = time.perf_counter()
-        if self._bring(layer, slot, np.flatnonzero(chosen_E)):
+        if self._bring(layer, slot, np.flatnonzero(chosen_P)):
             self._fetch_waited_s += time.perf_counter() - begun
         return self._slots[slot]
 
@@ -183,13 +230,14 @@ class ExpertState:
         """The ring's thread: what the layer's tokens chose last."""
         self._present[slot][:] = False
         if self._initial is not None:
-            self._slots[slot] = self._initial(layer)
+            parts = zip(self.owned.split(self._initial(layer)), self.owned.devices, strict=True)
+            self._slots[slot] = [{n: jnp.array(w, device=device) for n, w in part.items()} for part, device in parts]
             self._present[slot][:] = True
         return self._bring(layer, slot, np.flatnonzero(self._chosen[layer]))
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
         """Put these experts' present weights into the slot; returns the bytes fetched."""
-        now, ids = self.now, layer * self.num_experts + experts
+        now, ids = self.now, self._records(layer, experts)
         missing, stale = ~self._present[slot][experts], self._applied[ids] < now
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
@@ -201,16 +249,18 @@ class ExpertState:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(int(index)) as record:
                     weights = {name: record[name] for name in self.shapes}
-                    self._slots[slot] = jax.block_until_ready(_place(self._slots[slot], np.int32(expert), weights))
+                    device, place = divmod(int(expert), self.owned.per_device)
+                    placed = _place(self._slots[slot][device], np.int32(place), weights)
+                    self._slots[slot][device] = jax.block_until_ready(placed)
                     fetched_bytes += record.data_R.nbytes
                 self._present[slot][expert] = True
             if is_stale:
-                fetched_bytes += self._catch_up(slot, np.int32(expert), int(index), now)
+                fetched_bytes += self._catch_up(slot, int(expert), int(index), now)
         return fetched_bytes
 
     # The update
 
-    def _catch_up(self, slot: int, expert: np.int32, index: int, now: int) -> int:
+    def _catch_up(self, slot: int, expert: int, index: int, now: int) -> int:
         """Bring a record whose weights are in the slot up to step `now`; returns the bytes fetched."""
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
@@ -240,10 +290,12 @@ class ExpertState:
         return fetched_bytes
 
     def _run_update(
-        self, slot: int, expert: np.int32, m: Any, v: Any, g: Any, steps: range, *, pending: bool
+        self, slot: int, expert: int, m: Any, v: Any, g: Any, steps: range, *, pending: bool
     ) -> tuple[Any, Any, Any]:
         """(w, m, v) after these steps, in the device's memory; the slot has w too."""
         w: Any = None
+        device, place = divmod(expert, self.owned.per_device)
+        slots = self._slots[slot]
         for first in range(steps.start, steps.stop, WINDOW_STEPS):
             count = min(WINDOW_STEPS, steps.stop - first)
             lr_W = np.zeros(WINDOW_STEPS, np.float32)
@@ -251,27 +303,29 @@ class ExpertState:
             gradient_at = 0 if pending and first == steps.start else NO_GRADIENT
             clip = np.float32(self._clip[first - self._first])
             which = (np.int32(first), np.int32(count), np.int32(gradient_at))
-            self._slots[slot], w, m, v = _update(
-                self._optimizer, self._decaying, self._slots[slot], expert, m, v, g, lr_W, *which, clip
+            slots[device], w, m, v = _update(
+                self._optimizer, self._decaying, slots[device], np.int32(place), m, v, g, lr_W, *which, clip
             )
         return jax.block_until_ready((w, m, v))
 
     # Gradients
 
-    def keep(self, layer: int, chosen_E: NDArray[np.bool_], gradients: Stacks) -> None:
-        """Take the gradients of a layer's chosen experts to their tier; returns while the layer before is written."""
-        experts = np.flatnonzero(chosen_E)
+    def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[Stacks]) -> None:
+        """Take the gradients, by device, of a layer's chosen experts to their tier; returns while the layer before is
+        written.
+        """
+        experts = np.flatnonzero(chosen_P)
         self._kept[layer] = experts
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
 
-    def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Stacks) -> None:
-        on_host = {name: np.asarray(g) for name, g in gradients.items()}
-        for expert in experts:
-            index = int(layer * self.num_experts + expert)
+    def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[Stacks]) -> None:
+        on_host = [{name: np.asarray(g) for name, g in part.items()} for part in gradients]
+        for expert, index in zip(experts.tolist(), self._records(layer, experts).tolist(), strict=True):
+            device, place = divmod(expert, self.owned.per_device)
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:
-                    np.copyto(record[name], on_host[name][expert])
+                    np.copyto(record[name], on_host[device][name][place])
                 record.put()
 
     def _wait_for_writer(self, pending: int) -> None:
@@ -281,7 +335,7 @@ class ExpertState:
     def commit(self, lr: float, clip: float) -> None:
         """The step is taken: the gradients kept are its own, and every expert is one step behind."""
         self._wait_for_writer(pending=0)
-        used = [layer * self.num_experts + experts for layer, experts in self._kept.items()]
+        used = [self._records(layer, experts) for layer, experts in self._kept.items()]
         for ids in used:
             self._pending[ids] = True
         self._kept.clear()
@@ -302,40 +356,40 @@ class ExpertState:
         """Bring every expert up to the present step; the history of the schedule is not needed any more after it."""
         self.begin(range(self.num_layers))
         for layer in range(self.num_layers):
-            ids = layer * self.num_experts + np.arange(self.num_experts)
-            stale_E = self._applied[ids] < self.now
+            stale_P = self._applied[self._records(layer, np.arange(self.owned.experts.size))] < self.now
             acquired, slot = self._ring.acquire()
             assert acquired == layer, (acquired, layer)
-            self._bring(layer, slot, np.flatnonzero(stale_E))
+            self._bring(layer, slot, np.flatnonzero(stale_P))
             self._ring.release()
         self._first = self.now
         self._lr.clear()
         self._clip.clear()
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """[N, E, ...] of all experts; settle first."""
+        """[N, P, ...] of all experts; settle first."""
         if self.stores.weights is not None:
             return self._read(self.stores.weights, "")
-        whole = {name: np.empty((self.num_layers, self.num_experts, *s), np.float32) for name, s in self.shapes.items()}
+        num = self.owned.experts.size
+        whole = {name: np.empty((self.num_layers, num, *s), np.float32) for name, s in self.shapes.items()}
         self.begin(range(self.num_layers))
         for layer in range(self.num_layers):
             stacks = self.fetch(layer, self._chosen[layer].copy())
-            for name, w in stacks.items():
-                whole[name][layer] = w
+            for name, w in whole.items():
+                w[layer] = np.concatenate([np.asarray(part[name]) for part in stacks])
             self.release()
         return whole
 
     def moments(self, part: str) -> dict[str, NDArray[np.float32]]:
-        """[N, E, ...] of all experts' first ("m") or second ("v") moments; settle first."""
+        """[N, P, ...] of all experts' first ("m") or second ("v") moments; settle first."""
         return self._read(self.stores.moments, f"{part}.")
 
     def _read(self, store: TieredStore, prefix: str) -> dict[str, NDArray[np.float32]]:
-        whole = {n: np.empty((self.num_layers * self.num_experts, *s), np.float32) for n, s in self.shapes.items()}
-        for index in range(store.num_records):
+        whole = {n: np.empty((len(store.owned), *s), np.float32) for n, s in self.shapes.items()}
+        for place, index in enumerate(store.owned):
             with store.get(index) as record:
                 for name, arrays in whole.items():
-                    arrays[index] = record[f"{prefix}{name}"]
-        return {name: w.reshape(self.num_layers, self.num_experts, *w.shape[1:]) for name, w in whole.items()}
+                    arrays[place] = record[f"{prefix}{name}"]
+        return {name: w.reshape(self.num_layers, -1, *w.shape[1:]) for name, w in whole.items()}
 
     def stats(self) -> ExpertStats:
         weights, ring = self.stores.weights, self._ring.stats()

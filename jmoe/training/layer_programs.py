@@ -1,14 +1,23 @@
-"""The training step in pieces: compiled programs for one layer at a time, forward and backward, on one device.
+"""A training step in parts, compiled each for itself, for a host that runs layer by layer.
 
-Legend: A accumulation steps, B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, K choices a
-token, N layers of a kind.
+Legend: A accumulation steps, B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, L experts of a
+device, K choices a token, N layers of a kind, R devices, C elements of a device's part of a layer's flat buffer, G the
+same for gradients.
 
 Every program serves all layers of its kind: it is given the stacked dense parameters and the layer's number. A layer
-with experts is cut in two on its way forward, since what the router chose says which experts have to be there; its
-backward pass is one program, which computes the layer again from its input and keeps to the choices that were made.
+with experts is cut in two on its way forward, once its tokens are where their experts are: what has arrived says which
+experts have to be there. Its backward pass is one program, which computes the layer again from its input and keeps to
+the choices that were made.
+
+On several devices a program is one `shard_map` over all of them. A layer's dense parameters come to it whole, as one
+buffer; beside its own work it gathers the buffer of the layer that runs next, and on the way back it sums the gradients
+of the layer before it, as `collectives.schedule` places them. Arrays that differ between devices and have no dimension
+of tokens or experts have a leading one of R. On one device all of that is empty.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -17,31 +26,86 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jmoe.collectives.exchange import Arrived
+from jmoe.collectives.fusion import (
+    all_gather_rows_local,
+    pack,
+    pack_gradients,
+    reduce_scatter_rows_local,
+    unpack,
+)
+from jmoe.collectives.schedule import interleave
 from jmoe.config import TrainConfig
-from jmoe.layers.loss import cross_entropy
-from jmoe.layers.router import RouterBias, Routing, balance_loss_local, updated_bias
-from jmoe.mesh import EXPERTS_PATH
+from jmoe.layers.moe import MoEStats, combine_local, dispatch_local, num_dropped
+from jmoe.layers.router import RouterBias, Routing
+from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, EXPERTS_PATH, REPLICATED, split_over
 from jmoe.models.decoder import DecoderLayer
-from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.training.dense_update import (
+    STACKS,
+    Gradients,
+    auxiliary_losses,
+    finish_local,
+    kind_of_layers,
+    kind_of_outside,
+    num_tokens,
+    over_devices,
+    without_stacks,
+)
+from jmoe.training.reverse_scan import Kind
 from jmoe.training.step import PureDecoder, TrainState
 
-Arrays = Mapping[str, Any]  # nested dictionaries of arrays
 Experts = Mapping[str, jax.Array]  # the experts of a layer, [E, ...] each
 
 
 class Routed(NamedTuple):
-    """A layer with experts, half done: after its attention, and what its router chose."""
+    """A layer with experts, half done: its tokens' rows are where their experts are.
+
+    arrived_E: how many for each expert, int32. stats: this device's, [R] each.
+    """
 
     x_BSD: jax.Array
     h_TD: jax.Array
-    routing: Routing
+    arrived: list[Arrived]
+    arrived_E: jax.Array
+    topk_idx_TK: jax.Array
+    stats: MoEStats
 
 
 class Layer(NamedTuple):
-    """Which layer of its kind, and how far its attention looks. window: int32 scalar, None: all tokens before."""
+    """Which layer of its kind, and how far its attention looks. window: int32 scalar, None: all tokens before.
+
+    step, accumulation: int32 scalars, of which a router's jitter is drawn.
+    """
 
     number: jax.Array
     window: jax.Array | None
+    step: jax.Array | None = None
+    accumulation: jax.Array | None = None
+
+
+class Ahead(NamedTuple):
+    """A layer whose parameters are to be gathered. flat_NC: the devices' parts, of all layers of its kind."""
+
+    flat_NC: jax.Array
+    number: jax.Array
+
+
+class Beside(NamedTuple):
+    """What a layer does for its neighbours: gathers the next one's parameters, sums the last one's gradients."""
+
+    whole_RC: jax.Array | None
+    sum_G: jax.Array | None
+
+
+class Sums(NamedTuple):
+    """A layer's gradients, summed over accumulation steps but not over devices; rest: [R, N, ...], of all layers.
+
+    rows_RG, experts: None before the first step, or where there are none.
+    """
+
+    rows_RG: jax.Array | None
+    rest: list[jax.Array]
+    experts: Experts | None = None
 
 
 class _Part:
@@ -62,27 +126,32 @@ def _at(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree)
 
 
-def _added_at(tree: Any, index: jax.Array, values: Any) -> Any:
-    return jax.tree.map(lambda total, g: total.at[index].add(g), tree, values)
+def _zeros_of(tree: Any) -> Any:
+    """float32, of one device."""
+    return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
 
-def _added(tree: Any, values: Any) -> Any:
-    return jax.tree.map(jnp.add, tree, values)
+def without_experts(tree: Any) -> Any:
+    """The parameters but the experts'."""
+    layers = tree["moe_layers"]
+    rest = {name: part for name, part in layers["moe"].items() if name != EXPERTS_PATH}
+    return tree | {"moe_layers": layers | {"moe": rest}}
 
 
 class LayerPrograms:
     """The compiled functions of one run, by what they do.
 
-    Parameters, gradients and moments are nested dictionaries named as in `TrainState`, without the experts; those
-    come as [E, ...] arrays of one layer. `outside` is everything outside the layers. Gradients are summed into what
-    is given, which is donated.
+    Parameters and moments are nested dictionaries named as in `TrainState`, without the experts; those come as
+    [E, ...] arrays of one layer. `outside` is everything outside the layers, whole. Gradients are summed into what is
+    given, which is donated.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        self.config = config
+        self.config, self.mesh = config, mesh
         self._model = model = PureDecoder(config, mesh)
         self.dtype = model.dtype
-        self._num_tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps
+        self._scan = model.reverse_scan()
+        self._num_tokens = num_tokens(config)
         decoder: Any = nnx.eval_shape(model.build)
         self._experts = _Part(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
@@ -91,213 +160,345 @@ class LayerPrograms:
         decoder.dense_layers = decoder.moe_layers = None
         self._outside = _Part(decoder)
         self.experts: dict[str, jax.ShapeDtypeStruct] = self._experts.params  # of all layers, [N, E, ...]
+        self._compile()
 
-        self.embed = jax.jit(self._embed)
-        self.dense = jax.jit(self._dense_layer)
-        self.route = jax.jit(self._route, static_argnames="train")
-        self.add_experts = jax.jit(self._add_experts)
-        self.losses = jax.jit(self._losses)
-        self.loss_gradients = jax.jit(self._loss_gradients, donate_argnums=3)
-        self.moe_gradients = jax.jit(self._moe_gradients, donate_argnums=(7, 8))
-        self.dense_gradients = jax.jit(self._dense_gradients, donate_argnums=4)
-        self.embed_gradients = jax.jit(self._embed_gradients, donate_argnums=3)
-        self.expert_gradients = jax.jit(self._expert_gradients, donate_argnums=0, static_argnames="dtype")
-        self.zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
-        self.finish = jax.jit(self._finish, donate_argnums=0)
-        self.nll = jax.jit(self._nll)
-        self.logits = jax.jit(self._logits)
+    def _compile(self) -> None:
+        specs, make, one = without_experts(self._model.specs), self._sharded, REPLICATED
+        stays = self._model.embedding.split
+        outside = {
+            name: specs[name] if name in stays else jax.tree.map(lambda _: one, shapes)
+            for name, shapes in without_stacks(self._model.shapes).items()
+        }
+        dense, sparse = (specs.get(name) for name in STACKS.values())
+        state = TrainState(specs, specs, specs, one, one)
+        ahead, beside = Ahead(split_over(ALL, 1), one), Beside(one, BATCH)
+        self.unstack = make(list, ACCUMULATED_BATCH, out=BATCH)
+        self.split = make(lambda tokens_BS: (tokens_BS[:, :-1], tokens_BS[:, 1:]), BATCH, out=BATCH)
+        self.prepare = make(self._prepare, specs, out=(outside, split_over(ALL, 1), one), static="first")
+        self.embed = make(self._embed, outside, BATCH, out=BATCH)
+        self.dense = make(self._dense_layer, dense, one, BATCH, one, ahead, out=(BATCH, beside))
+        self.route = make(self._route, sparse, one, BATCH, one, one, out=BATCH, static=("train", "worst_case"))
+        self.add_experts = make(self._add_experts, sparse, one, BATCH, BATCH, one, ahead, out=(BATCH, beside))
+        self.totals = make(self._totals, BATCH, out=one)
+        self.zeros = make(self._zeros, specs, outside, out=BATCH)
+        self.loss_gradients = make(self._loss_gradients, outside, BATCH, BATCH, BATCH, out=BATCH, donate=3)
+        given = (sparse, one, BATCH, BATCH, BATCH, BATCH, one, one, one, ahead, BATCH, BATCH)
+        kept = (BATCH, BATCH, beside)
+        self.moe_gradients = make(self._moe_gradients, *given, out=kept, static="worst_case", donate=5)
+        given = (dense, one, BATCH, BATCH, BATCH, one, ahead, BATCH)
+        self.dense_gradients = make(self._dense_gradients, *given, out=kept, donate=4)
+        self.embed_gradients = make(self._embed_gradients, outside, BATCH, BATCH, BATCH, out=BATCH, donate=3)
+        self.expert_gradients = make(self._expert_gradients, BATCH, out=BATCH, static="dtype", donate=0)
+        self.reduce = make(self._reduce, BATCH, out=BATCH)
+        self.finish = make(
+            partial(finish_local, self.config, self._model),
+            state,
+            BATCH,
+            BATCH,
+            BATCH,
+            BATCH,
+            one,
+            out=(state, one),
+            donate=0,
+        )
+        self.nll = make(self._nll, outside, BATCH, BATCH, BATCH, out=one)
+        self.logits = make(self._logits, outside, BATCH, one, out=one)
+
+    def _sharded(
+        self, function: Callable[..., Any], *specs: Any, out: Any, static: str | Sequence[str] = (), donate: Any = ()
+    ) -> Callable[..., Any]:
+        """The compiled function, over all devices. specs: of its arguments; static: options by name."""
+        if self.mesh.size == 1:
+            return jax.jit(function, static_argnames=static, donate_argnums=donate)
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = tuple(REPLICATED if arg is None else spec for arg, spec in zip(args, specs, strict=True))
+            body = partial(function, **options)
+            return jax.shard_map(body, mesh=self.mesh, in_specs=given, out_specs=out, check_vma=False)(*args)
+
+        return jax.jit(call, static_argnames=static, donate_argnums=donate)
+
+    # What travels
+
+    def _prepare(self, params: Any, *, first: bool) -> tuple[Any, dict[bool, jax.Array], jax.Array | None]:
+        """(outside, every layer's part of its buffer by kind, the first layer's buffer). first: has it experts?"""
+        outside, scan = without_stacks(params), self._scan
+        if scan is None:
+            return outside, {}, None
+        flat = {}
+        for kind, name in STACKS.items():
+            if name in params:
+                layers = kind_of_layers(self._model, params[name])
+                rows = jax.vmap(partial(pack, parts=layers.parts), axis_size=layers.num_layers)
+                flat[kind] = rows(layers.split(params[name])[0])
+        layers = kind_of_outside(self._model, outside)
+        shards, rest = layers.split(outside)
+        if shards:
+            rows_RC = all_gather_rows_local(pack(shards, layers.parts), scan.levels)
+            outside = layers.join(unpack(rows_RC, layers.parts, scan.levels), rest)
+        row_C = flat[first][0]
+        return outside, flat, scan.whole([gather(lambda row: row) for gather in scan.gathers(row_C)], row_C)
+
+    def _params(self, stack: Any, whole_RC: jax.Array | None, layer: Layer) -> Any:
+        """A layer's parameters."""
+        layers = kind_of_layers(self._model, stack)
+        fused = [] if whole_RC is None else unpack(whole_RC, layers.parts, self._model.levels)
+        return layers.join(fused, _at(layers.split(stack)[1], layer.number))
+
+    def _beside(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        begin: jax.Array,
+        ahead: Ahead | None,
+        pending_RG: jax.Array | None = None,
+    ) -> tuple[Any, Beside]:
+        """A layer's own work and that for its neighbours. begin: known when the latter may begin."""
+        scan = self._scan
+        if scan is None or (ahead is None and pending_RG is None):
+            return function(*args), Beside(None, None)
+        row_C = None if ahead is None else _at(ahead.flat_NC, ahead.number)
+        gathers = scan.gathers(row_C)
+        reductions = [] if pending_RG is None else scan.reductions(pending_RG)
+        result, done = interleave(function, args, gathers + reductions, scan.schedule, ALL, begin)
+        whole_RC = None if row_C is None else scan.whole(done[: len(gathers)], row_C)
+        sum_G = None if pending_RG is None else jnp.concatenate([jnp.zeros(0), *done[len(gathers) :]])
+        return result, Beside(whole_RC, sum_G)
 
     # Forward
 
-    def outside(self, params: Any) -> Any:
-        """The parameters outside the layers."""
-        return {name: tree for name, tree in params.items() if not name.endswith("_layers")}
-
     def _embed(self, outside: Any, tokens_BS: jax.Array) -> jax.Array:
-        x_BSD: jax.Array = self._outside(self._model.gather(outside)).embed(tokens_BS, self.dtype)
+        module, lookup = self._outside(self._model.cast(outside)), self._model.embedding.lookup
+        x_BSD: jax.Array = module.embed(tokens_BS, self.dtype, lookup)
         return x_BSD
 
-    def _dense_layer(self, stack: Any, layer: Layer, x_BSD: jax.Array) -> jax.Array:
-        return self._run_dense(_at(stack, layer.number), layer, x_BSD)
+    def _dense_layer(
+        self, stack: Any, whole_RC: jax.Array | None, x_BSD: jax.Array, layer: Layer, ahead: Ahead | None
+    ) -> tuple[jax.Array, Beside]:
+        params = self._params(stack, whole_RC, layer)
+        return self._beside(self._run_dense, (params, layer, x_BSD), x_BSD, ahead)
 
     def _run_dense(self, params: Any, layer: Layer, x_BSD: jax.Array) -> jax.Array:
         assert self._dense is not None
-        module: DecoderLayer = self._dense(self._model.gather(params))
+        module: DecoderLayer = self._dense(self._model.cast(params))
         assert module.mlp is not None
         x_BSD = module.attend(x_BSD, layer.window, self.dtype)
         with jax.named_scope("mlp"):
             y_BSD = module.mlp(module.feed_forward_norm(x_BSD, self.dtype))
         return x_BSD + y_BSD.astype(x_BSD.dtype)
 
+    def _route(
+        self,
+        stack: Any,
+        whole_RC: jax.Array | None,
+        x_BSD: jax.Array,
+        layer: Layer,
+        bias: Any,
+        *,
+        train: bool,
+        worst_case: bool,
+    ) -> Routed:
+        """A layer until its tokens are where their experts are."""
+        module = self._moe_module(self._params(stack, whole_RC, layer), _at(bias, layer.number))
+        x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=train)
+        arrived = self._dispatch(module, h_TD, routing, worst_case)
+        stats = MoEStats(
+            routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, num_dropped(arrived)
+        )
+        sizes = [part.group_sizes_L for part in arrived]
+        return Routed(
+            x_BSD,
+            h_TD,
+            [replace(part, dropped=part.dropped[None]) for part in arrived],
+            sum(sizes[1:], sizes[0]),
+            routing.topk_idx_TK,
+            jax.tree.map(lambda value: value[None], stats),
+        )
+
     def _moe_module(self, params: Any, bias: Any) -> DecoderLayer:
-        module: DecoderLayer = self._moe(self._model.gather(params), bias)
+        module: DecoderLayer = self._moe(self._model.cast(params), bias)
         return module
 
-    def _route(
-        self, stack: Any, bias: Any, layer: Layer, x_BSD: jax.Array, key: jax.Array | None, *, train: bool
-    ) -> Routed:
-        """A layer up to its router's choices."""
-        module = self._moe_module(_at(stack, layer.number), _at(bias, layer.number))
-        return self._run_router(module, layer, x_BSD, key, train=train)
-
     def _run_router(
-        self, module: DecoderLayer, layer: Layer, x_BSD: jax.Array, key: jax.Array | None, **options: Any
-    ) -> Routed:
+        self, module: DecoderLayer, layer: Layer, x_BSD: jax.Array, *, train: bool, **options: Any
+    ) -> tuple[jax.Array, jax.Array, Routing]:
         assert module.moe is not None
         x_BSD = module.attend(x_BSD, layer.window, self.dtype)
         h_TD = module.feed_forward_norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
         with jax.named_scope("router"):
-            routing = module.moe.router(h_TD, key=key, **options)
-        return Routed(x_BSD, h_TD, routing)
+            routing = module.moe.router(h_TD, key=self._key(layer, train), train=train, **options)
+        return x_BSD, h_TD, routing
 
-    def _add_experts(self, stack: Any, layer: Layer, experts: Experts, routed: Routed) -> jax.Array:
+    def _key(self, layer: Layer, train: bool) -> jax.Array | None:
+        """For the router's jitter, the same as the ordinary step's; None where there is none."""
+        config = self.config
+        if not train or not config.model.router.jitter_noise:
+            return None
+        device = lax.axis_index(ALL) if self.mesh.size > 1 else 0
+        key = jax.random.fold_in(jax.random.key(config.seed), layer.step)
+        key = jax.random.fold_in(jax.random.fold_in(key, device), layer.accumulation)
+        return jax.random.split(key, config.model.num_moe_layers)[layer.number]
+
+    def _dispatch(self, module: DecoderLayer, h_TD: jax.Array, routing: Routing, worst_case: bool) -> list[Arrived]:
+        moe = module.moe
+        assert moe is not None
+        with jax.named_scope("moe"):
+            return dispatch_local(h_TD, routing, moe.exchange, worst_case=worst_case, pieces=moe.pieces)
+
+    def _add_experts(
+        self,
+        stack: Any,
+        whole_RC: jax.Array | None,
+        experts: Experts,
+        routed: Routed,
+        layer: Layer,
+        ahead: Ahead | None,
+    ) -> tuple[jax.Array, Beside]:
         """The layer's output, from the experts that its tokens chose; the others may be anything finite."""
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)
-        return self._run_experts(self._moe_module(_at(stack, layer.number), bias), experts, routed)
 
-    def _run_experts(self, module: DecoderLayer, experts: Experts, routed: Routed) -> jax.Array:
+        def run(params: Any, experts: Experts, x_BSD: jax.Array, h_TD: jax.Array, arrived: Any) -> jax.Array:
+            return self._run_experts(self._moe_module(params, bias), experts, x_BSD, h_TD, arrived)
+
+        args = self._params(stack, whole_RC, layer), experts, routed.x_BSD, routed.h_TD, routed.arrived
+        return self._beside(run, args, routed.x_BSD, ahead)
+
+    def _run_experts(
+        self, module: DecoderLayer, experts: Experts, x_BSD: jax.Array, h_TD: jax.Array, arrived: Sequence[Arrived]
+    ) -> jax.Array:
         assert module.moe is not None
-        module.moe.experts = self._experts(self._model.gather({EXPERTS_PATH: experts})[EXPERTS_PATH])
+        module.moe.experts = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
         with jax.named_scope("moe"):
-            y_TD, _ = module.moe.routed(routed.h_TD, routed.routing)
+            y_TD = combine_local(arrived, module.moe.experts, module.moe.exchange)
             if module.shared_expert is not None:
-                y_TD = y_TD + module.shared(routed.h_TD)
-        return routed.x_BSD + y_TD.reshape(routed.x_BSD.shape).astype(routed.x_BSD.dtype)
+                y_TD = y_TD + module.shared(h_TD)
+        return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype)
 
-    def _losses(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """A layer's part of the (weighted) balance and z losses of one accumulation step."""
-        model, router = self.config.model, self.config.model.router
-        parts = model.num_moe_layers * self.config.gradient_accumulation_steps
-        balance = balance_loss_local(
-            routing.probs_sum_E, routing.counts_E, self._num_tokens, model.num_experts, model.num_experts_per_tok
-        )
-        return router.aux_loss_coef * balance / parts, router.z_loss_coef * routing.z_sum / self._num_tokens / parts
+    def _totals(self, stats: Sequence[Sequence[MoEStats]]) -> tuple[jax.Array, jax.Array]:
+        """(assignments to each expert [N, A, E], assignments that found no row [N]) of all devices, from [N][A]."""
+        counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
+        dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
+        return over_devices(self.mesh, (counts_NAE, dropped_N))
 
     def _head(self, outside: Any, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the last norm's output [T, D], lm_head [D, V])."""
-        module = self._outside(self._model.gather(outside))
+        """(the last norm's output [T, D], the head as `Embedding` makes it)."""
+        module, embedding = self._outside(self._model.cast(outside)), self._model.embedding
         x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
-        return x_TD, module.lm_head().astype(self.dtype)
+        head = None if module.head is None else module.head[...]
+        return x_TD, embedding.head(module.embedding[...], head, self.dtype)
+
+    def _nll_local(self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+        head = self._head(outside, x_BSD)
+        return self._model.embedding.cross_entropy(*head, labels_BS.reshape(-1), weights_BS.reshape(-1))
 
     def _nll(self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
-        return cross_entropy(*self._head(outside, x_BSD), labels_BS.reshape(-1), weights_BS.reshape(-1))
+        nll: jax.Array = over_devices(self.mesh, self._nll_local(outside, x_BSD, labels_BS, weights_BS))
+        return nll
 
     def _logits(self, outside: Any, x_BSD: jax.Array, position: jax.Array) -> jax.Array:
         """float32 [V]: after the token at `position` of the first sequence."""
-        x_TD, head_DV = self._head(outside, x_BSD[:1])
-        last_D = lax.dynamic_index_in_dim(x_TD, position, 0, keepdims=False)
-        return jnp.dot(last_D.astype(jnp.float32), head_DV.astype(jnp.float32))
+        x_TD, head = self._head(outside, x_BSD[:1])
+        last_D = lax.dynamic_index_in_dim(x_TD, position, 0, keepdims=False).astype(jnp.float32)
+        if self.mesh.size > 1:
+            last_D = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last_D, 0), ALL)
+        return self._model.embedding.logits(last_D, head)
 
     # Backward
+
+    def _zeros(self, params: Any, outside: Any) -> Gradients:
+        stacks = {kind: params[name] for kind, name in STACKS.items() if name in params}
+        rest = {kind: _zeros_of(kind_of_layers(self._model, stack).split(stack)[1]) for kind, stack in stacks.items()}
+        return Gradients(_zeros_of(outside), rest, {kind: [] for kind in stacks})
 
     def _loss_gradients(
         self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, grads: Any
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """(loss, dx, summed gradients of what is outside the layers)."""
+        """(this device's part of the loss, dx, summed gradients of what is outside the layers)."""
         scale = 1.0 / (self._num_tokens * self.config.gradient_accumulation_steps)
         weights_BS = jnp.full(labels_BS.shape, scale, jnp.float32)
         with jax.named_scope("loss"):
-            loss, (doutside, dx_BSD) = jax.value_and_grad(self._nll, argnums=(0, 1))(
+            loss, (doutside, dx_BSD) = jax.value_and_grad(self._nll_local, argnums=(0, 1))(
                 outside, x_BSD, labels_BS, weights_BS
             )
-        return loss, dx_BSD, _added(grads, doutside)
+        return loss[None], dx_BSD, self._added_outside(grads, doutside)
+
+    def _added_outside(self, grads: Any, new: Any) -> Any:
+        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], grads, new)
+
+    def _added(self, layers: Kind, layer: Layer, sums: Sums, dparams: Any, dexperts: Experts | None = None) -> Sums:
+        """A layer's sums with the gradients of one more accumulation step."""
+        fused, rest = layers.split(dparams)
+        rows_RG = None if self._scan is None else pack_gradients(fused, layers.parts, self._scan.levels)
+        if sums.rows_RG is not None:
+            rows_RG = sums.rows_RG + rows_RG
+        if sums.experts is not None:
+            dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
+        totals = [total.at[0, layer.number].add(g) for total, g in zip(sums.rest, rest, strict=True)]
+        return Sums(rows_RG, totals, dexperts)
 
     def _moe_gradients(
         self,
         stack: Any,
-        bias: Any,
-        layer: Layer,
+        whole_RC: jax.Array | None,
         experts: Experts,
         x_BSD: jax.Array,
-        key: jax.Array | None,
-        topk_idx_TK: jax.Array,
-        grads: Any,
-        dexperts: Experts | None,
         dy_BSD: jax.Array,
-    ) -> tuple[jax.Array, Any, Experts]:
-        """(dx, summed gradients of the stack, summed gradients of the layer's experts) from a layer's input.
+        sums: Sums,
+        layer: Layer,
+        bias: Any,
+        counts_NAE: jax.Array,
+        ahead: Ahead | None,
+        pending_RG: jax.Array | None,
+        topk_idx_TK: jax.Array,
+        *,
+        worst_case: bool,
+    ) -> tuple[jax.Array, Sums, Beside]:
+        """(dx, summed gradients of the layer, what it did beside) from a layer's input."""
 
-        dexperts: None for the first accumulation step.
-        """
-        bias = _at(bias, layer.number)
-
-        def run(params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def run(params: Any, experts: Experts, x_BSD: jax.Array, given: Any) -> tuple[jax.Array, jax.Array]:
+            bias, layer, counts_E, topk_idx_TK = given
             module = self._moe_module(params, bias)
-            routed = self._run_router(module, layer, x_BSD, key, train=True, topk_idx_TK=topk_idx_TK)
-            balance, z = self._losses(routed.routing)
-            return self._run_experts(module, experts, routed), balance + z
+            x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=True, topk_idx_TK=topk_idx_TK)
+            balance, z = auxiliary_losses(self.config, routing.probs_sum_E, routing.z_sum, counts_E)
+            arrived = self._dispatch(module, h_TD, routing, worst_case)
+            return self._run_experts(module, experts, x_BSD, h_TD, arrived), balance + z
 
-        _, pull = jax.vjp(run, _at(stack, layer.number), experts, x_BSD)
-        dparams, dnew, dx_BSD = pull((dy_BSD, jnp.ones((), jnp.float32)))
-        return dx_BSD, _added_at(grads, layer.number, dparams), dnew if dexperts is None else _added(dexperts, dnew)
+        def backward(params: Any, experts: Experts, x_BSD: jax.Array, given: Any, dy_BSD: jax.Array) -> Any:
+            _, pull = jax.vjp(lambda *args: run(*args, given), params, experts, x_BSD)
+            return pull((dy_BSD, jnp.ones((), jnp.float32)))
+
+        counts_E = counts_NAE[layer.number, layer.accumulation]
+        given = _at(bias, layer.number), layer, counts_E, topk_idx_TK
+        args = self._params(stack, whole_RC, layer), experts, x_BSD, given, dy_BSD
+        (dparams, dexperts, dx_BSD), beside = self._beside(backward, args, dy_BSD, ahead, pending_RG)
+        return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts), beside
 
     def _dense_gradients(
-        self, stack: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array, grads: Any
-    ) -> tuple[jax.Array, Any]:
-        _, pull = jax.vjp(lambda params, x: self._run_dense(params, layer, x), _at(stack, layer.number), x_BSD)
-        dparams, dx_BSD = pull(dy_BSD)
-        return dx_BSD, _added_at(grads, layer.number, dparams)
+        self,
+        stack: Any,
+        whole_RC: jax.Array | None,
+        x_BSD: jax.Array,
+        dy_BSD: jax.Array,
+        sums: Sums,
+        layer: Layer,
+        ahead: Ahead | None,
+        pending_RG: jax.Array | None,
+    ) -> tuple[jax.Array, Sums, Beside]:
+        def backward(params: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array) -> Any:
+            return jax.vjp(lambda params, x: self._run_dense(params, layer, x), params, x_BSD)[1](dy_BSD)
+
+        args = self._params(stack, whole_RC, layer), layer, x_BSD, dy_BSD
+        (dparams, dx_BSD), beside = self._beside(backward, args, dy_BSD, ahead, pending_RG)
+        return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams), beside
 
     def _embed_gradients(self, outside: Any, tokens_BS: jax.Array, dx_BSD: jax.Array, grads: Any) -> Any:
-        return _added(grads, jax.vjp(lambda o: self._embed(o, tokens_BS), outside)[1](dx_BSD)[0])
+        _, pull = jax.vjp(lambda outside: self._embed(outside, tokens_BS), outside)
+        return self._added_outside(grads, pull(dx_BSD)[0])
 
     def _expert_gradients(self, dexperts: Experts, *, dtype: str) -> tuple[jax.Array, Experts]:
-        """(sum of squares, the gradients in the dtype they are kept in)."""
+        """(this device's sum of squares, the gradients in the dtype they are kept in)."""
         square = sum((jnp.square(g).sum() for g in dexperts.values()), jnp.zeros((), jnp.float32))
-        return square, {name: g.astype(dtype) for name, g in dexperts.items()}
+        return square[None], {name: g.astype(dtype) for name, g in dexperts.items()}
 
-    # Update
-
-    def _finish(
-        self,
-        state: TrainState,
-        grads: Any,
-        squares: Sequence[jax.Array],
-        sums: Mapping[str, Any],
-        routings: Sequence[Sequence[Routing]],
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The dense state after its update, and the step's metrics.
-
-        squares: of each layer's experts' gradients. sums: lists of scalars to add up. routings: [N][A].
-        """
-        config = self.config
-        metrics = {name: sum(values, jnp.zeros((), jnp.float32)) for name, values in sums.items()}
-        counts_NE = jnp.stack([sum(r.counts_E for r in layer) for layer in routings])
-        total_tokens = self._num_tokens * config.gradient_accumulation_steps
-        entropy_N = jnp.stack([sum(r.entropy_sum for r in layer) for layer in routings]) / total_tokens
-        norms = self._squared_norms(grads, squares)
-        norm = jnp.sqrt(sum(jnp.sum(square) for square in norms.values()))
-        ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-        limit = config.optimizer.clip_norm
-        clip = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0)
-        lr = jnp.asarray(learning_rate(config.optimizer, config.num_steps)(state.step.astype(jnp.float32)), jnp.float32)
-        options: dict[str, Any] = {"config": config.optimizer, "lr": lr, "step": state.step, "clip": clip, "ok": ok}
-        leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
-        old = zip(leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True)
-        new = [advance(w, m, v, g, decay=decays(path, w), **options) for (path, w), m, v, g in old]
-        params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
-        speed = config.model.router.bias_update_speed
-        bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, counts_NE, speed), b), state.router_bias)
-        metrics |= {
-            "counts": counts_NE,
-            "entropy": entropy_N,
-            "dropped": jnp.zeros(len(routings), jnp.int32),
-            "grad_norm": norm,
-            "grad_norms": jax.tree.map(jnp.sqrt, norms),
-            "learning_rate": lr,
-            "clip": clip,
-            "overflow": jnp.bool_(False),
-            "ok": ok,
-        }
-        return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32)), metrics
-
-    def _squared_norms(self, grads: Any, squares: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """As the ordinary step's: one for each part of the decoder, one per layer for the stacks."""
-        norms: dict[str, jax.Array] = {}
-        for name, tree in grads.items():
-            stacked = name.endswith("_layers")
-            axes = lambda g, stacked=stacked: tuple(range(1, g.ndim)) if stacked else None  # noqa: E731
-            parts = [jnp.square(g).sum(axis=axes(g)) for g in jax.tree.leaves(tree)]
-            norms[name] = sum(parts[1:], parts[0])
-        norms["moe_layers"] = norms["moe_layers"] + jnp.stack(list(squares))
-        return norms
+    def _reduce(self, rows_RG: jax.Array) -> jax.Array:
+        return reduce_scatter_rows_local(rows_RG, self._model.levels)

@@ -103,7 +103,7 @@ class _Bucket:
         return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.rows_RG, rows_RG))
 
 
-class _Kind:
+class Kind:
     """The layers of one kind: which of their parameters travel in the flat buffer, and the rest."""
 
     def __init__(self, states: Any, parts: list[Part | None]) -> None:
@@ -149,6 +149,42 @@ class ReverseScan:
     bucket_bytes: int
     chunk_bytes: int
 
+    # Work: the gathers and reductions that `interleave` places
+
+    def gathers(self, row_C: jax.Array | None) -> list[Work]:
+        """Those that make a layer's parameters whole."""
+        if row_C is None:
+            return []
+        num_devices = lax.axis_size(self.axes)
+        limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
+        pieces = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
+
+        def gather(after: After, start: int, end: int) -> jax.Array:
+            with jax.named_scope("gather"):
+                return all_gather_rows_local(after(row_C[start:end]), self.levels)
+
+        return [partial(gather, start=start, end=end) for start, end in pieces]
+
+    def whole(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
+        """[R, C] from its chunks; none where no parameter of a layer is split."""
+        empty = jnp.zeros((lax.axis_size(self.axes), 0), row_C.dtype)
+        return jnp.concatenate([empty, *gathered], axis=1)
+
+    def reductions(self, rows_RG: jax.Array) -> list[Work]:
+        """Those that sum gradients over devices; their results side by side are this device's row."""
+        limits = [limit for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked) if limit]
+        pieces = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
+
+        def reduce(after: After, start: int, end: int) -> jax.Array:
+            with jax.named_scope("reduce"):
+                return reduce_scatter_rows_local(after(rows_RG[:, start:end]), self.levels)
+
+        return [partial(reduce, start=start, end=end) for start, end in pieces]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axes in self.levels for axis in axes)
+
     def __call__(self, plan: Plan, layer: Layer, inputs: Stacks, x: jax.Array) -> tuple[jax.Array, Any]:
         """(x after all layers, statistics of those with experts, stacked)."""
         states = {kind: state for kind, (state, _, _) in inputs.items()}
@@ -173,12 +209,11 @@ class _Scan:
 
     def __init__(self, config: ReverseScan, plan: Plan, layer: Layer, states: dict[bool, Any]) -> None:
         self.config, self.layer = config, layer
-        self.axes = tuple(axis for axes in config.levels for axis in axes)
-        self.num_devices = lax.axis_size(self.axes)
+        self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
         self.kinds = {}
         for kind, state in states.items():
             parts = [config.part_of(path, w) for path, w in jax.tree_util.tree_leaves_with_path(state)]
-            self.kinds[kind] = _Kind(state, parts)
+            self.kinds[kind] = Kind(state, parts)
         layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.units = _units(plan, self.layers_per_bucket)
@@ -186,40 +221,11 @@ class _Scan:
     def _gradient_bytes(self, kind: bool) -> int:
         return 4 * self.num_devices * sum(part.size for part in self.kinds[kind].parts)
 
-    # Work: the gathers and reductions that `interleave` places
-
-    def _gathers(self, row_C: jax.Array | None) -> list[Work]:
-        """Those that make a layer's parameters whole."""
-        if row_C is None:
-            return []
-        config = self.config
-        limit = config.chunk_bytes if config.schedule.chunked else self.num_devices * row_C.nbytes
-        pieces = cuts(row_C.size, self.num_devices * row_C.dtype.itemsize, limit)
-
-        def gather(after: After, start: int, end: int) -> jax.Array:
-            with jax.named_scope("gather"):
-                return all_gather_rows_local(after(row_C[start:end]), config.levels)
-
-        return [partial(gather, start=start, end=end) for start, end in pieces]
-
     def _reductions(self, bucket: _Bucket) -> list[Work]:
         """Those that sum a bucket's gradients over devices."""
         if not bucket.kinds:
             return []
-        rows_RG, config = jnp.concatenate(bucket.rows_RG, axis=1), self.config
-        limits = [limit for limit in (config.bucket_bytes, config.chunk_bytes * config.schedule.chunked) if limit]
-        pieces = cuts(rows_RG.shape[1], 4 * self.num_devices, min(limits, default=rows_RG.nbytes))
-
-        def reduce(after: After, start: int, end: int) -> jax.Array:
-            with jax.named_scope("reduce"):
-                return reduce_scatter_rows_local(after(rows_RG[:, start:end]), config.levels)
-
-        return [partial(reduce, start=start, end=end) for start, end in pieces]
-
-    def _whole(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
-        """[R, C] from its chunks; none where no parameter of a layer is split."""
-        empty = jnp.zeros((self.num_devices, 0), row_C.dtype)
-        return jnp.concatenate([empty, *gathered], axis=1)
+        return self.config.reductions(jnp.concatenate(bucket.rows_RG, axis=1))
 
     def _store(self, sums: dict[bool, jax.Array], bucket: _Bucket, reduced: list[jax.Array]) -> dict[bool, jax.Array]:
         """A bucket's sums in their layers' places."""
@@ -240,7 +246,7 @@ class _Scan:
             flat[kind] = jax.vmap(partial(pack, parts=layers.parts), axis_size=layers.num_layers)(fused)
         run = partial(self._forward_unit, flat, rest, extras)
         firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
-        carry = self._whole([send(lambda row: row) for send in self._gathers(firsts[0])], firsts[0]), x
+        carry = self.config.whole([send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]), x
         residuals, found = [], []
         for number, unit in enumerate(self.units):
             early: Any = None
@@ -267,9 +273,14 @@ class _Scan:
             index = unit.index(position, repeat)
             args = whole, _at(rest[kind], index), _at(extras[kind], index), x
             (x, found, kept), gathered = interleave(
-                partial(self._forward_layer, kind), args, self._gathers(following), self.config.schedule, self.axes, x
+                partial(self._forward_layer, kind),
+                args,
+                self.config.gathers(following),
+                self.config.schedule,
+                self.axes,
+                x,
             )
-            whole = whole if following is None else self._whole(gathered, following)
+            whole = whole if following is None else self.config.whole(gathered, following)
             residuals.append(kept)
             stats += [found] * kind
         return (whole, x), (residuals, stats)
@@ -344,7 +355,7 @@ class _Scan:
         for position in reversed(range(len(unit.kinds))):
             kind, index = unit.kinds[position], unit.index(position, repeat)
             before = kept.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
-            gathers, reductions = self._gathers(before), self._reductions(pending)
+            gathers, reductions = self.config.gathers(before), self._reductions(pending)
             args = (
                 whole,
                 _at(kept.rest[kind], index),
@@ -357,7 +368,7 @@ class _Scan:
                 partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
             )
             if before is not None:
-                whole = self._whole(results[: len(gathers)], before)
+                whole = self.config.whole(results[: len(gathers)], before)
             sums, pending = self._store(sums, pending, results[len(gathers) :]), _Bucket()
             drest = drest | {kind: _put(drest[kind], index, drest_here)}
             open_bucket = open_bucket.add(kind, index, rows_RG)

@@ -149,11 +149,21 @@ class PureDecoder:
         matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
         return self.dtype if matrix else jnp.float32
 
-    def _part(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Part | None:
+    def part(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Part | None:
         """How this device's shard of a parameter, without a layer dimension, lies in the flat buffer, if it does."""
         names = tuple(name for name in path_names(path) if name != "value")
         dim = -1 if names[0] in self.embedding.split else self.shard_dims.get(names, -1)
         return None if dim < 0 else Part(shape, dim, self._compute_dtype(names, len(shape)))
+
+    def cast(self, tree: Any) -> Any:
+        """Whole parameters, and those that stay in parts, as they are used."""
+
+        def used(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+            names = tuple(name for name in path_names(path) if name != "value")
+            stays = names[0] in self.embedding.split
+            return w if stays else w.astype(self._compute_dtype(names, w.ndim - is_expert(path)))
+
+        return jax.tree_util.tree_map_with_path(used, tree)
 
     def gather(self, tree: Any) -> Any:
         """This device's parameters (of one layer, or outside the layers) made whole, in the compute dtype."""
@@ -161,7 +171,7 @@ class PureDecoder:
         whole = {}
         for i, (path, w) in enumerate(leaves):
             names = tuple(name for name in path_names(path) if name != "value")
-            dtype, part = self._compute_dtype(names, w.ndim - is_expert(path)), self._part(path, w.shape)
+            dtype, part = self._compute_dtype(names, w.ndim - is_expert(path)), self.part(path, w.shape)
             stays = names[0] in self.embedding.split  # in parts
             whole[i] = part or (w if stays else w.astype(dtype))
         parts = {i: part for i, part in whole.items() if isinstance(part, Part)}
@@ -183,7 +193,7 @@ class PureDecoder:
         if not config.chunk_bytes and jax.process_count() > 1:
             limit_bytes = chunk_bytes(gathered_bytes_per_s(self.mesh))
         return ReverseScan(
-            lambda path, w: self._part(path, w.shape[1:]),
+            lambda path, w: self.part(path, w.shape[1:]),
             self.levels,
             SCHEDULES[config.schedule],
             config.bucket_bytes,
@@ -275,8 +285,8 @@ def _reduce(grads: Any, model: PureDecoder) -> Any:
     return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
-def _squared_norms(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
-    """Global squared gradient norms: `embedding`, `head`, ... scalars; `moe_layers`, `dense_layers` one per layer."""
+def squared_norms_local(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
+    """This device's part of the squared gradient norms: `embedding`, `head`, ... scalars; stacks one per layer."""
     sums: dict[str, jax.Array] = {}
     mesh = model.mesh
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
@@ -288,7 +298,7 @@ def _squared_norms(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
         elif names[1 if stacked else 0 :] not in model.shard_dims:
             square = square / mesh.size
         sums[names[0]] = sums[names[0]] + square if names[0] in sums else square
-    return lax.psum(sums, ALL) if mesh.size > 1 else sums
+    return sums
 
 
 def _local_gradients(
@@ -332,7 +342,8 @@ def _make_step(
         with jax.named_scope("reduce_gradients"):
             grads = _reduce(grads, model)
             metrics = lax.psum(sums, ALL) if mesh.size > 1 else sums
-        squares = _squared_norms(grads, model)
+        squares = squared_norms_local(grads, model)
+        squares = lax.psum(squares, ALL) if mesh.size > 1 else squares
         norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
         overflow = metrics["dropped"].sum() > 0 if dropless and "dropped" in metrics else jnp.bool_(False)
         ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow

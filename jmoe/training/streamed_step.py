@@ -1,15 +1,22 @@
 """The training step with experts on several tiers: the host runs layer by layer while the next layers' experts arrive.
 
-Legend: A accumulation steps, B batch, S sequence, D hidden, V vocabulary, E experts, N MoE layers.
+Legend: A accumulation steps, B batch, S sequence, D hidden, V vocabulary, E experts, P those of this process, N MoE
+layers, R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients.
 
 Layers go 0 … N-1 and back, each for all accumulation steps at once, so that its experts are fetched once a pass. Of a
 layer only its input and its router's choices are kept for the backward pass. Gradients of experts are applied when
 the expert is fetched next: by then the global norm is known, and the update hides under other layers' work.
+
+On several devices that is one of two prefetches (MoESys section 3.2): while layer i computes, its successor's experts
+arrive from the tiers below, and its dense parameters from the other devices. Every device has experts of its own, every
+process their records. All processes run the same programs in the same order, each when the one before it is done; what
+a process waits for on its own tiers is no part of them.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +24,22 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jmoe.config import TrainConfig
-from jmoe.layers.router import RouterBias, Routing
+from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import RouterBias
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
+from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.training.expert_state import ExpertState, ExpertStats, Stores, layouts
-from jmoe.training.layer_programs import Layer, LayerPrograms, Routed
+from jmoe.training.dense_update import STACKS, Gradients
+from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks, Stores, layouts
+from jmoe.training.layer_programs import Ahead, Beside, Layer, LayerPrograms, Routed, Sums, without_experts
 from jmoe.training.step import Program, TrainState, make_program
 
 ExpertArrays = dict[str, NDArray[np.float32]]
@@ -41,7 +51,22 @@ class _Passed:
 
     xs: list[jax.Array]
     choices: list[jax.Array] = field(default_factory=list)
-    chosen_E: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+
+@dataclass
+class _Run:
+    """A pass on its way: what all layers share. whole_RC: the buffer of the layer that comes next.
+
+    outside, flat: of `LayerPrograms.prepare`.
+    """
+
+    outside: Any
+    flat: dict[bool, jax.Array]
+    whole_RC: jax.Array | None
+    worst_case: bool
+    passed: list[_Passed] = field(default_factory=list)
+    stats: list[list[MoEStats]] = field(default_factory=list)
 
 
 class StreamedProgram:
@@ -51,7 +76,8 @@ class StreamedProgram:
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        self.config, self.tiers = config, config.tiers
+        self.config, self.tiers, self.mesh = config, config.tiers, mesh
+        self._ordinary = make_program(config, mesh)
         self._programs = LayerPrograms(config, mesh)
         self._sparse = config.model.sparse_layers
         windows = config.model.windows
@@ -63,41 +89,51 @@ class StreamedProgram:
             kinds[sparse] += 1
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
         self._shapes = {name: tuple(w.shape[2:]) for name, w in self._programs.experts.items()}
-        self._device = mesh.devices.flat[0]
+        one = mesh.size == 1
+        self._owned = Owned.of(mesh, self._num_experts)
+        self._device = mesh.devices.flat[0] if one else None
+        self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
+        self._batch_place = self._device or NamedSharding(mesh, BATCH)
         self.experts: ExpertState | None = None
         self._num_records = self._num_layers * self._num_experts
         self.layouts = layouts(self._shapes, self.tiers.gradient_dtype)
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions()
         saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
-        self.records = RecordCheckpoints(saved) if saved else None
+        processes = {"process": jax.process_index(), "num_processes": jax.process_count()}
+        self.records = RecordCheckpoints(saved, **processes) if saved else None
 
     def _open_versions(self) -> dict[str, VersionStore]:
         """The records of every kind on the tier nvme, as they are found there."""
         tiers = self.tiers
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         folder = Path(tiers.path or Path(self.config.output_dir) / "records")
+        if jax.process_index() > 0:
+            folder /= f"process-{jax.process_index()}"
+        owned = self._owned.records(self._num_layers, self._num_experts)
         opened = {}
         for kind, tier in kinds.items():
             if tier == "nvme":
                 layout = self.layouts[kind]
-                opened[kind] = VersionStore.open(folder / kind, layout, self._num_records, fingerprint="jmoe experts")
+                opened[kind] = VersionStore.open(
+                    folder / kind, layout, self._num_records, fingerprint="jmoe experts", owned=owned
+                )
                 self._held.callback(opened[kind].close)
         return opened
 
     # State
 
-    def program(self, ordinary: Program) -> Program:
-        """What the training loop uses, from the ordinary step's."""
-        whole = ordinary.saved_shape
+    def program(self) -> Program:
+        """What the training loop uses."""
+        whole = self._ordinary.saved_shape
         on_disk = (self.tiers.experts == "nvme", self.tiers.optimizer == "nvme", self.tiers.optimizer == "nvme")
         trees = zip(on_disk, (whole.params, whole.m, whole.v), strict=True)
-        params, m, v = (_without_experts(tree) if in_records else tree for in_records, tree in trees)
+        params, m, v = (without_experts(tree) if in_records else tree for in_records, tree in trees)
         return replace(
-            ordinary,
+            self._ordinary,
             init=self.init,
             step=self.step,
-            step_worst_case=self.step,  # on one device no buffer overflows
+            step_worst_case=partial(self.step, worst_case=True),
             evaluate=self.evaluate,
             next_logits=self.next_logits,
             saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
@@ -114,17 +150,23 @@ class StreamedProgram:
         seed, model = self.config.seed, self.config.model
         small = replace(model, moe_intermediate_size=1)  # experts are drawn last: all else is the same
 
-        def rest() -> Any:
+        def rest() -> TrainState:
             split: Any = nnx.split(Decoder(small, rngs=nnx.Rngs(seed)), nnx.Param, RouterBias)
-            params, bias = nnx.to_pure_dict(split[1]), nnx.to_pure_dict(split[2])
-            del params["moe_layers"]["moe"]["experts"]
-            return params, bias
+            params = without_experts(nnx.to_pure_dict(split[1]))
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            state = TrainState(params, zeros, jax.tree.map(jnp.copy, zeros), nnx.to_pure_dict(split[2]), jnp.int32(0))
+            return self._ordinary.from_saved(state)
 
-        params, bias = jax.jit(rest)()
+        shape = self._ordinary.state_shape
+        params, m, v = (without_experts(tree) for tree in (shape.params, shape.m, shape.v))
+        places = jax.tree.map(lambda s: s.sharding, TrainState(params, m, v, shape.router_bias, shape.step))
+        state: TrainState = jax.jit(rest, out_shardings=None if self.mesh.size == 1 else places)()
         draw = jax.jit(lambda layer: nnx.to_pure_dict(nnx.state(Decoder.experts_of(model, layer, nnx.Rngs(seed)))))
-        zeros = self._programs.zeros
-        state = TrainState(params, zeros(params), zeros(params), bias, jnp.int32(0))
-        self._open(0, lambda layer: jax.device_get(draw(jnp.int32(layer))), lambda layer: {})
+
+        def weights(layer: int) -> ExpertArrays:
+            return {name: np.asarray(w)[self._owned.experts] for name, w in draw(jnp.int32(layer)).items()}
+
+        self._open(0, weights, lambda layer: {})
         return state
 
     def to_saved(self, state: TrainState) -> TrainState:
@@ -141,31 +183,64 @@ class StreamedProgram:
         return self._with_experts(state, True, True)
 
     def _with_experts(self, state: TrainState, weights: bool, moments: bool) -> TrainState:
-        params, m, v, experts = state.params, state.m, state.v, self._state
+        state, experts = self._ordinary.to_saved(state), self._state
+        params, m, v = state.params, state.m, state.v
         if weights:
-            params = _with_experts(params, experts.weights())
+            params = _with_experts(params, self._everyones(experts.weights()))
         if moments:
-            m, v = (_with_experts(tree, experts.moments(part)) for tree, part in ((m, "m"), (v, "v")))
+            m, v = (_with_experts(tree, self._everyones(experts.moments(p))) for tree, p in ((m, "m"), (v, "v")))
         return TrainState(params, m, v, state.router_bias, state.step)
+
+    def _everyones(self, arrays: ExpertArrays) -> Any:
+        """Arrays [N, E, ...] of all processes, from those [N, P, ...] of each."""
+        if self.mesh.size == 1:
+            return arrays
+        parts = [
+            {name: jnp.array(w, device=device) for name, w in part.items()}
+            for part, device in zip(self._owned.split(arrays, axis=1), self._owned.devices, strict=True)
+        ]
+        return self._joined(parts, axis=1)
+
+    def _joined(self, parts: Sequence[Stacks], axis: int = 0) -> Stacks:
+        """One array of all devices from the parts of this process's devices, joined in dimension `axis`."""
+        if self.mesh.size == 1:
+            return parts[0]
+        sharding = NamedSharding(self.mesh, split_over(EXPERT, axis))
+
+        def join(name: str) -> jax.Array:
+            shape = list(parts[0][name].shape)
+            shape[axis] = self._num_experts
+            arrays = [part[name] for part in parts]
+            return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
+
+        return {name: join(name) for name in parts[0]}
+
+    def _mine(self, array: jax.Array) -> list[jax.Array]:
+        """The parts of an array that lie on this process's devices, in their order."""
+        parts = {shard.device: shard.data for shard in array.addressable_shards}
+        return [parts[device] for device in self._owned.devices]
 
     def from_saved(self, saved: TrainState) -> TrainState:
         """The state without its experts, which go to their tiers."""
         w, *mv = (_experts(tree) for tree in (saved.params, saved.m, saved.v))
 
+        def of_layer(array: jax.Array, layer: int) -> NDArray[np.float32]:
+            return np.concatenate([np.asarray(part[layer]) for part in self._mine(array)])
+
         def weights(layer: int) -> ExpertArrays:
-            return {name: np.asarray(a[layer]) for name, a in w.items()}
+            return {name: of_layer(a, layer) for name, a in w.items()}
 
         def moments(layer: int) -> ExpertArrays:
             return {
-                f"{part}.{name}": np.asarray(a[layer])
-                for part, tree in (("m", m), ("v", v))
+                f"{part}.{name}": of_layer(a, layer)
+                for part, tree in (("m", mv[0]), ("v", mv[1]))
                 for name, a in tree.items()
             }
 
         self._open(int(saved.step), weights if w else None, moments if mv[0] else None)
-        params, m, v = (_without_experts(tree) for tree in (saved.params, saved.m, saved.v))
+        params, m, v = (without_experts(tree) for tree in (saved.params, saved.m, saved.v))
         rest = TrainState(params, m, v, saved.router_bias, saved.step)
-        state: TrainState = jax.device_put(rest, self._device)
+        state: TrainState = jax.device_put(rest, self._device) if self._device else self._ordinary.from_saved(rest)
         return state
 
     def _open(
@@ -185,17 +260,19 @@ class StreamedProgram:
             optimizer=self.config.optimizer,
             num_layers=self._num_layers,
             num_experts=self._num_experts,
+            owned=self._owned,
             shapes=self._shapes,
             num_slots=self._num_layers if resident else tiers.device_layers,
             step=step,
-            initial=(lambda layer: jax.tree.map(jnp.array, weights(layer))) if resident and weights else None,
+            initial=weights if resident else None,
             wait_limit_s=self.config.distributed.step_timeout_s,
         )
 
     def _store(self, kind: str, tier: str, of_layer: Callable[[int], ExpertArrays] | None) -> TieredStore:
         tiers, versions = self.tiers, self._versions.get(kind)
         if versions is None:
-            records = HostRecords.fill(self.layouts[kind], self._num_records, self._filling(of_layer))
+            owned = self._owned.records(self._num_layers, self._num_experts)
+            records = HostRecords.fill(self.layouts[kind], self._num_records, self._filling(of_layer), owned)
             return TieredStore(host_records=records)
         if of_layer is not None:
             write_all(versions, self._filling(of_layer))
@@ -218,8 +295,9 @@ class StreamedProgram:
             if index // self._num_experts != layer:
                 layer = index // self._num_experts
                 arrays = of_layer(layer)
+            place = np.searchsorted(self._owned.experts, index % self._num_experts)
             for name, array in arrays.items():
-                np.copyto(views[name], array[index % self._num_experts])
+                np.copyto(views[name], array[place])
 
         return fill
 
@@ -227,7 +305,7 @@ class StreamedProgram:
         """A store's share of the host cache: as its share of the bytes on the tier nvme."""
         given = self.tiers.host_cache_bytes
         if not given:
-            return max(self._num_records // 4, 2) * record_bytes
+            return max(self._num_layers * self._owned.experts.size // 4, 2) * record_bytes
         return given * record_bytes // sum(store.layout.record_bytes for store in self._versions.values())
 
     @property
@@ -251,32 +329,33 @@ class StreamedProgram:
 
     # Passes
 
-    def step(self, state: TrainState, tokens_ABS: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step; `metrics["ok"]` is False, and nothing has changed, if the loss or gradient norm is not finite."""
+    def step(
+        self, state: TrainState, tokens_ABS: jax.Array, *, worst_case: bool = False
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step; `metrics["ok"]` is False, and nothing has changed, if the loss or gradient norm is not finite.
+
+        Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `worst_case`.
+        """
         programs, params, experts = self._programs, state.params, self._state
-        tokens_ABS = jax.device_put(tokens_ABS, self._device)
-        inputs = [tokens[:, :-1] for tokens in tokens_ABS]
+        tokens = programs.unstack(jax.device_put(tokens_ABS, self._tokens_place))
+        inputs, labels = (list(part) for part in zip(*(programs.split(t) for t in tokens), strict=True))
         down = list(range(self._num_layers))
         experts.begin(down + down[::-1])
-        passed, xs, routings = self._forward(state, inputs, self._keys(state.step, len(inputs)), train=True)
-
-        outside = programs.outside(params)
-        grads = programs.zeros(params)
-        rest = {name: tree for name, tree in grads.items() if name in outside}
-        sums: dict[str, list[jax.Array]] = {"loss": [], "balance_loss": [], "z_loss": []}
-        for a, tokens in enumerate(tokens_ABS):
-            loss, xs[a], rest = programs.loss_gradients(outside, xs[a], tokens[:, 1:], rest)
-            sums["loss"].append(loss)
-        for layer in routings:
-            for routing in layer:
-                balance, z = programs.losses(routing)
-                sums["balance_loss"].append(balance)
-                sums["z_loss"].append(z)
-        grads |= rest
-        dxs, squares = self._backward(state, passed, xs, grads)
-        for tokens, dx in zip(inputs, dxs, strict=True):
-            rest = programs.embed_gradients(outside, tokens, dx, rest)
-        state, metrics = programs.finish(state, grads | rest, squares, sums, routings)
+        run, xs = self._forward(state, inputs, train=True, worst_case=worst_case)
+        totals = self._done(programs.totals(run.stats))
+        if self.config.model.capacity_factor is None and np.any(np.asarray(totals[1])):
+            experts.stop()
+            return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
+        grads = programs.zeros(params, run.outside)
+        losses, outside = [], grads.outside
+        for a, part in enumerate(labels):
+            loss, xs[a], outside = self._done(programs.loss_gradients(run.outside, xs[a], part, outside))
+            losses.append(loss)
+        dxs, squares = self._backward(state, run, xs, grads, totals[0])
+        for part, dx in zip(inputs, dxs, strict=True):
+            outside = self._done(programs.embed_gradients(run.outside, part, dx, outside))
+        grads = grads._replace(outside=outside)
+        state, metrics = self._done(programs.finish(state, grads, squares, losses, run.stats, totals))
         values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
         if values["ok"]:
             experts.commit(float(values["learning_rate"]), float(values["clip"]))
@@ -284,84 +363,159 @@ class StreamedProgram:
             experts.abandon()
         return state, metrics
 
-    def _keys(self, step: jax.Array, accumulation_steps: int) -> list[Any]:
-        """Random keys for the router's jitter, [A][N]; None where there is none."""
-        if not self.config.model.router.jitter_noise:
-            return [[None] * self._num_layers] * accumulation_steps
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), step), 0)
-        return [list(jax.random.split(jax.random.fold_in(key, a), self._num_layers)) for a in range(accumulation_steps)]
+    def _done(self, result: Any) -> Any:
+        """On CPU collectives of two programs under way at once may wait for each other for ever."""
+        return result if self.mesh.size == 1 else jax.block_until_ready(result)
+
+    def _ahead(self, run: _Run, i: int) -> Ahead | None:
+        """Layer i, where there is one and its parameters have to be gathered."""
+        if not run.flat or not 0 <= i < len(self._layers):
+            return None
+        return Ahead(run.flat[self._sparse[i]], self._layers[i].number)
 
     def _forward(
-        self, state: TrainState, inputs: Sequence[jax.Array], keys: Sequence[Sequence[Any]], *, train: bool
-    ) -> tuple[list[_Passed], list[jax.Array], list[list[Routing]]]:
-        """(layers passed, hidden states, routings [N][A])."""
-        programs, params, experts = self._programs, state.params, self._state
-        xs = [programs.embed(programs.outside(params), tokens) for tokens in inputs]
-        passed: list[_Passed] = []
-        routings: list[list[Routing]] = []
-        for sparse, layer in zip(self._sparse, self._layers, strict=True):
-            here = _Passed(xs)
-            passed.append(here)
-            if not sparse:
-                xs = [programs.dense(params["dense_layers"], layer, x) for x in xs]
-                continue
-            n, stack = len(routings), params["moe_layers"]
-            routed: list[Routed] = [
-                programs.route(stack, state.router_bias, layer, x, key[n], train=train)
-                for x, key in zip(xs, keys, strict=True)
-            ]
-            routings.append([r.routing for r in routed])
-            here.choices = [r.routing.topk_idx_TK for r in routed]
-            here.chosen_E = np.any([np.asarray(r.routing.counts_E) > 0 for r in routed], axis=0)
-            slot = experts.fetch(n, here.chosen_E)
-            xs = jax.block_until_ready([programs.add_experts(stack, layer, slot, r) for r in routed])
-            experts.release()
-        return passed, xs, routings
+        self, state: TrainState, inputs: Sequence[jax.Array], *, train: bool, worst_case: bool
+    ) -> tuple[_Run, list[jax.Array]]:
+        """(what the way back needs, hidden states)."""
+        programs = self._programs
+        run = _Run(*self._done(programs.prepare(state.params, first=self._sparse[0])), worst_case)
+        xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
+        for i, sparse in enumerate(self._sparse):
+            run.passed.append(_Passed(xs))
+            forward = self._forward_experts if sparse else self._forward_dense
+            xs = forward(state, run, i, xs, train=train)
+        return run, xs
+
+    def _forward_dense(
+        self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array], *, train: bool
+    ) -> list[jax.Array]:
+        ys, stack, whole_RC, ahead = [], state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
+        for x in xs:
+            y, beside = self._done(self._programs.dense(stack, whole_RC, x, self._layers[i], ahead))
+            run.whole_RC, ahead = (run.whole_RC, None) if ahead is None else (beside.whole_RC, None)
+            ys.append(y)
+        return ys
+
+    def _forward_experts(
+        self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array], *, train: bool
+    ) -> list[jax.Array]:
+        programs, experts, stack, whole_RC = self._programs, self._state, state.params[STACKS[True]], run.whole_RC
+        here, options = run.passed[-1], {"train": train, "worst_case": run.worst_case}
+        layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a)) for a in range(len(xs))]
+        routed: list[Routed] = [
+            self._done(programs.route(stack, whole_RC, x, layer, state.router_bias, **options))
+            for x, layer in zip(xs, layers, strict=True)
+        ]
+        run.stats.append([r.stats for r in routed])
+        here.choices = [r.topk_idx_TK for r in routed]
+        here.chosen_P = np.any([self._on_host(r.arrived_E) > 0 for r in routed], axis=0)
+        slot = self._joined(experts.fetch(len(run.stats) - 1, here.chosen_P))
+        ys, ahead = [], self._ahead(run, i + 1)
+        for r, layer in zip(routed, layers, strict=True):
+            y, beside = self._done(programs.add_experts(stack, whole_RC, slot, r, layer, ahead))
+            run.whole_RC, ahead = (run.whole_RC, None) if ahead is None else (beside.whole_RC, None)
+            ys.append(y)
+        jax.block_until_ready(ys)
+        del slot
+        experts.release()
+        return ys
+
+    def _on_host(self, array: jax.Array) -> NDArray[Any]:
+        """What lies on this process's devices."""
+        return np.concatenate([np.asarray(part) for part in self._mine(array)])
 
     def _backward(
-        self, state: TrainState, passed: Sequence[_Passed], dxs: list[jax.Array], grads: dict[str, Any]
+        self, state: TrainState, run: _Run, dxs: list[jax.Array], grads: Gradients, counts_NAE: jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """(gradients of the first layer's inputs, squared norms of each layer's experts' gradients); fills `grads`."""
-        programs, experts = self._programs, self._state
-        keys = self._keys(state.step, len(dxs))
         squares: list[jax.Array] = []
-        for sparse, layer, here in zip(self._sparse[::-1], self._layers[::-1], passed[::-1], strict=True):
-            if not sparse:
-                for a, (x, dx) in enumerate(zip(here.xs, dxs, strict=True)):
-                    stack, total = state.params["dense_layers"], grads["dense_layers"]
-                    dxs[a], grads["dense_layers"] = programs.dense_gradients(stack, layer, x, dx, total)
-                continue
-            n = self._num_layers - 1 - len(squares)
-            slot = experts.fetch(n, here.chosen_E)
-            dexperts = None
-            stack, total = state.params["moe_layers"], grads["moe_layers"]
-            for a, (x, idx, dx) in enumerate(zip(here.xs, here.choices, dxs, strict=True)):
-                dxs[a], total, dexperts = programs.moe_gradients(
-                    stack, state.router_bias, layer, slot, x, keys[a][n], idx, total, dexperts, dx
-                )
-            grads["moe_layers"] = total
-            square, kept = programs.expert_gradients(dexperts, dtype=self.tiers.gradient_dtype)
-            squares.append(square)
-            jax.block_until_ready(dxs)
-            experts.release()
-            experts.keep(n, here.chosen_E, kept)
+        pending: tuple[bool, jax.Array] | None = None  # a layer's kind and gradients, not summed over devices yet
+        for i in reversed(range(len(self._sparse))):
+            sparse, before = self._sparse[i], self._ahead(run, i - 1)
+            sums = Sums(None, grads.rest[sparse])
+            args = state, run, i, dxs, sums, before, None if pending is None else pending[1]
+            if sparse:
+                sums, beside, square = self._backward_experts(*args, counts_NAE)
+                squares.append(square)
+            else:
+                sums, beside = self._backward_dense(*args)
+            grads.rest[sparse] = sums.rest
+            if pending is not None and beside.sum_G is not None:
+                grads.rows_G[pending[0]].append(beside.sum_G)
+            run.whole_RC = beside.whole_RC
+            pending = None if sums.rows_RG is None else (sparse, sums.rows_RG)
+        if pending is not None:
+            grads.rows_G[pending[0]].append(self._done(self._programs.reduce(pending[1])))
+        for rows_G in grads.rows_G.values():
+            rows_G.reverse()
         return dxs, squares[::-1]
 
-    def _hidden(self, state: TrainState, tokens_BS: jax.Array) -> jax.Array:
+    def _backward_dense(
+        self,
+        state: TrainState,
+        run: _Run,
+        i: int,
+        dxs: list[jax.Array],
+        sums: Sums,
+        before: Ahead | None,
+        pending_RG: jax.Array | None,
+    ) -> tuple[Sums, Beside]:
+        """Of one layer; changes `dxs`."""
+        found, stack = Beside(None, None), state.params[STACKS[False]]
+        for a, x in enumerate(run.passed[i].xs):
+            args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], before, pending_RG
+            dxs[a], sums, beside = self._done(self._programs.dense_gradients(*args))
+            found, before, pending_RG = (found if a else beside), None, None
+        return sums, found
+
+    def _backward_experts(
+        self,
+        state: TrainState,
+        run: _Run,
+        i: int,
+        dxs: list[jax.Array],
+        sums: Sums,
+        before: Ahead | None,
+        pending_RG: jax.Array | None,
+        counts_NAE: jax.Array,
+    ) -> tuple[Sums, Beside, jax.Array]:
+        """Of one layer, with the squared norm of its experts' gradients, which go to their tier; changes `dxs`."""
+        programs, experts, here, stack = self._programs, self._state, run.passed[i], state.params[STACKS[True]]
+        number = sum(self._sparse[:i])
+        slot = self._joined(experts.fetch(number, here.chosen_P))
+        found = Beside(None, None)
+        for a, (x, idx) in enumerate(zip(here.xs, here.choices, strict=True)):
+            layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
+            args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, before, pending_RG
+            gradients = programs.moe_gradients(*args, idx, worst_case=run.worst_case)
+            dxs[a], sums, beside = self._done(gradients)
+            found, before, pending_RG = (found if a else beside), None, None
+        square, kept = programs.expert_gradients(sums.experts, dtype=self.tiers.gradient_dtype)
+        jax.block_until_ready(dxs)
+        del slot
+        experts.release()
+        by_device = zip(*(self._mine(g) for g in kept.values()), strict=True)
+        experts.keep(number, here.chosen_P, [dict(zip(kept, parts, strict=True)) for parts in by_device])
+        return sums._replace(experts=None), found, square
+
+    def _hidden(self, state: TrainState, tokens_BS: jax.Array) -> tuple[Any, jax.Array]:
+        """(what is outside the layers, whole; the last hidden states)."""
         self._state.begin(range(self._num_layers))
-        return self._forward(state, [tokens_BS], [[None] * self._num_layers], train=False)[1][0]
+        run, (x_BSD,) = self._forward(state, [tokens_BS], train=False, worst_case=True)
+        return run.outside, x_BSD
 
     def evaluate(self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
         """Summed negative log-likelihood in nats."""
-        tokens_BS, weights_BS = jax.device_put((tokens_BS, weights_BS), self._device)
-        x_BSD = self._hidden(state, tokens_BS[:, :-1])
-        nll: jax.Array = self._programs.nll(self._programs.outside(state.params), x_BSD, tokens_BS[:, 1:], weights_BS)
+        tokens_BS, weights_BS = jax.device_put((tokens_BS, weights_BS), self._batch_place)
+        inputs_BS, labels_BS = self._done(self._programs.split(tokens_BS))
+        outside, x_BSD = self._hidden(state, inputs_BS)
+        nll: jax.Array = self._done(self._programs.nll(outside, x_BSD, labels_BS, weights_BS))
         return nll
 
     def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
         """[V], after the token at `position` of the first sequence."""
-        x_BSD = self._hidden(state, jax.device_put(tokens_BS, self._device))
-        logits_V: jax.Array = self._programs.logits(self._programs.outside(state.params), x_BSD, position)
+        outside, x_BSD = self._hidden(state, jax.device_put(tokens_BS, self._batch_place))
+        logits_V: jax.Array = self._done(self._programs.logits(outside, x_BSD, position))
         return logits_V
 
 
@@ -375,16 +529,9 @@ def _with_experts(tree: Any, experts: Any) -> Any:
     return tree | {"moe_layers": layers | {"moe": layers["moe"] | {"experts": experts}}}
 
 
-def _without_experts(tree: Any) -> Any:
-    layers = tree["moe_layers"]
-    rest = {name: part for name, part in layers["moe"].items() if name != "experts"}
-    return tree | {"moe_layers": layers | {"moe": rest}}
-
-
 def make_tiered_program(config: TrainConfig, mesh: Mesh) -> Program:
     """`make_program`, with experts where `config.tiers` wants them."""
-    ordinary = make_program(config, mesh)
-    return ordinary if config.tiers.on_device else StreamedProgram(config, mesh).program(ordinary)
+    return make_program(config, mesh) if config.tiers.on_device else StreamedProgram(config, mesh).program()
 
 
 def write_all(store: VersionStore, fill: Fill) -> None:
