@@ -13,6 +13,7 @@ from train_runs import (
     losses,
     records,
     resumes,
+    run_split,
     wait_until,
 )
 
@@ -88,3 +89,45 @@ def test_bad_tiers_are_refused_at_once(runs: TrainRuns, tmp_path: Path, run_pyth
     assert done.returncode != 0
     assert "must be nvme with tiers.experts" in done.stderr
     assert not (tmp_path / "records").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_are_killed_and_go_on_and_then_one(
+    runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start
+) -> None:
+    """Each with half of the experts: to the bit as without the kill; one process then goes on with all of them."""
+    spread = ("--mesh.expert-inter", 2, "--checkpoint.every-steps", 4)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_split(runs, start_python, whole, 2, 1, *HOST, *spread, "--num-steps", STEPS)
+    assert dict(losses(whole)) == pytest.approx(dict(losses(on_host)), rel=1e-5, abs=0)
+
+    killed.mkdir()
+    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    commands = runs.ranks(killed, 2, *NVME, *spread, *ENDLESS)
+    group = [start_python(command, log, runs.environment()) for command, log in zip(commands, logs, strict=True)]
+    wait_until(lambda: committed(killed), group[0], logs[0])
+    kill_while_saving(group[0], killed, logs[0])
+    group[1].kill()
+    group[1].wait(30)
+    saved = committed(killed)
+    assert saved and saved[-1] < STEPS
+    run_split(runs, start_python, killed, 2, 1, *NVME, *spread, "--num-steps", STEPS)
+    assert resumes(killed) == saved[-1:]
+    assert {step: loss for step, loss in losses(killed) if step < STEPS} == dict(losses(whole))
+    ends = [[r["loss"] for r in records(run) if r.get("event") == "evaluation"][-1] for run in (whole, killed)]
+    assert ends[0] == ends[1]
+
+    folders = [killed / "records", killed / "records" / "process-1"]
+    num_records = [sum(path.name[0].isdigit() for path in (folder / "moments").iterdir()) for folder in folders]
+    assert min(num_records) > 0
+    run_split(runs, start_python, killed, 1, 1, *NVME, "--num-steps", STEPS + 6)
+    assert resumes(killed)[-1] == STEPS
+    run_split(runs, start_python, on_host, 1, 1, *HOST, "--num-steps", STEPS + 6)
+    ours, expected = dict(losses(killed)), dict(losses(on_host))
+    assert ours == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+def test_a_mesh_with_copies_of_experts_is_refused(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    done = run_python(runs.command(tmp_path, *HOST), runs.environment(2))
+    assert done.returncode == 1
+    assert "mesh.data = 2: must be 1 with experts on other tiers" in done.stderr

@@ -86,7 +86,8 @@ class Checkpoints:
         """
         skipped = set[int]()
         while (newest := self._newest_but(skipped)) is not None:
-            missing = self._records.missing(self._folder_of_records(newest)) if self._records else []
+            folder = self._folder_of_records(newest)  # not there in a step of a run whose experts had other tiers
+            missing = self._records.missing(folder) if self._records and folder.is_dir() else []
             if missing:
                 self._skip(newest, f"lacks {len(missing)} records, the first {missing[0]}")
             if not self._any_process(bool(missing)):

@@ -4,6 +4,7 @@ Legend: A accumulation steps, B batch, S sequence, E experts, N MoE layers.
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,19 @@ def train(
     settle: bool = False,
     reopen_after: int | None = None,
 ) -> Trained:
-    """`steps` steps and an evaluation. settle: after every step. reopen_after: from the saved state of that step."""
+    """`steps` steps and an evaluation. settle: after every step. reopen_after: from the saved state of that step.
+
+    A step whose buffers overflow is run again with room for everything.
+    """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
-    program = make_tiered_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
+    program = make_tiered_program(config, make_mesh(shape, jax.devices()[: math.prod(shape)]))
     state, metrics = program.init(), []
     try:
         for step in range(steps):
             state, values = program.step(state, batch(config, step))
+            if values["overflow"]:
+                state, values = program.step_worst_case(state, batch(config, step))
             metrics.append(jax.device_get(values))
             if settle:
                 program.to_saved(state)
@@ -252,9 +259,7 @@ def test_bad_tiers(changes: dict[str, Any], words: str) -> None:
         TiersConfig(**changes)
 
 
-def test_tiers_need_experts_and_one_device() -> None:
+def test_tiers_need_experts() -> None:
     dense = dataclasses.replace(MODEL, num_experts=0)
     with pytest.raises(ValueError, match=r"tiers = .*must be device for a model without experts"):
         TrainConfig(model=dense, tiers=HOST)
-    with pytest.raises(ValueError, match="must be device on 2 devices"):
-        dataclasses.replace(CONFIG, tiers=HOST).check_devices(2)

@@ -1,0 +1,135 @@
+"""Experts on other tiers, spread over several devices: the ordinary step's training on the same mesh.
+
+Legend: E experts.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_streamed_step import CONFIG, HOST, MODEL, E, Trained, batch, close, differing, train
+
+from jmoe.config import MeshConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.mesh import make_mesh
+from jmoe.training.streamed_step import make_tiered_program
+
+SPREAD = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(MODEL, num_experts_per_tok=2, shared_expert_intermediate_size=8),
+    mesh=MeshConfig(1, 1, 2, chunk_bytes=2000),
+    batch_size=4,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation() -> Any:
+    """What is compared here does not depend on how well it is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Trained:
+    return train(SPREAD, steps=4)
+
+
+@pytest.fixture(scope="module")
+def on_host() -> Trained:
+    return train(SPREAD, HOST, steps=4)
+
+
+def same_training(ours: Trained, theirs: Trained) -> None:
+    """But by rounding: sums are taken in another order here and there."""
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
+    np.testing.assert_allclose(ours.held_out, theirs.held_out, rtol=1e-5)
+    close(ours.state, theirs.state)
+    for mine, other in zip(ours.metrics, theirs.metrics, strict=True):
+        assert mine.keys() - {"clip"} == other.keys()
+        np.testing.assert_array_equal(mine["counts"], other["counts"])
+        for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate"):
+            np.testing.assert_allclose(mine[name], other[name], rtol=1e-4, err_msg=name)
+        for name, norm in other["grad_norms"].items():
+            np.testing.assert_allclose(mine["grad_norms"][name], norm, rtol=1e-3, err_msg=name)
+
+
+def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: Trained) -> None:
+    same_training(on_host, ordinary)
+
+
+def test_it_starts_from_the_same_parameters() -> None:
+    assert differing(train(SPREAD, HOST, steps=0).state, train(SPREAD, steps=0).state) == []
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        TiersConfig(experts="device", optimizer="host"),
+        TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000, device_layers=3),
+    ],
+    ids=["device", "nvme"],
+)
+def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, tmp_path: Path) -> None:
+    there = train(SPREAD, dataclasses.replace(tiers, path=str(tmp_path)), steps=4, reopen_after=2)
+    assert there.losses == on_host.losses
+    assert there.held_out == on_host.held_out
+    assert differing(there.state, on_host.state) == []
+
+
+def test_two_levels_accumulation_and_all_else_at_once() -> None:
+    """2 x 2 devices, a tied table in rows, jitter, pieces."""
+    router = RouterConfig(kind="switch", jitter_noise=0.3, aux_loss_coef=0.1, z_loss_coef=0.01)
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(MODEL, router=router, tie_word_embeddings=True, first_k_dense_replace=2),
+        mesh=MeshConfig(1, 2, 2, exchange="dedup", schedule="pipelined", embedding="rows", chunk_bytes=1000),
+        batch_size=16,
+        gradient_accumulation_steps=2,
+    )
+    same_training(train(config, HOST, steps=2), train(config, steps=2))
+
+
+def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
+    def steered(config: TrainConfig) -> tuple[Any, Any, Any]:
+        """A program whose state sends all tokens to the first device, and its first step."""
+        program = make_tiered_program(config, make_mesh((1, 1, 4), jax.devices()[:4]))
+        state = program.init()
+        push = jax.tree.map(lambda b: b + 10.0 * (np.arange(E) < E // 4).astype(np.float32), state.router_bias)
+        state = dataclasses.replace(state, router_bias=push)
+        return program, *program.step(state, batch(config, 0))
+
+    config = dataclasses.replace(SPREAD, mesh=MeshConfig(1, 1, 4))
+    ordinary, theirs, other = steered(config)
+    program, state, metrics = steered(dataclasses.replace(config, tiers=HOST))
+    try:
+        assert other["overflow"] and metrics["overflow"] and not metrics["ok"]
+        assert int(state.step) == 0
+        for step in range(2):
+            state, metrics = program.step_worst_case(state, batch(config, step))
+            theirs, other = ordinary.step_worst_case(theirs, batch(config, step))
+            assert metrics["ok"] and not metrics["overflow"]
+            np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-5)
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        (MeshConfig(2, 1, 2), "mesh.data = 2: must be 1 with experts on other tiers: every device then has experts"),
+        (MeshConfig(0, 1, 2), "mesh.data = 2: must be 1"),
+        (MeshConfig(1, 2, 2, fuse_dense=False), "mesh.fuse_dense = False: must be True with experts on other tiers"),
+    ],
+)
+def test_meshes_that_are_refused(mesh: MeshConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(SPREAD, tiers=HOST, mesh=mesh).check_devices(4)
+
+
+def test_dense_parameters_on_every_device() -> None:
+    """Nothing to gather; parameters that no number of devices divides are the same case."""
+    config = dataclasses.replace(SPREAD, mesh=MeshConfig(1, 1, 2, shard_dense=False))
+    same_training(train(config, HOST, steps=2), train(config, steps=2))
