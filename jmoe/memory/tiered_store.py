@@ -293,7 +293,7 @@ class TieredStore:
         record_bytes = self.layout.record_bytes
         slots = cache_bytes // record_bytes
         if slots >= len(self.owned):
-            return len(self.owned), 0
+            return len(self.owned), int(len(self.owned) < self.num_records)  # a cache of less than all records has one
         check(slots >= 2, "cache_bytes", cache_bytes, f"must hold at least two records of {record_bytes} bytes")
         staging_slots = min(2 * threads, max(1, slots // 4))
         return slots - staging_slots, staging_slots
