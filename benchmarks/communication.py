@@ -235,17 +235,17 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def launch(rate: float) -> list[dict[str, Any]]:
-    """Make the two nodes, start every rank in its own; rank 0's rows."""
+def launch(rate: float, ranks_per_node: int = RANKS_PER_NODE) -> list[dict[str, Any]]:
+    """Make the two nodes, start every rank in its own, with this command's arguments; rank 0's rows."""
     with socket.socket() as s:
         s.bind(("", 0))
         port = str(s.getsockname()[1])
     ranks: list[subprocess.Popen[str]] = []
     with TwoNodes(rate) if rate else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
         try:
-            for rank in range(RANKS):
+            for rank in range(NODES * ranks_per_node):
                 command = [sys.executable, *sys.argv, "--rates", str(rate), "--rank", str(rank), "--port", port]
-                command = nodes.inside(rank // RANKS_PER_NODE, command) if nodes else command
+                command = nodes.inside(rank // ranks_per_node, command) if nodes else command
                 out = output if rank == 0 else subprocess.DEVNULL
                 ranks.append(subprocess.Popen(command, stdout=out, text=True))
             codes: list[int | None] = [None]

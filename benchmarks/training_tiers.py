@@ -1,8 +1,9 @@
-"""Training with experts on NVMe: python benchmarks/training_tiers.py step | traffic | replay
+"""Training with experts on NVMe: python benchmarks/training_tiers.py step | traffic | replay | two_nodes
 
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate)
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 replay   seconds to make up for 1, 10 and 100 missed steps of an expert, beside those to fetch it
+two_nodes  as step, in two processes with a limited link between them; needs root
 
 Prints one JSON object as its last line. Legend: E experts of a layer, N layers with experts.
 """
@@ -20,19 +21,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
+from benchmarks import tiers_two_nodes
+from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.version_store import VersionStore
-from jmoe.mesh import make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.training.expert_state import ExpertState, ExpertStats
 from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
 
 
-def config_of(a: argparse.Namespace, folder: Path, **tiers: Any) -> TrainConfig:
+def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig = MeshConfig(), **tiers: Any) -> TrainConfig:
     """A model of the size asked for, whose router's choices can be steered by its bias."""
     model = ModelConfig(
         vocab_size=1024,
@@ -42,15 +45,17 @@ def config_of(a: argparse.Namespace, folder: Path, **tiers: Any) -> TrainConfig:
         num_key_value_heads=a.hidden_size // 64,
         moe_intermediate_size=a.intermediate_size,
         num_experts=a.experts,
-        num_experts_per_tok=2,
+        num_experts_per_tok=a.top_k,
+        capacity_factor=1.25,
         router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0, bias_update_speed=0.0),
     )
     records = a.layers * a.experts * 3 * a.hidden_size * a.intermediate_size * 16
     return TrainConfig(
         model=model,
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
+        mesh=mesh,
         batch_size=a.batch_size,
-        sequence_length=256,
+        sequence_length=a.sequence_length,
         tiers=TiersConfig(
             path=str(folder), **({"host_cache_bytes": int(a.cache * records), "gradients": "nvme"} | tiers)
         ),
@@ -65,17 +70,19 @@ class Session:
     state: TrainState
 
     @classmethod
-    def open(cls, config: TrainConfig) -> "Session":
-        program = StreamedProgram(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    def open(cls, config: TrainConfig, mesh: Mesh | None = None) -> "Session":
+        program = StreamedProgram(config, mesh or make_mesh((1, 1, 1), jax.devices()[:1]))
         return cls(program, program.init())
 
     def step(self, number: int) -> tuple[float, int, int]:
         """(seconds, bytes read from NVMe, bytes written to it) of a step on random tokens."""
         config = self.program.config
         shape = (1, config.batch_size, config.sequence_length + 1)
-        tokens = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
+        drawn = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
+        place = NamedSharding(self.program.mesh, ACCUMULATED_BATCH)
+        tokens = jax.make_array_from_callback(shape, place, lambda index: drawn[index])
         before, begun = moved(self.program.stats()), time.perf_counter()
-        self.state, metrics = self.program.step(self.state, jnp.asarray(tokens))
+        self.state, metrics = self.program.step(self.state, tokens)
         jax.block_until_ready(metrics)
         step_s, after = time.perf_counter() - begun, moved(self.program.stats())
         return step_s, after[0] - before[0], after[1] - before[1]
@@ -190,17 +197,28 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    measures = {"step": measure_steps, "traffic": measure_traffic, "replay": measure_replay}
+    measures = {
+        "step": measure_steps,
+        "traffic": measure_traffic,
+        "replay": measure_replay,
+        "two_nodes": tiers_two_nodes.measure,
+    }
     parser.add_argument("what", choices=measures)
     parser.add_argument("--folder", type=Path, help="where records are; default: the system's temporary folder")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--intermediate-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
     parser.add_argument("--rounds", type=int, default=7)
+    tiers_two_nodes.add_options(parser)
     a = parser.parse_args()
+    if a.rank is not None:
+        print(json.dumps(tiers_two_nodes.worker(a)), flush=True)
+        return 0
     a.small_cache = 40 * 16 * 3 * a.hidden_size * a.intermediate_size
     with tempfile.TemporaryDirectory(prefix="jmoe-training-tiers-", dir=a.folder) as folder:
         print(json.dumps(measures[a.what](a, Path(folder))), flush=True)
