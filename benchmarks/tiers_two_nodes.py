@@ -7,7 +7,6 @@ memory, which without a link limit is what computing alone takes.
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any

@@ -35,7 +35,7 @@ from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
 
 
-def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig = MeshConfig(), **tiers: Any) -> TrainConfig:
+def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any) -> TrainConfig:
     """A model of the size asked for, whose router's choices can be steered by its bias."""
     model = ModelConfig(
         vocab_size=1024,
@@ -49,7 +49,8 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig = MeshConfig
         capacity_factor=1.25,
         router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0, bias_update_speed=0.0),
     )
-    records = a.layers * a.experts * 3 * a.hidden_size * a.intermediate_size * 16
+    mesh = mesh or MeshConfig()
+    records = a.layers * a.experts * 3 * a.hidden_size * a.intermediate_size * 16 // mesh.expert_inter  # of a process
     return TrainConfig(
         model=model,
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
@@ -104,7 +105,7 @@ def moved(stats: ExpertStats) -> tuple[int, int]:
 
 def disk_rates(program: StreamedProgram, folder: Path, rounds: int) -> tuple[float, float]:
     """Median bytes/s of (reads, writes) of records of moments, alone and one after the other."""
-    layout = program.layouts["moments"]
+    layout = program.stores.layouts["moments"]
     count = max(4, (1 << 28) // layout.record_bytes)
     reads, writes = [], []
     with VersionStore.open(folder, layout, count, fingerprint="rates") as store:

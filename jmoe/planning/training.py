@@ -3,7 +3,8 @@
 Symbols: D dense parameters, P parameters of an expert, L layers with experts of E experts each, k experts a token, B
 tokens of a step. Of every parameter there are 4 bytes each of weight, gradient and two moments; with all experts off
 the device that is 16 D + what a few layers of experts need on it, and up to 16 L E P below (MoESys, table 1:
-GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S).
+GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts too; the plan is then
+of one device and of the host that it is in, and knows nothing of the network between them.
 """
 
 import math
@@ -45,7 +46,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What is trained. dense_flops: of a step, everything but the experts; activation_bytes: kept or in use at once."""
+    """What is trained, on how many devices in hosts of how many.
+
+    dense_flops: of a step, everything but the experts. activation_bytes: kept or in use at once, by all devices.
+    """
 
     num_layers: int
     num_experts: int
@@ -57,6 +61,8 @@ class TrainedModel:
     activation_bytes: int
     compute_bytes: int  # of a weight in the dtype of the products
     gradient_bytes: int  # of an expert's gradient, of each parameter, where it is kept
+    num_devices: int = 1
+    devices_per_host: int = 1
 
     @property
     def all_parameters(self) -> int:
@@ -64,14 +70,20 @@ class TrainedModel:
         return self.num_layers * self.num_experts * self.expert_parameters
 
     @property
+    def device_parameters(self) -> int:
+        """Of a device's experts."""
+        return self.all_parameters // self.num_devices
+
+    @property
     def active_experts(self) -> float:
-        """Distinct experts that a layer's tokens choose in a step, under uniform routing."""
-        return distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens)
+        """Distinct experts of a device that a layer's tokens choose in a step, under uniform routing."""
+        chosen = distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens)
+        return chosen / self.num_devices
 
     @property
     def tokens_per_expert(self) -> float:
         """Of a step, those that have chosen it, among the experts that are chosen at all."""
-        return self.step_tokens * self.num_experts_per_tok / self.active_experts
+        return self.step_tokens * self.num_experts_per_tok / (self.active_experts * self.num_devices)
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,8 @@ class TrainingPlan:
         """Bytes by which a tier is too small; empty if everything fits."""
         machine, needed = self.machine, {tier: self.bytes_on(tier) for tier in TIERS}
         if machine.shared:
-            needed = {"device": 0, "host": needed["device"] + needed["host"], "nvme": needed["nvme"]}
+            of_devices = needed["device"] * self.model.devices_per_host
+            needed = {"device": 0, "host": of_devices + needed["host"], "nvme": needed["nvme"]}
         free = {tier: int(machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
         return {tier: needed[tier] - free[tier] for tier in TIERS if needed[tier] > free[tier]}
 
@@ -118,7 +131,7 @@ class TrainingPlan:
         weights, moments, gradients = (n * model.expert_parameters for n in (4, 8, model.gradient_bytes))
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = sum(size for tier, size in kinds if tier == "nvme")
-        all_records = model.num_layers * model.num_experts * on_disk
+        all_records = model.num_layers * model.num_experts // model.num_devices * on_disk
         missed = 1 - min(1.0, place.host_cache_bytes / all_records) if all_records else 0.0
         # weights come twice, forward and backward, and go once; but the last layers' stay for the way back
         again = 1 - min(1.0, place.device_layers / model.num_layers)
@@ -138,7 +151,7 @@ class TrainingPlan:
         machine = self.machine
         over_link = 0.0 if machine.shared else link / machine.link_bytes_per_s
         disk = read / machine.nvme_read_bytes_per_s + written / machine.nvme_write_bytes_per_s
-        return max(over_link, disk)
+        return max(over_link, disk * self.model.devices_per_host)
 
     @property
     def break_even_tokens(self) -> float:
@@ -150,8 +163,9 @@ class TrainingPlan:
         model, machine = self.model, self.machine
         flops = 2 * PASSES * model.expert_parameters * model.num_layers * model.step_tokens * model.num_experts_per_tok
         experts = model.num_layers * model.active_experts
-        updated = model.dense_parameters + experts * model.expert_parameters
-        compute_s = (flops + model.dense_flops) / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
+        updated = model.dense_parameters / model.num_devices + experts * model.expert_parameters
+        flops = (flops + model.dense_flops) / model.num_devices
+        compute_s = flops / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
         transfer_s = experts * self.transfer_s
         return max(compute_s, transfer_s) if overlapped else compute_s + transfer_s
 
@@ -208,14 +222,18 @@ def plan_training(model: TrainedModel, placement: Placement, machine: Machine) -
 
 
 def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, int]]:
-    layer = model.num_experts * model.expert_parameters
-    yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters
-    yield "device", "activations", model.activation_bytes
-    yield "host", "runtime", RUNTIME_BYTES
+    devices, here = model.num_devices, model.devices_per_host
+    layer = model.num_experts // devices * model.expert_parameters
+    yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters // devices
+    if devices > 1:  # the layer that computes and its neighbour, with their gradients
+        layer_bytes = 2 * (model.compute_bytes + 4)
+        yield "device", "dense layers made whole", layer_bytes * model.dense_parameters // model.num_layers
+    yield "device", "activations", model.activation_bytes // devices
+    yield "host", "runtime", RUNTIME_BYTES * here
     if not place.streamed:
-        yield "device", "experts: weights", 4 * model.all_parameters
-        yield "device", "experts: moments", 8 * model.all_parameters
-        yield "device", "experts: gradients", 4 * model.all_parameters
+        yield "device", "experts: weights", 4 * model.device_parameters
+        yield "device", "experts: moments", 8 * model.device_parameters
+        yield "device", "experts: gradients", 4 * model.device_parameters
         yield "device", "experts: in use", 2 * model.compute_bytes * layer
         return
     slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)
@@ -229,11 +247,11 @@ def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, in
     )
     for tier, kind, size, kept in kinds:
         if tier != "device":
-            yield tier, kind, size * model.all_parameters
+            yield tier, kind, size * model.device_parameters * here
         if tier == "nvme":
-            yield "nvme", "older versions in checkpoints", kept * size * model.all_parameters
+            yield "nvme", "older versions in checkpoints", kept * size * model.device_parameters * here
     if "nvme" in (place.experts, place.optimizer, place.gradients):
-        yield "host", "cache of records on nvme", place.host_cache_bytes
+        yield "host", "cache of records on nvme", place.host_cache_bytes * here
 
 
 def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -> TrainingPlan:

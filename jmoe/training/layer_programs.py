@@ -163,46 +163,39 @@ class LayerPrograms:
         self._compile()
 
     def _compile(self) -> None:
-        specs, make, one = without_experts(self._model.specs), self._sharded, REPLICATED
-        stays = self._model.embedding.split
+        specs, make = without_experts(self._model.specs), self._sharded
+        one: Any = REPLICATED
+        split: Any = BATCH
         outside = {
-            name: specs[name] if name in stays else jax.tree.map(lambda _: one, shapes)
+            name: specs[name] if name in self._model.embedding.split else jax.tree.map(lambda _: one, shapes)
             for name, shapes in without_stacks(self._model.shapes).items()
         }
         dense, sparse = (specs.get(name) for name in STACKS.values())
         state = TrainState(specs, specs, specs, one, one)
-        ahead, beside = Ahead(split_over(ALL, 1), one), Beside(one, BATCH)
-        self.unstack = make(list, ACCUMULATED_BATCH, out=BATCH)
-        self.split = make(lambda tokens_BS: (tokens_BS[:, :-1], tokens_BS[:, 1:]), BATCH, out=BATCH)
-        self.prepare = make(self._prepare, specs, out=(outside, split_over(ALL, 1), one), static="first")
-        self.embed = make(self._embed, outside, BATCH, out=BATCH)
-        self.dense = make(self._dense_layer, dense, one, BATCH, one, ahead, out=(BATCH, beside))
-        self.route = make(self._route, sparse, one, BATCH, one, one, out=BATCH, static=("train", "worst_case"))
-        self.add_experts = make(self._add_experts, sparse, one, BATCH, BATCH, one, ahead, out=(BATCH, beside))
-        self.totals = make(self._totals, BATCH, out=one)
-        self.zeros = make(self._zeros, specs, outside, out=BATCH)
-        self.loss_gradients = make(self._loss_gradients, outside, BATCH, BATCH, BATCH, out=BATCH, donate=3)
-        given = (sparse, one, BATCH, BATCH, BATCH, BATCH, one, one, one, ahead, BATCH, BATCH)
-        kept = (BATCH, BATCH, beside)
-        self.moe_gradients = make(self._moe_gradients, *given, out=kept, static="worst_case", donate=5)
-        given = (dense, one, BATCH, BATCH, BATCH, one, ahead, BATCH)
-        self.dense_gradients = make(self._dense_gradients, *given, out=kept, donate=4)
-        self.embed_gradients = make(self._embed_gradients, outside, BATCH, BATCH, BATCH, out=BATCH, donate=3)
-        self.expert_gradients = make(self._expert_gradients, BATCH, out=BATCH, static="dtype", donate=0)
-        self.reduce = make(self._reduce, BATCH, out=BATCH)
-        self.finish = make(
-            partial(finish_local, self.config, self._model),
-            state,
-            BATCH,
-            BATCH,
-            BATCH,
-            BATCH,
-            one,
-            out=(state, one),
-            donate=0,
-        )
-        self.nll = make(self._nll, outside, BATCH, BATCH, BATCH, out=one)
-        self.logits = make(self._logits, outside, BATCH, one, out=one)
+        rows: Any = split_over(ALL, 1)
+        ahead, beside = Ahead(rows, one), Beside(one, split)
+        self.unstack = make(list, ACCUMULATED_BATCH, out=split)
+        self.split = make(lambda tokens_BS: (tokens_BS[:, :-1], tokens_BS[:, 1:]), split, out=split)
+        self.prepare = make(self._prepare, specs, out=(outside, rows, one), static="first")
+        self.embed = make(self._embed, outside, split, out=split)
+        self.dense = make(self._dense_layer, dense, one, split, one, ahead, out=(split, beside))
+        self.route = make(self._route, sparse, one, split, one, one, out=split, static=("train", "worst_case"))
+        self.add_experts = make(self._add_experts, sparse, one, split, split, one, ahead, out=(split, beside))
+        self.totals = make(self._totals, split, out=one)
+        self.zeros = make(self._zeros, specs, outside, out=split)
+        self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
+        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split)
+        kept = (split, split, beside)
+        self.moe_gradients = make(self._moe_gradients, *moe, out=kept, static="worst_case", donate=5)
+        no_moe = (dense, one, split, split, split, one, ahead, split)
+        self.dense_gradients = make(self._dense_gradients, *no_moe, out=kept, donate=4)
+        self.embed_gradients = make(self._embed_gradients, outside, split, split, split, out=split, donate=3)
+        self.expert_gradients = make(self._expert_gradients, split, out=split, static="dtype", donate=0)
+        self.reduce = make(self._reduce, split, out=split)
+        update = partial(finish_local, self.config, self._model)
+        self.finish = make(update, state, split, split, split, split, one, out=(state, one), donate=0)
+        self.nll = make(self._nll, outside, split, split, split, out=one)
+        self.logits = make(self._logits, outside, split, one, out=one)
 
     def _sharded(
         self, function: Callable[..., Any], *specs: Any, out: Any, static: str | Sequence[str] = (), donate: Any = ()
@@ -334,6 +327,7 @@ class LayerPrograms:
         config = self.config
         if not train or not config.model.router.jitter_noise:
             return None
+        assert layer.step is not None and layer.accumulation is not None
         device = lax.axis_index(ALL) if self.mesh.size > 1 else 0
         key = jax.random.fold_in(jax.random.key(config.seed), layer.step)
         key = jax.random.fold_in(jax.random.fold_in(key, device), layer.accumulation)
@@ -428,9 +422,10 @@ class LayerPrograms:
     def _added(self, layers: Kind, layer: Layer, sums: Sums, dparams: Any, dexperts: Experts | None = None) -> Sums:
         """A layer's sums with the gradients of one more accumulation step."""
         fused, rest = layers.split(dparams)
-        rows_RG = None if self._scan is None else pack_gradients(fused, layers.parts, self._scan.levels)
-        if sums.rows_RG is not None:
-            rows_RG = sums.rows_RG + rows_RG
+        rows_RG = sums.rows_RG
+        if self._scan is not None:
+            new_RG = pack_gradients(fused, layers.parts, self._scan.levels)
+            rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [total.at[0, layer.number].add(g) for total, g in zip(sums.rest, rest, strict=True)]
@@ -455,7 +450,7 @@ class LayerPrograms:
     ) -> tuple[jax.Array, Sums, Beside]:
         """(dx, summed gradients of the layer, what it did beside) from a layer's input."""
 
-        def run(params: Any, experts: Experts, x_BSD: jax.Array, given: Any) -> tuple[jax.Array, jax.Array]:
+        def run(given: Any, params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
             bias, layer, counts_E, topk_idx_TK = given
             module = self._moe_module(params, bias)
             x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=True, topk_idx_TK=topk_idx_TK)
@@ -463,13 +458,13 @@ class LayerPrograms:
             arrived = self._dispatch(module, h_TD, routing, worst_case)
             return self._run_experts(module, experts, x_BSD, h_TD, arrived), balance + z
 
-        def backward(params: Any, experts: Experts, x_BSD: jax.Array, given: Any, dy_BSD: jax.Array) -> Any:
-            _, pull = jax.vjp(lambda *args: run(*args, given), params, experts, x_BSD)
+        def backward(given: Any, params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array) -> Any:
+            _, pull = jax.vjp(partial(run, given), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
         counts_E = counts_NAE[layer.number, layer.accumulation]
         given = _at(bias, layer.number), layer, counts_E, topk_idx_TK
-        args = self._params(stack, whole_RC, layer), experts, x_BSD, given, dy_BSD
+        args = given, self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD
         (dparams, dexperts, dx_BSD), beside = self._beside(backward, args, dy_BSD, ahead, pending_RG)
         return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts), beside
 

@@ -13,11 +13,9 @@ process their records. All processes run the same programs in the same order, ea
 a process waits for on its own tiers is no part of them.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flax.nnx as nnx
@@ -30,19 +28,13 @@ from numpy.typing import NDArray
 from jmoe.config import TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
-from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.memory.record_store import Fill, HostRecords
-from jmoe.memory.tiered_store import TieredStore
-from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import Decoder
 from jmoe.training.dense_update import STACKS, Gradients
-from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks, Stores, layouts
+from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks
+from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
 from jmoe.training.layer_programs import Ahead, Beside, Layer, LayerPrograms, Routed, Sums, without_experts
 from jmoe.training.step import Program, TrainState, make_program
-
-ExpertArrays = dict[str, NDArray[np.float32]]
 
 
 @dataclass
@@ -88,38 +80,14 @@ class StreamedProgram:
             self._layers.append(Layer(jnp.int32(kinds[sparse]), window))
             kinds[sparse] += 1
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
-        self._shapes = {name: tuple(w.shape[2:]) for name, w in self._programs.experts.items()}
+        shapes = {name: tuple(w.shape[2:]) for name, w in self._programs.experts.items()}
         one = mesh.size == 1
         self._owned = Owned.of(mesh, self._num_experts)
         self._device = mesh.devices.flat[0] if one else None
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
         self._batch_place = self._device or NamedSharding(mesh, BATCH)
         self.experts: ExpertState | None = None
-        self._num_records = self._num_layers * self._num_experts
-        self.layouts = layouts(self._shapes, self.tiers.gradient_dtype)
-        self._held = contextlib.ExitStack()
-        self._versions = self._open_versions()
-        saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
-        processes = {"process": jax.process_index(), "num_processes": jax.process_count()}
-        self.records = RecordCheckpoints(saved, **processes) if saved else None
-
-    def _open_versions(self) -> dict[str, VersionStore]:
-        """The records of every kind on the tier nvme, as they are found there."""
-        tiers = self.tiers
-        kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
-        folder = Path(tiers.path or Path(self.config.output_dir) / "records")
-        if jax.process_index() > 0:
-            folder /= f"process-{jax.process_index()}"
-        owned = self._owned.records(self._num_layers, self._num_experts)
-        opened = {}
-        for kind, tier in kinds.items():
-            if tier == "nvme":
-                layout = self.layouts[kind]
-                opened[kind] = VersionStore.open(
-                    folder / kind, layout, self._num_records, fingerprint="jmoe experts", owned=owned
-                )
-                self._held.callback(opened[kind].close)
-        return opened
+        self.stores = ExpertStores(config, self._owned, shapes)
 
     # State
 
@@ -140,7 +108,7 @@ class StreamedProgram:
             to_saved=self.to_saved,
             from_saved=self.from_saved,
             whole=self.whole,
-            records=self.records,
+            records=self.stores.records,
             expert_stats=self.stats,
             close=self.close,
         )
@@ -243,70 +211,10 @@ class StreamedProgram:
         state: TrainState = jax.device_put(rest, self._device) if self._device else self._ordinary.from_saved(rest)
         return state
 
-    def _open(
-        self, step: int, weights: Callable[[int], ExpertArrays] | None, moments: Callable[[int], ExpertArrays] | None
-    ) -> None:
-        """Fill the tiers from a layer's weights and moments; None: they are in their records already."""
+    def _open(self, step: int, weights: OfLayer | None, moments: OfLayer | None) -> None:
         if self.experts is not None:
             self.experts.close()
-        tiers = self.tiers
-        resident = tiers.experts == "device"
-        self.experts = ExpertState(
-            Stores(
-                None if resident else self._store("weights", tiers.experts, weights),
-                self._store("moments", tiers.optimizer, moments),
-                self._store("gradients", tiers.gradients, None),
-            ),
-            optimizer=self.config.optimizer,
-            num_layers=self._num_layers,
-            num_experts=self._num_experts,
-            owned=self._owned,
-            shapes=self._shapes,
-            num_slots=self._num_layers if resident else tiers.device_layers,
-            step=step,
-            initial=weights if resident else None,
-            wait_limit_s=self.config.distributed.step_timeout_s,
-        )
-
-    def _store(self, kind: str, tier: str, of_layer: Callable[[int], ExpertArrays] | None) -> TieredStore:
-        tiers, versions = self.tiers, self._versions.get(kind)
-        if versions is None:
-            owned = self._owned.records(self._num_layers, self._num_experts)
-            records = HostRecords.fill(self.layouts[kind], self._num_records, self._filling(of_layer), owned)
-            return TieredStore(host_records=records)
-        if of_layer is not None:
-            write_all(versions, self._filling(of_layer))
-        return TieredStore(
-            versions,
-            cache_bytes=self._cache_bytes(versions.layout.record_bytes),
-            beta=tiers.beta,
-            decay_every_steps=tiers.decay_every_steps,
-            wait_limit_s=self.config.distributed.step_timeout_s,
-        )
-
-    def _filling(self, of_layer: Callable[[int], ExpertArrays] | None) -> Fill:
-        """Writes record after record from arrays [E, ...] of a layer; of None: leaves zeros."""
-        layer, arrays = -1, dict[str, NDArray[np.float32]]()
-
-        def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
-            nonlocal layer, arrays
-            if of_layer is None:
-                return
-            if index // self._num_experts != layer:
-                layer = index // self._num_experts
-                arrays = of_layer(layer)
-            place = np.searchsorted(self._owned.experts, index % self._num_experts)
-            for name, array in arrays.items():
-                np.copyto(views[name], array[place])
-
-        return fill
-
-    def _cache_bytes(self, record_bytes: int) -> int:
-        """A store's share of the host cache: as its share of the bytes on the tier nvme."""
-        given = self.tiers.host_cache_bytes
-        if not given:
-            return max(self._num_layers * self._owned.experts.size // 4, 2) * record_bytes
-        return given * record_bytes // sum(store.layout.record_bytes for store in self._versions.values())
+        self.experts = self.stores.fill(step, weights, moments)
 
     @property
     def _state(self) -> ExpertState:
@@ -323,9 +231,7 @@ class StreamedProgram:
         if self.experts is not None:
             self.experts.close()
             self.experts = None
-        if self.records is not None:
-            self.records.close()
-        self._held.close()
+        self.stores.close()
 
     # Passes
 
@@ -378,7 +284,8 @@ class StreamedProgram:
     ) -> tuple[_Run, list[jax.Array]]:
         """(what the way back needs, hidden states)."""
         programs = self._programs
-        run = _Run(*self._done(programs.prepare(state.params, first=self._sparse[0])), worst_case)
+        outside, flat, whole_RC = self._done(programs.prepare(state.params, first=self._sparse[0]))
+        run = _Run(outside, flat, whole_RC, worst_case)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, sparse in enumerate(self._sparse):
             run.passed.append(_Passed(xs))
@@ -532,13 +439,3 @@ def _with_experts(tree: Any, experts: Any) -> Any:
 def make_tiered_program(config: TrainConfig, mesh: Mesh) -> Program:
     """`make_program`, with experts where `config.tiers` wants them."""
     return make_program(config, mesh) if config.tiers.on_device else StreamedProgram(config, mesh).program()
-
-
-def write_all(store: VersionStore, fill: Fill) -> None:
-    """Let `fill` write every record anew, whatever the store holds."""
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    for index in store.owned:
-        record_R[:] = 0
-        fill(index, store.layout.views(record_R))
-        store.write(index, record_R)
-    store.sync()

@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
+
 from jmoe.config import TrainConfig
 from jmoe.memory.host_memory import available_bytes
 from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
@@ -22,6 +24,8 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
+    mesh = config.mesh  # what it leaves open is not known without devices: one
+    inside = max(1, mesh.expert_intra)
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -33,6 +37,8 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         activation_bytes=compute_bytes * model.num_hidden_layers * tokens * model.hidden_size + 4 * part * wide,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
+        num_devices=max(1, mesh.data) * mesh.expert_inter * inside,
+        devices_per_host=inside,
     )
 
 
@@ -57,7 +63,7 @@ def machine(config: TrainConfig) -> Machine:
 def _placement(config: TrainConfig, model: TrainedModel, experts: Any, optimizer: Any) -> Placement:
     tiers = config.tiers
     kinds = ((experts, 4), (optimizer, 8), (tiers.gradients, model.gradient_bytes))
-    on_disk = sum(size for tier, size in kinds if tier == "nvme") * model.all_parameters
+    on_disk = sum(size for tier, size in kinds if tier == "nvme") * model.device_parameters
     return Placement(
         experts=experts,
         optimizer=optimizer,
@@ -105,8 +111,9 @@ def tiers_summary(config: TrainConfig, stats: ExpertStats, log: MetricsLog) -> s
         "replayed_steps": stats.replayed_steps,
     }
     log.write_event("tiers", len(steps), **moved)
+    whose = f"process 0 of {jax.process_count()}: " if jax.process_count() > 1 else ""
     return (
-        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); "
+        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); {whose}"
         f"{moved['nvme_read_bytes'] / 1e9:.2f} GB read from and {moved['nvme_written_bytes'] / 1e9:.2f} GB written to "
         f"NVMe; {stats.updates} updates of experts, {stats.replayed_steps} missed steps made up for; "
         f"{stats.waited_s:.1f} s waited"
