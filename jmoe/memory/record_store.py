@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -109,12 +110,12 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class HostRecords:
-    """Every record in host memory; record i is in slot i. owned: only these are here, in this order of slots."""
+    """Records in host memory: all, record i in slot i, or of `num_all` those that `only` names, in its order."""
 
     layout: RecordLayout
     buffers: RecordBuffers
-    owned: tuple[int, ...] | None = None
-    num_all: int | None = None  # the records of all processes, where `owned` says which are this one's
+    only: tuple[int, ...] | None = None
+    num_all: int | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -133,6 +134,24 @@ class HostRecords:
             fill(index, layout.views(buffers.slot(slot)))
         return cls(layout, buffers, here, num_records)
 
+    @property
+    def num_records(self) -> int:
+        return self.num_all or self.buffers.num_slots
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The records that are here."""
+        return tuple(range(self.buffers.num_slots)) if self.only is None else self.only
+
+    @cached_property
+    def _slots(self) -> dict[int, int]:
+        return {index: slot for slot, index in enumerate(self.owned)}
+
+    def slot_of(self, index: int) -> int:
+        """Where a record is."""
+        check(index in self._slots, "index", index, "must be one of the records that this process owns")
+        return self._slots[index]
+
 
 class RecordStore:
     """A pack, open for reading; its methods may be called from many threads.
@@ -144,6 +163,7 @@ class RecordStore:
     def __init__(self, path: Path, layout: RecordLayout, num_records: int) -> None:
         """Open the data file itself; see `open` and `pack`."""
         self.path, self.layout, self.num_records = path, layout, num_records
+        self.owned = tuple(range(num_records))
         self._fd, self.io = _open_for_reading(path)
 
     @classmethod

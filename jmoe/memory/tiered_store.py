@@ -118,20 +118,18 @@ class TieredStore:
         self._changing: set[int] = set()  # records open as writable
         self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
         self._steps, self._write_back_every_steps = 0, write_back_every_steps
-        self._store = store
+        self._store, self._host_records = store, host_records
         self._versions = store if isinstance(store, VersionStore) else None
         self._cache: LFUCache | None = None
         if store is None:
             if host_records is None or cache_bytes is not None:
                 raise ValueError("host_records: without a store all records must be in host memory, without a cache")
             self.layout, self._buffers = host_records.layout, host_records.buffers
-            self.owned = host_records.owned or tuple(range(self._buffers.num_slots))
-            self.num_records = host_records.num_all or self._buffers.num_slots
+            self.num_records, self.owned = host_records.num_records, host_records.owned
         else:
             if host_records is not None or cache_bytes is None:
                 raise ValueError("cache_bytes: a store needs a cache in host memory, and no host_records")
-            self.layout, self.num_records = store.layout, store.num_records
-            self.owned = store.owned if isinstance(store, VersionStore) else tuple(range(store.num_records))
+            self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
             cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
             self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
             counts = HitCounts(self.num_records, beta=beta, decay_every_steps=decay_every_steps)
@@ -139,7 +137,6 @@ class TieredStore:
             self._threads = [self._thread(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
                 self._threads += [self._thread(self._work_back, f"write-{n}") for n in range(write_threads)]
-        self._slot_of = {index: slot for slot, index in enumerate(self.owned)} if store is None else {}
         self._views = [self._read_only(slot) for slot in range(self._buffers.num_slots)]
         for thread in self._threads:
             thread.start()
@@ -206,8 +203,8 @@ class TieredStore:
         with self._lock:
             self._check_usable()
             if self._cache is None:
-                check(index in self._slot_of, "index", index, "must be one of the records that this process owns")
-                slot = self._slot_of[index]
+                assert self._host_records is not None
+                slot = self._host_records.slot_of(index)
             else:
                 if writable and self._cache.is_writing(index):
                     self._wait_until(lambda: not self._is_writing(index), f"record {index} to be written")

@@ -46,7 +46,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What is trained, on how many devices in hosts of how many.
+    """What is trained, on how many devices, in hosts of how many, that share the experts out.
 
     dense_flops: of a step, everything but the experts. activation_bytes: kept or in use at once, by all devices.
     """
@@ -164,8 +164,8 @@ class TrainingPlan:
         flops = 2 * PASSES * model.expert_parameters * model.num_layers * model.step_tokens * model.num_experts_per_tok
         experts = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.num_devices + experts * model.expert_parameters
-        flops = (flops + model.dense_flops) / model.num_devices
-        compute_s = flops / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
+        device_flops = (flops + model.dense_flops) / model.num_devices
+        compute_s = device_flops / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
         transfer_s = experts * self.transfer_s
         return max(compute_s, transfer_s) if overlapped else compute_s + transfer_s
 

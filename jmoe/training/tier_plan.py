@@ -17,14 +17,14 @@ from jmoe.training.metrics import MetricsLog, read_metrics
 
 def trained_model(config: TrainConfig) -> TrainedModel:
     """The model and step of a run, in numbers."""
-    model, tokens = config.model, config.batch_size * config.sequence_length
+    model, mesh = config.model, config.mesh  # what the mesh leaves open is not known without devices: one
+    tokens = config.batch_size * config.sequence_length // max(1, mesh.data)
     expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
     compute_bytes = 2 if config.compute_dtype == "bfloat16" else 4
     part = tokens // config.gradient_accumulation_steps
     wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
-    mesh = config.mesh  # what it leaves open is not known without devices: one
     inside = max(1, mesh.expert_intra)
     return TrainedModel(
         num_layers=model.num_moe_layers,
@@ -37,7 +37,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         activation_bytes=compute_bytes * model.num_hidden_layers * tokens * model.hidden_size + 4 * part * wide,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
-        num_devices=max(1, mesh.data) * mesh.expert_inter * inside,
+        num_devices=mesh.expert_inter * inside,
         devices_per_host=inside,
     )
 

@@ -103,3 +103,19 @@ def test_auto_takes_the_fastest_that_fits() -> None:
     assert (chosen.experts, chosen.optimizer) == ("nvme", "nvme")
     with pytest.raises(ValueError, match=r"no choice of tiers fits. .*nvme: "):
         choose(MODEL, replace(small, nvme_bytes=GB), places)
+
+
+def test_devices_share_everything_out() -> None:
+    """Eight devices in two hosts: an eighth of the bytes on each, a half of those below in each host."""
+    spread = replace(MODEL, num_devices=8, devices_per_host=4)
+    (alone, one), (plan, rows) = (
+        (p, {(tier, kind): size for tier, kind, size in p.rows})
+        for p in (plan_training(model, NVME, MACHINE) for model in (MODEL, spread))
+    )
+    for kind in ("experts: weights", "experts: in use", "dense weights, moments, gradients", "activations"):
+        assert 8 * rows["device", kind] == one["device", kind]
+    assert 2 * rows["nvme", "experts: moments"] == one["nvme", "experts: moments"]
+    assert spread.active_experts * 8 == pytest.approx(MODEL.active_experts)
+    assert spread.tokens_per_expert == pytest.approx(MODEL.tokens_per_expert)
+    # the disk of a host has an eighth of the experts for each of four devices
+    assert plan.step_s() == pytest.approx(alone.step_s() / 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs import PRESETS
-from jmoe.config import MachineConfig, TiersConfig, TrainConfig
+from jmoe.config import MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.training.tier_plan import trained_model, training_plan, with_chosen_tiers
 
 TINY = PRESETS["tiny"][1]
@@ -29,7 +29,7 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
 
     roomy = run(device_bytes=10**12)
     assert roomy.tiers.on_device
-    tight = run(device_bytes=90_000_000, host_bytes=10**12)
+    tight = run(device_bytes=100_000_000, host_bytes=10**12)
     assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
     assert training_plan(tight).lacking() == {}
     with pytest.raises(ValueError, match="tiers = 'auto'"):
@@ -40,3 +40,13 @@ def test_a_model_without_experts_has_no_plan() -> None:
     dense = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_experts=0))
     with pytest.raises(ValueError, match="the planner is for models with experts"):
         training_plan(dense)
+
+
+def test_a_mesh_shares_the_experts_out() -> None:
+    tiers = TiersConfig(experts="nvme", optimizer="nvme")
+    alone, spread = (
+        training_plan(dataclasses.replace(TINY, tiers=tiers, mesh=MeshConfig(1, inter, 1))) for inter in (1, 2)
+    )
+    assert spread.model.num_devices == 2
+    assert 2 * spread.bytes_on("nvme") == alone.bytes_on("nvme")
+    assert 2 * spread.placement.host_cache_bytes == alone.placement.host_cache_bytes
