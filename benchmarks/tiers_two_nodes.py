@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--chunk-bytes", type=int, default=0, help="default: what the link carries in 20 ms")
     parser.add_argument("--schedule", default="chunks")
+    parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
 
@@ -70,6 +71,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_compilation_cache_dir", a.cache_dir or str(a.folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     rate = a.rates[0]
     jax.distributed.initialize(f"{ADDRESSES[0] if rate else '127.0.0.1'}:{a.port}", NODES, a.rank)
     mesh = make_mesh((1, NODES, 1))
