@@ -4,10 +4,10 @@ Every comparison runs one model with several `MeshConfig`s in turn, from the sam
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
 the losses have to stay the same.
 
-order: an all-to-all of the backward pass is complete `all_to_all_s` after its input is known, waiting included, in the
-median; times come from callbacks on rank 0, of which a step has as many more as it has all-to-alls. `ratio_all_to_all`
-compares the sums over a step. `busy_share` is the part of the time of its all-to-alls in which rank 0 computed, from a
-trace of one step.
+order: steps are traced on rank 0. `all_to_all_s`: in the median, an exchange of the backward pass is done so long after
+its input is known (`benchmarks.trace`), waiting included; `all_to_alls_s`: all of a step, which `ratio_all_to_alls`
+compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what the link alone
+takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what all but the link takes.
 """
 
 import argparse
@@ -32,20 +32,20 @@ from jmoe.mesh import ACCUMULATED_BATCH
 COMMANDS = {
     "fusion": "24 small layers, their dense parameters as one buffer and one by one",
     "levels": "flat against two levels and dedup, top-2 and top-8",
-    "order": "the orders of Lina's figure: none, fixed, priority, chunks, pipelined",
+    "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
 }
 NODES = len(NAMES)
 ONE_LEVEL = {"exchange": "flat", "two_level": False}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fusion": {"one_by_one": {"fuse_dense": False}, "fused": {}, "fused_flat": {"two_level": False}},
     "levels": {"flat": ONE_LEVEL, "two_level": {"exchange": "dedup"}},
-    "order": {name: {"schedule": name} for name in ("none", "fixed", "priority", "chunks", "pipelined")},
+    "order": {name: {"schedule": name} for name in ("ready", "none", "fixed", "priority", "chunks", "pipelined")},
 }
 # (hidden size, layers, experts, top-k, tokens of a rank, intermediate size)
 SHAPES = {
     "fusion": [(64, 24, 0, 1, 64, 128)],
     "levels": [(256, 2, 8, 2, 512, 256), (256, 2, 64, 8, 256, 256)],
-    "order": [(512, 4, 8, 2, 256, 512)],
+    "order": [(512, 4, 4, 2, 384, 4096)],
 }
 SEQUENCE_LENGTH = 64
 
@@ -140,30 +140,33 @@ class Run:
         self.exchanges: list[list[trace.Exchange]] = []
         self.busy: list[float] = []
 
+    @property
+    def waits(self) -> list[float]:
+        """Seconds that experts waited for all-to-alls in the backward pass of each round."""
+        return [sum(exchange.seconds for exchange in step) for step in self.exchanges]
+
     def __call__(self) -> Any:
         self.state, self.metrics = self.step(self.state, self.tokens)
         return self.metrics
 
-    def round(self, clock: Any) -> None:
-        seconds, sent = clock(self, ())
-        self.seconds.append(seconds)
-        self.sent.append(sent)
-        self.losses.append(float(self.metrics["loss"]))
-        assert self.metrics["ok"]
-
-    def trace(self, clock: Any) -> None:
-        """One more step, traced on rank 0."""
+    def round(self, clock: Any, traced: bool) -> None:
+        """One step; traced on rank 0 where asked for."""
         import jax
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
+        traced = traced and jax.process_index() == 0
         with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options) if jax.process_index() == 0 else nullcontext():
-                clock(self, ())
-            if jax.process_index() == 0:
+            with jax.profiler.trace(folder, profiler_options=options) if traced else nullcontext():
+                seconds, sent = clock(self, ())
+            if traced:
                 found = trace.spans(folder)
                 self.exchanges.append(trace.exchanges(found, self.ops))
-                self.busy.append(trace.busy_share(found))
+                self.busy.append(trace.busy_share(found, self.ops))
+        self.seconds.append(seconds)
+        self.sent.append(sent)
+        self.losses.append(float(self.metrics["loss"]))
+        assert self.metrics["ok"]
 
 
 def measure_shape(a: argparse.Namespace, mesh: Any, clock: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -172,20 +175,16 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Any, shape: tuple[int
         clock(run, ())
     for _ in range(a.rounds):
         for run in runs.values():
-            run.round(clock)
-    if a.command == "order":
-        for _ in range(a.rounds):
-            for run in runs.values():
-                run.trace(clock)
-    reference, rows = next(iter(runs)), []
+            run.round(clock, traced=a.command == "order")
+    references = dict.fromkeys((next(iter(runs)), *({"none"} & runs.keys())))
+    rows = []
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")
     for variant, run in runs.items():
-        first = runs[reference]
         sent = round(statistics.median(run.sent))
         row = {"mbit_per_s": a.rates[0], **dict(zip(names, shape, strict=True)), "variant": variant}
         row |= {
             "seconds": round(statistics.median(run.seconds), 4),
-            f"ratio_to_{reference}": ratio(first.seconds, run.seconds),
+            **{f"ratio_to_{name}": ratio(runs[name].seconds, run.seconds) for name in references},
             "sent_bytes": sent,
             "link_s": round(NODES * sent * 8e-6 / a.rates[0], 4) if a.rates[0] else 0.0,
             "chunk_bytes": run.config["chunk_bytes"],
@@ -193,22 +192,14 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Any, shape: tuple[int
             "all_seconds": [round(s, 4) for s in run.seconds],
         }
         if run.exchanges:
-            row |= waits(first, run, reference)
+            row |= {
+                "all_to_all_s": round(statistics.median(e.seconds for e in itertools.chain(*run.exchanges)), 4),
+                "all_to_alls_s": round(statistics.median(run.waits), 4),
+                **{f"ratio_all_to_alls_to_{name}": ratio(runs[name].waits, run.waits) for name in references},
+                "busy_share": round(statistics.median(run.busy), 3),
+            }
         rows.append(row)
     return rows
-
-
-def waits(first: Run, run: Run, reference: str) -> dict[str, Any]:
-    """The figures of a variant's traces."""
-    sums = [[sum(e.done_ns - e.ready_ns for e in step) * 1e-9 for step in r.exchanges] for r in (first, run)]
-    every = list(itertools.chain(*run.exchanges))
-    return {
-        "all_to_all_s": round(statistics.median(e.done_ns - e.ready_ns for e in every) * 1e-9, 4),
-        "first_piece_s": round(statistics.median(e.first_ns - e.ready_ns for e in every) * 1e-9, 4),
-        "all_to_alls_s": round(statistics.median(sums[1]), 4),
-        f"ratio_all_to_all_to_{reference}": ratio(*sums),
-        "busy_share": round(statistics.median(run.busy), 3),
-    }
 
 
 def ratio(first: list[float], other: list[float]) -> float:
