@@ -13,7 +13,8 @@ bfloat16. Seconds are medians from a barrier to a barrier; `ratio_to_flat` is th
 Bytes are those that a node sends: by the interface's counter, with all headers, and by the formula of
 `jmoe.planning.exchange.traffic`.
 
-fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link.
+fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link. XLA:CPU has as many threads as
+cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=8.
 embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
