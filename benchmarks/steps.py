@@ -101,9 +101,10 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Any) -> list[dict[str, Any]
 
 def compiled(lowered: Any, folder: Path, rank: int) -> Any:
     """Compiled by rank 0 for all: on a machine that they share they would be in each other's way for minutes."""
+    import jax
     from jax.experimental import serialize_executable
 
-    path = folder / hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    path = folder / hashlib.sha256((jax.__version__ + lowered.as_text()).encode()).hexdigest()
     if rank == 0 and not path.exists():
         part = path.with_suffix(".part")
         part.write_bytes(pickle.dumps(serialize_executable.serialize(lowered.compile())))
