@@ -71,7 +71,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_compilation_cache_dir", a.cache_dir or str(a.folder / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", a.cache_dir)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     rate = a.rates[0]
     jax.distributed.initialize(f"{ADDRESSES[0] if rate else '127.0.0.1'}:{a.port}", NODES, a.rank)
@@ -110,7 +110,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every kind of step against max(computing, link, disk)."""
     sys.argv += ["--folder", str(folder)]  # what the ranks are started with
-    rows = [row for rate in a.rates for row in launch(rate, ranks_per_node=1)]
+    cache_dir = a.cache_dir or str(folder / "compiled")
+    rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
     compute_s = next(row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host")
     for row in rows:
         row["bound_s"] = max(compute_s, row["link_s"], row["disk_s"])
