@@ -79,21 +79,29 @@ def _cheapest(
 
 
 def grouped_matmul(
-    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, *, transpose_rhs: bool = False
+    x_ND: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    scale_EF: jax.Array | None = None,
 ) -> jax.Array:
     """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything finite."""
     num_rows, num_columns = x_ND.shape[0], w.shape[1 if transpose_rhs else 2]
     if num_rows < MIN_ROWS:
         x_MD = jnp.pad(x_ND, ((0, MIN_ROWS - num_rows), (0, 0)))
-        return grouped_matmul(x_MD, w, group_sizes_E, transpose_rhs=transpose_rhs)[:num_rows]
+        return grouped_matmul(x_MD, w, group_sizes_E, transpose_rhs=transpose_rhs, scale_EF=scale_EF)[:num_rows]
+
+    def product(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+        y = dot(x, w.astype(x.dtype), b_transposed=transpose_rhs)
+        return (y if scale is None else y * scale[..., None, :]).astype(x.dtype)
 
     def even() -> jax.Array:
-        y_ECF = dot(_blocks(x_ND, w.shape[0]), w, b_transposed=transpose_rhs)
-        return y_ECF.astype(x_ND.dtype).reshape(num_rows, num_columns)
+        return product(_blocks(x_ND, w.shape[0]), w, scale_EF).reshape(num_rows, num_columns)
 
     def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
-            y_ECF = dot(take_any_rows(x_ND, layout.rows_LC), w, b_transposed=transpose_rhs).astype(x_ND.dtype)
+            y_ECF = product(take_any_rows(x_ND, layout.rows_LC), w, scale_EF)
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
@@ -102,8 +110,8 @@ def grouped_matmul(
 
             def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
-                y_BF = dot(one.read(x_ND), one.pick(w), b_transposed=transpose_rhs).astype(x_ND.dtype)
-                return one.write(out, y_BF)
+                scale_F = None if scale_EF is None else one.pick(scale_EF)
+                return one.write(out, product(one.read(x_ND), one.pick(w), scale_F))
 
             out = lax.fori_loop(0, some.total(), tile, out)
         return lax.bitcast_convert_type(out, x_ND.dtype)
