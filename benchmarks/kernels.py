@@ -34,7 +34,7 @@ import numpy as np
 
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
-from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul import grouped_matmul, quantize, quantized_grouped_matmul
 from kernels_pallas.matmul import matmul
 from kernels_pallas.shapes import CPU, MODELS, ROUTINGS, MoEShape, group_sizes
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
@@ -220,7 +220,7 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
 
 
 def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The up projection and both its gradients, and the down projection."""
+    """The up projection, both its gradients, and the product with weights of 8 bits."""
     n, d, f, e = shape.num_rows, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
     sizes = jnp.asarray(group_sizes(routing, n, e))
     x, dy, w = (normal(i, s, jnp.bfloat16) for i, s in enumerate(((n, d), (n, 2 * f), (e, d, 2 * f))))
@@ -232,13 +232,21 @@ def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> di
 
         return jax.jit(run)
 
-    moved = 2 * (n * (d + 2 * f) + used * d * 2 * f)
-    least = max(2 * n * d * 2 * f / floor["flops_per_s"], moved / floor["bytes_per_s"])
-    return {
-        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least} | peers(x, w, sizes),
-        "dx": {"s": seconds(gradient(0), x, w, dy, sizes), "floor_s": least},
-        "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least},
+    def least(weight_bytes: int) -> float:
+        moved = 2 * n * (d + 2 * f) + weight_bytes * used * d * 2 * f
+        return max(2 * n * d * 2 * f / floor["flops_per_s"], moved / floor["bytes_per_s"])
+
+    found = {
+        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least(2)} | peers(x, w, sizes),
+        "dx": {"s": seconds(gradient(0), x, w, dy, sizes), "floor_s": least(2)},
+        "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least(2)},
     }
+    del dy
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        narrow, scale = jax.jit(partial(quantize, dtype=dtype))(w)
+        operands = x, narrow, scale, sizes
+        found[narrow.dtype.name] = {"s": seconds(jax.jit(quantized_grouped_matmul), *operands), "floor_s": least(1)}
+    return found
 
 
 def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:

@@ -16,10 +16,11 @@ def quantize(w_EDF: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     Raises ValueError if dtype is not int8 or float8_e4m3fn.
     """
-    if jnp.dtype(dtype) not in LARGEST:
-        raise ValueError(f"dtype = {jnp.dtype(dtype).name}: must be int8 or float8_e4m3fn")
+    dtype = jnp.dtype(dtype)
+    if dtype not in LARGEST:
+        raise ValueError(f"dtype = {dtype.name}: must be int8 or float8_e4m3fn")
     w32_EDF = w_EDF.astype(jnp.float32)
     most_EF = jnp.abs(w32_EDF).max(axis=1)
-    scale_EF = jnp.where(most_EF > 0, most_EF, 1.0) / LARGEST[jnp.dtype(dtype)]
+    scale_EF = jnp.where(most_EF > 0, most_EF, 1.0) / LARGEST[dtype]
     scaled_EDF = w32_EDF / scale_EF[:, None]
     return (jnp.rint(scaled_EDF) if dtype == jnp.int8 else scaled_EDF).astype(dtype), scale_EF
