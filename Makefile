@@ -8,6 +8,7 @@ VENV   := .venv
 PYTHON ?= $(or $(shell cat $(VENV)/.python 2>/dev/null),python3)
 EXTRA  ?= $(shell cat $(VENV)/.extra 2>/dev/null)
 ARGS   ?=
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
@@ -43,10 +44,10 @@ decode: $(STAMP)
 	$(BIN)/python -m jmoe.inference.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(WORKERS) $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

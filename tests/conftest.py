@@ -1,6 +1,7 @@
 """JAX as every test sees it: 8 fake CPU devices, strict dtype promotion; and fixtures that run real processes."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ import jax
 import pytest
 
 NUM_DEVICES = 8
+# XLA ends a process whose fake devices do not all reach a collective within 40 s, which a busy machine can take.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -24,12 +27,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set JAX up before any test module is imported."""
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # a plugin may have imported jax before us
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PATIENCE}".strip()  # read when the backend starts
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     # JAX does not write cache entries atomically: parallel workers must not read each other's.
     cache = config.rootpath / ".pytest_cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "main")
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_one_module() -> Iterator[None]:
+    """Forget a module's compiled programs: they map memory, and a process may have 65,530 maps (vm.max_map_count)."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
