@@ -14,7 +14,7 @@ from kernels_pallas.grouped_mlp import activate, grouped_mlp
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
-SLOT_DEVIATIONS = 2.5  # rows of an expert in the batched product beyond a fair share; the rest go through tiles
+SLOT_FACTOR = 1.25  # rows of an expert that take the batched product / a fair share; the rest go through tiles
 SLOT_MULTIPLE = 32
 
 
@@ -23,9 +23,9 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
 
 
 def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
-    """How many rows of each expert take the batched product: a fair share and the spread of random routing."""
-    share = expected_rows / num_local_experts
-    return math.ceil((share + SLOT_DEVIATIONS * math.sqrt(share)) / SLOT_MULTIPLE) * SLOT_MULTIPLE
+    """How many rows of each expert take the batched product when `expected_rows` are spread evenly."""
+    fair = SLOT_FACTOR * expected_rows / num_local_experts
+    return math.ceil(fair / SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
 def up_columns(intermediate_size: int, activation: str) -> int:
