@@ -224,10 +224,9 @@ def grouped_matmul(
     if narrow and w.dtype not in NARROW_DTYPES:
         raise NotImplementedError(f"dtype {w.dtype} of weights with scales: only int8 or float8_e4m3fn")
     _check((x_ND,) if narrow else (x_ND, w), inner, INNER)
-    if gated and (num_columns % 256 or transpose_rhs):
-        raise NotImplementedError(
-            f"{num_columns} gated columns, {transpose_rhs=}: not a multiple of 256, or transposed"
-        )
+    if gated and (num_columns % 256 or transpose_rhs or narrow):
+        why = f"{num_columns} gated columns, {transpose_rhs=}, weights {w.dtype}"
+        raise NotImplementedError(f"{why}: must be a multiple of 256, not transposed, without scales")
     # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of both gates and ups
     height, columns = (ROWS // 2, 128) if gated else (ROWS, _columns(num_columns))
     tile_columns = columns if gated else 2 * columns  # of the result
