@@ -13,7 +13,8 @@ bfloat16. Seconds are medians from a barrier to a barrier; `ratio_to_flat` is th
 Bytes are those that a node sends: by the interface's counter, with all headers, and by the formula of
 `jmoe.planning.exchange.traffic`.
 
-fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link.
+fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link. XLA:CPU has as many threads as
+cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=8.
 embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
@@ -218,12 +219,12 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if a.cache_dir:
-        jax.config.update("jax_compilation_cache_dir", a.cache_dir)
+    jax.config.update("jax_compilation_cache_dir", a.cache_dir)
     address = ADDRESSES[0] if a.rates[0] else "127.0.0.1"
     jax.distributed.initialize(f"{address}:{a.port}", RANKS, a.rank)
     mesh = make_mesh((1, NODES, RANKS_PER_NODE))
     clock = Clock(mesh, has_link=a.rates[0] > 0)
+    clock.barrier()  # connects the ranks while none is busy: gloo waits no longer than 30 s
     if a.command == "embedding":
         return embedding.measure(a, mesh, clock)
     if a.command in steps.COMMANDS:
@@ -235,7 +236,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def launch(rate: float) -> list[dict[str, Any]]:
+def launch(rate: float, cache_dir: str) -> list[dict[str, Any]]:
     """Make the two nodes, start every rank in its own; rank 0's rows."""
     with socket.socket() as s:
         s.bind(("", 0))
@@ -245,6 +246,7 @@ def launch(rate: float) -> list[dict[str, Any]]:
         try:
             for rank in range(RANKS):
                 command = [sys.executable, *sys.argv, "--rates", str(rate), "--rank", str(rank), "--port", port]
+                command += ["--cache-dir", cache_dir]
                 command = nodes.inside(rank // RANKS_PER_NODE, command) if nodes else command
                 out = output if rank == 0 else subprocess.DEVNULL
                 ranks.append(subprocess.Popen(command, stdout=out, text=True))
@@ -272,12 +274,14 @@ def main() -> int:
         print(json.dumps(worker(a)), flush=True)
         return 0
     hidden_options = ("command", "rates", "rank", "port", "cache_dir")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row for rate in a.rates for row in launch(rate, a.cache_dir or folder)]
     result = {
         "benchmark": a.command,
         "nodes": NODES,
         "ranks_per_node": RANKS_PER_NODE,
         "options": {name: value for name, value in vars(a).items() if name not in hidden_options},
-        "rows": [row for rate in a.rates for row in launch(rate)],
+        "rows": rows,
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"python": sys.version.split()[0]},
     }
     print(json.dumps(result), flush=True)

@@ -5,12 +5,15 @@ Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reducti
 
 `interleave` works on the traced function, so a layer knows nothing of it: it finds the all-to-alls, and the places
 between them where the next one cannot start yet because it depends on matrix products. No place lies between two
-all-to-alls that follow each other, nor in front of one whose input is ready. Every collective is made to depend on
-the one before it. XLA:CPU drops `optimization_barrier` before it schedules, so the dependence is one of data: an
-integer that is always 0, which XLA cannot know, is added to the bits of what is sent.
+all-to-alls that follow each other, nor in front of one whose input is ready. Chunks are dealt out to the places by how
+much is multiplied there. Every collective is made to depend on the one before it. XLA:CPU drops `optimization_barrier`
+before it schedules, so the dependence is one of data: an integer that is always 0, which XLA cannot know, is added to
+the bits of what is sent.
 """
 
+import bisect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,9 +34,9 @@ MAX_CHUNK_BYTES = 30_000_000
 class Schedule:
     """How a layer's all-to-alls and the rest share the network.
 
-    ordered: collectives run in the order given here, else in XLA's. places: which of the places take work, all, or the
-    first or last alone. chunked: work is cut into chunks. pieces: so many parts the all-to-alls are cut into, and
-    experts begin with the first.
+    ordered: collectives run in the order given here, else in XLA's. places: which places take work: the layer's
+    beginning, those where an all-to-all cannot start yet, the end. chunked: work is cut into chunks. pieces: so many
+    parts the all-to-alls are cut into, and experts begin with the first.
     """
 
     ordered: bool
@@ -42,12 +45,15 @@ class Schedule:
     pieces: int
 
 
+# none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue them. fixed: behind
+# the layer's all-to-alls. priority: as soon as its first ones are done. chunks, pipelined: Lina.
 SCHEDULES = {
     "none": Schedule(ordered=False, places=slice(None), chunked=False, pieces=1),
+    "ready": Schedule(ordered=True, places=slice(1), chunked=False, pieces=1),
     "fixed": Schedule(ordered=True, places=slice(-1, None), chunked=False, pieces=1),
-    "priority": Schedule(ordered=True, places=slice(1), chunked=False, pieces=1),
-    "chunks": Schedule(ordered=True, places=slice(None), chunked=True, pieces=1),
-    "pipelined": Schedule(ordered=True, places=slice(None), chunked=True, pieces=2),
+    "priority": Schedule(ordered=True, places=slice(1, 2), chunked=False, pieces=1),
+    "chunks": Schedule(ordered=True, places=slice(1, None), chunked=True, pieces=1),
+    "pipelined": Schedule(ordered=True, places=slice(1, None), chunked=True, pieces=2),
 }
 
 
@@ -81,11 +87,17 @@ def _exchanges(eqn: JaxprEqn) -> bool:
     return any(_exchanges(inner) for function in _inner(eqn) for inner in function.eqns)
 
 
-def _multiplies(eqn: JaxprEqn) -> bool:
+def _products(eqn: JaxprEqn) -> int:
+    """Multiplications in its matrix products; of branches, those of the one with the most."""
     if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
-        return False
-    inner = (line for function in _inner(eqn) for line in function.eqns)
-    return eqn.primitive.name == "dot_general" or any(_multiplies(line) for line in inner)
+        return 0
+    if eqn.primitive.name == "dot_general":
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        left: Any = eqn.invars[0].aval
+        out: Any = eqn.outvars[0].aval
+        return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
+    inner = (sum(map(_products, function.eqns)) for function in _inner(eqn))
+    return int(eqn.params.get("length", 1)) * max(inner, default=0)
 
 
 class _Program:
@@ -116,22 +128,31 @@ class _Program:
             names.update(zip(eqn.outvars, found, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def exchanges(self) -> list[int]:
-        """The lines that are all-to-alls."""
-        return [i for i, line in enumerate(self.lines) if line.eqn.primitive.name == "all_to_all"]
+    def places(self) -> dict[int, int]:
+        """Where work may run, in front of these lines and at the end: multiplications that hide it there."""
+        place, begin = 0, 0
+        places: dict[int, int] = {place: 0}
+        counted: set[int] = set()
+        for at, line in enumerate(self.lines):
+            if line.eqn.primitive.name != "all_to_all":
+                continue
+            needed = self._needed(at) - counted
+            if any(_products(self.lines[i].eqn) for i in needed if i >= begin):
+                place = at
+            places[place] = places.get(place, 0) + sum(_products(self.lines[i].eqn) for i in needed)
+            counted |= needed
+            begin = at + 1
+        rest = sum(_products(line.eqn) for i, line in enumerate(self.lines) if i not in counted)
+        return places | {len(self.lines): rest}
 
-    def places(self) -> list[int]:
-        """Where work may run: in front of the lines of these all-to-alls, and at the end."""
-        places, begin = [], 0
-        for end in self.exchanges():
-            needed, waits = set(self.lines[end].inputs), False
-            for line in reversed(self.lines[begin:end]):
-                if needed.intersection(line.outputs):
-                    waits |= _multiplies(line.eqn)
-                    needed.update(name for name in line.inputs if not isinstance(name, Literal))
-            places += [end] * waits
-            begin = end + 1
-        return [*places, len(self.lines)]
+    def _needed(self, at: int) -> set[int]:
+        """The lines that this one waits for."""
+        names, needed = set(self.lines[at].inputs), set()
+        for i in reversed(range(at)):
+            if names.intersection(self.lines[i].outputs):
+                needed.add(i)
+                names.update(name for name in self.lines[i].inputs if not isinstance(name, Literal))
+        return needed
 
 
 class _Order:
@@ -144,22 +165,25 @@ class _Order:
     def after(self, x: jax.Array) -> jax.Array:
         """x, known only when the last collective is done."""
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ self.last.astype(words), x.dtype)
+        with jax.named_scope("order"):
+            return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ self.last.astype(words), x.dtype)
 
     def done(self, y: jax.Array) -> None:
-        first = y[(slice(0, 1),) * y.ndim].reshape(())
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
-        self.last = lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+        with jax.named_scope("order"):
+            first = y[(slice(0, 1),) * y.ndim].reshape(())
+            self.last = lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
 
-def _share(work: Sequence[Work], places: list[int], schedule: Schedule) -> dict[int, Sequence[int]]:
-    """Which work runs in which place.
-
-    One chunk goes where an all-to-all comes next, so that this waits for no more of them; the rest goes last.
-    """
-    chosen = places[schedule.places]
-    shares: dict[int, Sequence[int]] = {place: range(i, min(i + 1, len(work))) for i, place in enumerate(chosen)}
-    return shares | {chosen[-1]: range(len(chosen) - 1, len(work))}
+def _share(work: Sequence[Work], places: dict[int, int], schedule: Schedule) -> dict[int, list[int]]:
+    """Which work runs in which place: in proportion to what hides it there."""
+    chosen = list(places)[schedule.places]
+    ends = list(itertools.accumulate(places[place] for place in chosen))
+    shares: dict[int, list[int]] = {place: [] for place in chosen}
+    for i in range(len(work)):
+        hidden = (i + 0.5) / len(work) * ends[-1]
+        shares[chosen[min(bisect.bisect_left(ends, hidden), len(chosen) - 1)]].append(i)
+    return shares
 
 
 def interleave(
@@ -192,8 +216,8 @@ def interleave(
     for at, line in enumerate(program.lines):
         given = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
         exchange = line.eqn.primitive.name == "all_to_all"
+        run_work(at)
         if exchange:
-            run_work(at)
             given = [order.after(x) for x in given]
         with jax.named_scope(line.scope):
             found = line.eqn.primitive.bind(*given, **line.eqn.primitive.get_bind_params(line.eqn.params))

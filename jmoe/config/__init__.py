@@ -94,7 +94,9 @@ class MeshConfig:
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
     fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
     two_level: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
-    schedule: Literal["none", "fixed", "priority", "chunks", "pipelined"] = "chunks"  # see `collectives.schedule`
+    schedule: Literal["none", "ready", "fixed", "priority", "chunks", "pipelined"] = (
+        "chunks"  # see `collectives.schedule`
+    )
     bucket_bytes: int = 0  # float32 gradients reduced at once, of several layers or of part of one; 0: of one layer
     chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
     # columns, rows: each device keeps and looks up its part of the embedding table; replicated: as `shard_dense` says
@@ -104,7 +106,7 @@ class MeshConfig:
         not_negative(self, "data", "expert_intra", "bucket_bytes", "chunk_bytes")
         positive(self, "expert_inter")
         one_of(self, exchange=("auto", "flat", "two_level", "dedup"))
-        one_of(self, schedule=("none", "fixed", "priority", "chunks", "pipelined"))
+        one_of(self, schedule=("none", "ready", "fixed", "priority", "chunks", "pipelined"))
         one_of(self, embedding=("auto", "replicated", "columns", "rows"))
 
     def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:

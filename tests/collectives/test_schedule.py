@@ -44,6 +44,7 @@ def layer(x: jax.Array, w: jax.Array) -> jax.Array:
     [
         ("chunks", "g a g a a g g"),
         ("pipelined", "g a g a a g g"),
+        ("ready", "g g g g a a a"),
         ("priority", "g g g g a a a"),
         ("fixed", "a a a g g g g"),
         ("none", None),

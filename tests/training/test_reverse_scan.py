@@ -151,9 +151,9 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
         assert experts and "reduce-scatter" in attention
 
 
-@pytest.mark.parametrize(("schedule", "during_experts"), [("fixed", 0), ("priority", 2)])
+@pytest.mark.parametrize(("schedule", "during_experts"), [("ready", 0), ("fixed", 0), ("priority", 2)])
 def test_the_baselines_reduce_elsewhere(schedule: Any, during_experts: int) -> None:
-    """fixed: behind the pair of all-to-alls; priority: all that is pending as soon as experts compute."""
+    """ready: in front of the next layer's; fixed: behind the pair; priority: all that is pending, as experts begin."""
     for order in backward_orders(collectives(MeshConfig(1, 2, 2, schedule=schedule)))[1:-1]:
         assert order.count("reduce-scatter") == 2
         assert order[2 : order.index("there")].count("reduce-scatter") == during_experts

@@ -280,7 +280,7 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
     [
         {"shard_dense": False},
         {"fuse_dense": False},
-        {"exchange": "flat", "remat": "layer"},
+        {"exchange": "flat", "remat": "layer", "schedule": "ready"},
         {"exchange": "two_level", "two_level": False, "schedule": "none"},
         {"schedule": "pipelined", "chunk_bytes": 2000},
         {"schedule": "fixed", "bucket_bytes": 2000},
@@ -289,7 +289,7 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
     ids=[
         "dense parameters whole",
         "dense parameters one by one",
-        "flat exchange, remat",
+        "flat exchange, remat, work as soon as it is known",
         "two-level exchange, all else flat, in any order",
         "chunks, exchange in two pieces",
         "buckets of a part of a layer",
