@@ -34,7 +34,7 @@ import numpy as np
 
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
-from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul import grouped_matmul, quantize, quantized_grouped_matmul
 from kernels_pallas.matmul import matmul
 from kernels_pallas.shapes import CPU, MODELS, ROUTINGS, MoEShape, group_sizes
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
@@ -55,6 +55,17 @@ def parse() -> argparse.Namespace:
 def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Drawn in `dtype`: the weights of a layer may be many GB."""
     return jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, dtype))()
+
+
+def layer_and_gradients(graph: Any, state: Any, x: jax.Array, dy: jax.Array) -> Any:
+    """A layer's output and, for an output gradient that XLA cannot see through, those of its weights and input."""
+
+    def layer(state: Any, x: jax.Array) -> jax.Array:
+        out = nnx.merge(graph, state)(x)
+        return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32)
+
+    y, vjp = jax.vjp(layer, state, x)
+    return y, vjp(dy)
 
 
 # CPU
@@ -109,19 +120,13 @@ def matmul_on_cpu(dtype: Any, rounds: int) -> dict[str, Any]:
 def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> dict[str, Any]:
     """Forward and backward of a MoE layer and of the dense FFN with as many active parameters, random routing."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
-    moe, dense = MoELayer(d, e, k, f, rngs=nnx.Rngs(0)), MLP(d, k * f, rngs=nnx.Rngs(1))
-    x = normal(3, (t, d), dtype)
-
-    def gradients(module: nnx.Module) -> Call:
+    modules = {"dense": MLP(d, k * f, rngs=nnx.Rngs(1)), "moe": MoELayer(d, e, k, f, rngs=nnx.Rngs(0))}
+    x, dy = normal(3, (t, d), dtype), normal(4, (t, d), jnp.float32)
+    calls: dict[str, Call] = {}
+    for name, module in modules.items():
         graph, state = nnx.split(module)
-
-        def loss(state: Any, x: jax.Array) -> jax.Array:
-            out = nnx.merge(graph, state)(x)  # type: ignore[operator]
-            return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32).sum()
-
-        return jax.jit(jax.grad(loss, (0, 1))), (state, x)
-
-    return ratios(alternate({"dense": gradients(dense), "moe": gradients(moe)}, rounds), "dense")
+        calls[name] = jax.jit(partial(layer_and_gradients, graph)), (state, x, dy)
+    return ratios(alternate(calls, rounds), "dense")
 
 
 def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +220,7 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
 
 
 def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The up projection and both its gradients, and the down projection."""
+    """The up projection, both its gradients, and the product with weights of 8 bits."""
     n, d, f, e = shape.num_rows, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
     sizes = jnp.asarray(group_sizes(routing, n, e))
     x, dy, w = (normal(i, s, jnp.bfloat16) for i, s in enumerate(((n, d), (n, 2 * f), (e, d, 2 * f))))
@@ -227,19 +232,27 @@ def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> di
 
         return jax.jit(run)
 
-    moved = 2 * (n * (d + 2 * f) + used * d * 2 * f)
-    least = max(2 * n * d * 2 * f / floor["flops_per_s"], moved / floor["bytes_per_s"])
-    return {
-        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least} | peers(x, w, sizes),
-        "dx": {"s": seconds(gradient(0), x, w, dy, sizes), "floor_s": least},
-        "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least},
+    def least(weight_bytes: int) -> float:
+        moved = 2 * n * (d + 2 * f) + weight_bytes * used * d * 2 * f
+        return max(2 * n * d * 2 * f / floor["flops_per_s"], moved / floor["bytes_per_s"])
+
+    found = {
+        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least(2)} | peers(x, w, sizes),
+        "dx": {"s": seconds(gradient(0), x, w, dy, sizes), "floor_s": least(2)},
+        "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least(2)},
     }
+    del dy
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        narrow, scale = jax.jit(partial(quantize, dtype=dtype))(w)
+        operands = x, narrow, scale, sizes
+        found[narrow.dtype.name] = {"s": seconds(jax.jit(quantized_grouped_matmul), *operands), "floor_s": least(1)}
+    return found
 
 
 def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     """Forward and backward of a MoE layer; the floor is the dense FFN with as many active parameters."""
     d, f, k = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok
-    x = normal(0, (shape.num_tokens, d), jnp.bfloat16)
+    x, dy = normal(0, (shape.num_tokens, d), jnp.bfloat16), normal(2, (shape.num_tokens, d), jnp.float32)
     times = {}
 
     def weights(path: Any, a: jax.Array) -> jax.Array:
@@ -253,12 +266,7 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     for name, make in makers.items():
         graph, state = nnx.split(nnx.eval_shape(make))
         state = jax.tree_util.tree_map_with_path(weights, state)
-
-        def loss(state: Any, x: jax.Array, graph: Any = graph) -> jax.Array:
-            out = nnx.merge(graph, state)(x)
-            return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32).sum()
-
-        times[name] = seconds(jax.jit(jax.grad(loss, (0, 1))), state, x, repeat=5)
+        times[name] = seconds(jax.jit(partial(layer_and_gradients, graph)), state, x, dy, repeat=5)
     return {"forward_backward": times}
 
 

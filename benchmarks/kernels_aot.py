@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
@@ -49,6 +49,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def experts_forward(
+    shape: MoEShape, implementation: Name, x_ND: jax.Array, sizes_E: jax.Array, w_up: jax.Array, w_down: jax.Array
+) -> jax.Array:
+    """SwiGLU experts over sorted rows."""
+    slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
+    weights = w_up, w_down, None, None
+    return grouped_mlp(x_ND, sizes_E, *weights, activation="swiglu", slots=slots, implementation=implementation)
+
+
 def moe_loss(
     shape: MoEShape, implementation: Name, x_TD: jax.Array, weights: Any, idx_TK: jax.Array, gate_TK: jax.Array
 ) -> jax.Array:
@@ -57,10 +66,7 @@ def moe_loss(
     sizes_E = (idx_TK.reshape(-1, 1) == jnp.arange(shape.num_experts, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
     token_N, slot_TK = order_N // idx_TK.shape[1], rank_N.reshape(idx_TK.shape)
     rows_ND = dispatch(x_TD, token_N, slot_TK, True, implementation=implementation)
-    slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
-    out_ND = grouped_mlp(
-        rows_ND, sizes_E, *weights, None, None, activation="swiglu", slots=slots, implementation=implementation
-    )
+    out_ND = experts_forward(shape, implementation, rows_ND, sizes_E, *weights)
     return combine(out_ND, gate_TK, token_N, slot_TK, True, implementation=implementation).sum()
 
 
@@ -126,8 +132,14 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     sizes = jax.ShapeDtypeStruct((e,), jnp.int32)
     up, down = of((e, d, 2 * f)), of((e, f, d))
     matmul = partial(matmul_and_gradients, implementation)
+    quantized = partial(quantized_grouped_matmul, implementation=implementation)
+    experts = partial(experts_forward, shape, implementation)
     yield "up projection, gradients", matmul, (of((n, d)), up, sizes)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        narrow, scale = jax.ShapeDtypeStruct(up.shape, dtype), jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
+        yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
+    yield "experts, forward", experts, (of((n, d)), sizes, up, down)
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
     loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
     yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)

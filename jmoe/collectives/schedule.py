@@ -93,7 +93,9 @@ def _products(eqn: JaxprEqn) -> int:
         return 0
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
-        return math.prod((*eqn.outvars[0].aval.shape, *(eqn.invars[0].aval.shape[dim] for dim in summed)))
+        left: Any = eqn.invars[0].aval
+        out: Any = eqn.outvars[0].aval
+        return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
     inner = (sum(map(_products, function.eqns)) for function in _inner(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 
@@ -129,7 +131,8 @@ class _Program:
     def places(self) -> dict[int, int]:
         """Where work may run, in front of these lines and at the end: multiplications that hide it there."""
         place, begin = 0, 0
-        places, counted = {place: 0}, set()
+        places: dict[int, int] = {place: 0}
+        counted: set[int] = set()
         for at, line in enumerate(self.lines):
             if line.eqn.primitive.name != "all_to_all":
                 continue

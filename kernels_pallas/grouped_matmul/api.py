@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.grouped_matmul.quantize import LARGEST
 from kernels_pallas.implementations import Name, run
 
 
@@ -67,13 +68,41 @@ def grouped_matmul(
 
     Raises ValueError if shapes or dtypes do not fit together.
     """
+    _check_shapes(x_ND, w, group_sizes_E, transpose_rhs)
+    if x_ND.dtype != w.dtype:
+        raise ValueError(f"x {x_ND.dtype} and w {w.dtype}: must have one dtype")
+    return _grouped_matmul(x_ND, w, group_sizes_E, transpose_rhs, implementation)
+
+
+def quantized_grouped_matmul(
+    x_ND: jax.Array,
+    w: jax.Array,
+    scale_EF: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    implementation: Name | Implementation | None = None,
+) -> jax.Array:
+    """`grouped_matmul` for weights w * scale_EF[:, None] as `quantize` makes them, int8 or float8_e4m3fn: forward only.
+
+    The weights stay 8 bits wide until they are multiplied; the scales are factors of the float32 sums.
+    Raises ValueError if shapes or dtypes do not fit together.
+    """
+    _check_shapes(x_ND, w, group_sizes_E, transpose_rhs)
+    if w.dtype not in LARGEST:
+        raise ValueError(f"w {w.dtype}: must be int8 or float8_e4m3fn")
+    num_columns = w.shape[1 if transpose_rhs else 2]
+    if scale_EF.shape != (w.shape[0], num_columns) or scale_EF.dtype != jnp.float32:
+        raise ValueError(f"scale {scale_EF.dtype} {scale_EF.shape}: must be float32 {(w.shape[0], num_columns)}")
+    options = {"transpose_rhs": transpose_rhs, "scale_EF": scale_EF}
+    return _run(implementation, "grouped_matmul", x_ND, w, group_sizes_E, **options)
+
+
+def _check_shapes(x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool) -> None:
     if x_ND.ndim != 2 or w.ndim != 3 or group_sizes_E.shape != w.shape[:1]:
         shapes = f"x {x_ND.shape}, w {w.shape}, group_sizes {group_sizes_E.shape}"
         raise ValueError(f"{shapes}: must be [N, D], [E, D, F] and [E]")
     if x_ND.shape[1] != w.shape[2 if transpose_rhs else 1]:
         raise ValueError(f"x {x_ND.shape} and w {w.shape}: the inner dimensions differ ({transpose_rhs=})")
-    if x_ND.dtype != w.dtype:
-        raise ValueError(f"x {x_ND.dtype} and w {w.dtype}: must have one dtype")
     if not jnp.issubdtype(group_sizes_E.dtype, jnp.integer):
         raise ValueError(f"group_sizes {group_sizes_E.dtype}: must be integers")
-    return _grouped_matmul(x_ND, w, group_sizes_E, transpose_rhs, implementation)

@@ -6,6 +6,9 @@ One persistent block on every multiprocessor: a warpgroup that only copies, two 
 ahead by STAGES steps and on into the next tile, so that the tensor cores do not wait while a finished tile is stored.
 A tile is `ROWS` rows of one group; rows of a neighbouring group that lie in it are multiplied and not stored. Its first
 row is rounded down to a multiple of 8, the height of a swizzled block of shared memory.
+
+Weights of 8 bits are copied as they are; each multiplying warpgroup widens its columns in shared memory while the
+tensor cores are at work on the step before. Their scales, one a column, are factors of the finished sums.
 """
 
 from collections.abc import Callable
@@ -25,9 +28,12 @@ BAND = 16  # row tiles that share a column tile of the weights before the next o
 NUM_SMS = 132  # of an H100 SXM or an H200
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
 DTYPES = (jnp.bfloat16, jnp.float16)
+NARROW_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
+STORED = 64  # columns that a warpgroup stores at a time
 TILING: Any = plgpu.TilingTransform  # abstract, as JAX annotates it
 SWIZZLE: Any = plgpu.SwizzleTransform
 TILED = TILING((8, 64)), SWIZZLE(128)
+TILED_NARROW = TILING((8, 64)), SWIZZLE(64)
 BY_ROW = TILING((1, 64)), SWIZZLE(128)
 
 
@@ -114,22 +120,25 @@ def _multiplying(
     steps_of: Callable[[jax.Array], Any],
     multiply: Callable[..., None],
     store: Callable[..., None],
-    columns: int,
+    sums_shapes: list[tuple[int, int]],
     full: Any,
     empty: Any,
 ) -> None:
-    """What a multiplying warpgroup does: wait for a step, multiply, and hand the step before it back."""
+    """What a multiplying warpgroup does: wait for a step, multiply, and hand the step before it back.
+
+    multiply starts one product for each of `sums_shapes`.
+    """
     plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
 
     def tile(i: jax.Array, done: jax.Array) -> jax.Array:
         num_steps, where = steps_of(i)
 
-        def accumulate(acc: Any) -> jax.Array:
+        def accumulate(*accs: Any) -> list[jax.Array]:
             def step(k: jax.Array, done: jax.Array) -> jax.Array:
                 stage = lax.rem(done, jnp.int32(STAGES))
                 plgpu.barrier_wait(full.at[stage])
-                multiply(acc, where, k, stage)
-                plgpu.wgmma_wait(1)
+                multiply(accs, where, k, stage)
+                plgpu.wgmma_wait(len(accs))
 
                 @pl.when(k > 0)
                 def _() -> None:
@@ -138,9 +147,10 @@ def _multiplying(
                 return done + 1
 
             lax.fori_loop(0, num_steps, step, done)
-            return acc[...]
+            return [acc[...] for acc in accs]
 
-        sums = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
+        accumulators = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in sums_shapes]
+        sums = pl.run_scoped(accumulate, *accumulators)
         done = done + num_steps
 
         @pl.when(num_steps > 0)
@@ -155,9 +165,15 @@ def _multiplying(
 
 
 def _launch(
-    body: Callable[..., None], out_type: jax.ShapeDtypeStruct, scratch: list[Any], num_sms: int, interpret: Any
+    body: Callable[..., None],
+    out_type: jax.ShapeDtypeStruct,
+    scratch: list[Any],
+    num_sms: int,
+    interpret: Any,
+    num_copies: int = 2,
 ) -> Callable[..., jax.Array]:
-    barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)] * 2  # full: two copies; empty: two warpgroups
+    # full: the copies of a step; empty: both multiplying warpgroups
+    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=STAGES) for n in (num_copies, 2)]
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -176,26 +192,56 @@ def _mine(total: jax.Array | int, num_sms: int) -> jax.Array:
     return (total - lax.axis_index("sm") + (num_sms - 1)) // num_sms
 
 
+def _widened(w: jax.Array, dtype: Any) -> jax.Array:
+    """8-bit weights in x's dtype. Hopper converts float8 to float16 only."""
+    if w.dtype == jnp.float8_e4m3fn:
+        w = w.astype(jnp.float16)
+        return w if dtype == jnp.float16 else w.astype(jnp.float32).astype(dtype)
+    return w.astype(dtype)
+
+
 def grouped_matmul(
     x_ND: jax.Array,
     w: jax.Array,
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
+    scale_EF: jax.Array | None = None,
+    bias_EF: jax.Array | None = None,
+    epilogue: Callable[..., jax.Array] | None = None,
+    gated: bool = False,
     num_sms: int = NUM_SMS,
     interpret: Any = None,
 ) -> jax.Array:
-    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything."""
+    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything.
+
+    scale_EF: factors of the columns of int8 or float8_e4m3fn weights. bias_EF: added to the columns.
+    epilogue: float32 sums -> what is stored; with `gated`, of (gate, up), the two halves of the columns: [N, F / 2].
+    """
     num_rows, inner = x_ND.shape
-    num_columns = w.shape[1 if transpose_rhs else 2]
-    _check((x_ND, w), inner, INNER)
-    columns = _columns(num_columns)
-    num_n, num_steps = num_columns // (2 * columns), inner // INNER
+    num_columns, parts = w.shape[1 if transpose_rhs else 2], 2 if gated else 1
+    narrow = scale_EF is not None
+    if narrow and w.dtype not in NARROW_DTYPES:
+        raise NotImplementedError(f"dtype {w.dtype} of weights with scales: only int8 or float8_e4m3fn")
+    _check((x_ND,) if narrow else (x_ND, w), inner, INNER)
+    if gated and (num_columns % 256 or transpose_rhs or narrow):
+        why = f"{num_columns} gated columns, {transpose_rhs=}, weights {w.dtype}"
+        raise NotImplementedError(f"{why}: must be a multiple of 256, not transposed, without scales")
+    # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of both gates and ups
+    height, columns = (ROWS // 2, 128) if gated else (ROWS, _columns(num_columns))
+    tile_columns = columns if gated else 2 * columns  # of the result
+    num_n, num_steps = num_columns // parts // tile_columns, inner // INNER
     x_ND = _whole_rows(x_ND)
     count, tiles_4M = _row_tiles(group_sizes_E, x_ND.shape[0])
+    by_column = [a.astype(jnp.float32) for a in (scale_EF, bias_EF) if a is not None]
 
-    def grouped_matmul_kernel(count, tiles, x, w, out, x_smem, w_smem, out_smem, full, empty):  # type: ignore[no-untyped-def]
+    def grouped_matmul_kernel(count, tiles, x, w, *refs):  # type: ignore[no-untyped-def]
+        factors_and_terms, refs = list(refs[: len(by_column)]), refs[len(by_column) :]
+        scale = factors_and_terms.pop(0) if narrow else None
+        bias = factors_and_terms.pop() if bias_EF is not None else None
+        out, x_smem, w_smem, out_smem, *wide_smem, full, empty = refs
         wg = lax.axis_index("wg")
+        top, left = (wg * height, 0) if gated else (0, wg * columns)
         num_mine = _mine(count[0] * num_n, num_sms)
 
         def steps_of(i: jax.Array) -> Any:
@@ -205,34 +251,53 @@ def grouped_matmul(
         def copy(where: Any, k: jax.Array, stage: jax.Array, barrier: Any) -> None:
             m, n = where
             rows = pl.ds(pl.multiple_of(tiles[1, m], ALIGN), ROWS)
-            inside, across = pl.ds(k * INNER, INNER), pl.ds(n * 2 * columns, 2 * columns)
+            inside = pl.ds(k * INNER, INNER)
             plgpu.copy_gmem_to_smem(x.at[rows, inside], x_smem.at[stage], barrier)
-            block = (across, inside) if transpose_rhs else (inside, across)
-            plgpu.copy_gmem_to_smem(w.at[tiles[0, m], *block], w_smem.at[stage], barrier)
+            for part in range(parts):
+                across = pl.ds(part * (num_columns // parts) + n * tile_columns, tile_columns)
+                block = (across, inside) if transpose_rhs else (inside, across)
+                plgpu.copy_gmem_to_smem(w.at[tiles[0, m], *block], w_smem.at[stage, part], barrier)
 
-        def multiply(acc: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
-            mine = pl.ds(wg * columns, columns)
-            if transpose_rhs:
-                plgpu.wgmma(acc, x_smem.at[stage], w_smem.at[stage, mine].transpose((1, 0)))
-            else:
-                plgpu.wgmma(acc, x_smem.at[stage], w_smem.at[stage, :, mine])
+        def multiply(accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
+            mine = pl.ds(left, columns)
+            for part, acc in enumerate(accs):
+                block = w_smem.at[stage, part]
+                block = block.at[mine] if transpose_rhs else block.at[:, mine]
+                if narrow:
+                    wide = wide_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
+                    wide[...] = _widened(plgpu.layout_cast(block[...], plgpu.Layout.WGMMA_UPCAST_2X), x.dtype)
+                    plgpu.commit_smem()
+                    block = wide
+                x_mine = x_smem.at[stage, pl.ds(top, height)]
+                plgpu.wgmma(acc, x_mine, block.transpose((1, 0)) if transpose_rhs else block)
 
-        def store(sums: jax.Array, where: Any) -> None:
+        def finished(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
+            """Columns of the result, from `first`, as they are stored."""
+            for part in range(parts):
+                at = pl.ds(part * (num_columns // parts) + first, STORED)
+                for ref, apply in ((scale, jnp.multiply), (bias, jnp.add)):
+                    if ref is not None:
+                        row = plgpu.layout_cast(ref[group, at], plgpu.Layout.WGMMA.reduce(0))
+                        sums[part] = apply(sums[part], lax.broadcast_in_dim(row, sums[part].shape, (1,)))
+            return (sums[0] if epilogue is None else epilogue(*sums)).astype(out.dtype)
+
+        def store(sums: list[jax.Array], where: Any) -> None:
             m, n = where
-            first, start, end = tiles[1, m], tiles[2, m], tiles[3, m]
-            for c in range(0, columns, 64):
+            first = tiles[1, m] + top
+            start, end = (jnp.clip(tiles[i, m] - first, 0, height) for i in (2, 3))
+            for c in range(0, columns, STORED):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[wg] = sums[:, c : c + 64].astype(out.dtype)
+                column = n * tile_columns + left + c
+                out_smem[wg] = finished([a[:, c : c + STORED] for a in sums], tiles[0, m], column)
                 plgpu.commit_smem()
-                at, size = start - first, end - start
-                to = pl.ds(n * 2 * columns + wg * columns + c, 64)
-                length = ROWS  # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
+                at, size = start, end - start
+                length = height  # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
                 while length:
 
                     @pl.when((size & length) != 0)
-                    def _(at: jax.Array = at, length: int = length, to: Any = to) -> None:
-                        source = out_smem.at[wg, pl.ds(at, length)]
-                        plgpu.copy_smem_to_gmem(source, out.at[pl.ds(first + at, length), to], commit_group=False)
+                    def _(at: jax.Array = at, length: int = length, column: jax.Array = column) -> None:
+                        to = out.at[pl.ds(first + at, length), pl.ds(column, STORED)]
+                        plgpu.copy_smem_to_gmem(out_smem.at[wg, pl.ds(at, length)], to, commit_group=False)
 
                     at = at + (size & length)
                     length //= 2
@@ -244,16 +309,21 @@ def grouped_matmul(
 
         @pl.when(wg < 2)
         def multiplying() -> None:
-            _multiplying(num_mine, steps_of, multiply, store, columns, full, empty)
+            _multiplying(num_mine, steps_of, multiply, store, [(height, columns)] * parts, full, empty)
 
-    w_block = (2 * columns, INNER) if transpose_rhs else (INNER, 2 * columns)
+    def block(columns: int) -> tuple[int, int]:
+        return (columns, INNER) if transpose_rhs else (INNER, columns)
+
     scratch = [
         plgpu.SMEM((STAGES, ROWS, INNER), x_ND.dtype, transforms=TILED),
-        plgpu.SMEM((STAGES, *w_block), x_ND.dtype, transforms=TILED),
-        plgpu.SMEM((2, ROWS, 64), x_ND.dtype, transforms=BY_ROW),
+        plgpu.SMEM((STAGES, parts, *block(tile_columns)), w.dtype, transforms=TILED_NARROW if narrow else TILED),
+        plgpu.SMEM((2, height, STORED), x_ND.dtype, transforms=BY_ROW),
     ]
-    out_type = jax.ShapeDtypeStruct((x_ND.shape[0], num_columns), x_ND.dtype)
-    return _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret)(count, tiles_4M, x_ND, w)[:num_rows]
+    if narrow:
+        scratch.append(plgpu.SMEM((2, 2, *block(columns)), x_ND.dtype, transforms=TILED))
+    out_type = jax.ShapeDtypeStruct((x_ND.shape[0], num_columns // parts), x_ND.dtype)
+    launch = _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret, num_copies=1 + parts)
+    return launch(count, tiles_4M, x_ND, w, *by_column)[:num_rows]
 
 
 def weight_gradient(
@@ -298,7 +368,7 @@ def weight_gradient(
             plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(m * ROWS, ROWS)], x_smem.at[stage], barrier)
             plgpu.copy_gmem_to_smem(dy.at[rows, pl.ds(n * 2 * columns, 2 * columns)], dy_smem.at[stage], barrier)
 
-        def multiply(acc: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
+        def multiply(accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
             _, start, end = rows_of(where[0], k)
             mine = pl.ds(wg * columns, columns)
 
@@ -313,13 +383,13 @@ def weight_gradient(
                 plgpu.barrier_arrive(masked)
                 plgpu.barrier_wait(masked)
 
-            plgpu.wgmma(acc, x_smem.at[stage].transpose((1, 0)), dy_smem.at[stage, :, mine])
+            plgpu.wgmma(accs[0], x_smem.at[stage].transpose((1, 0)), dy_smem.at[stage, :, mine])
 
-        def store(sums: jax.Array, where: Any) -> None:
+        def store(sums: list[jax.Array], where: Any) -> None:
             group, m, n = where
             for c in range(0, columns, 64):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[wg] = sums[:, c : c + 64].astype(out.dtype)
+                out_smem[wg] = sums[0][:, c : c + 64].astype(out.dtype)
                 plgpu.commit_smem()
                 to = pl.ds(n * 2 * columns + wg * columns + c, 64)
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[group, pl.ds(m * ROWS, ROWS), to])
@@ -330,7 +400,7 @@ def weight_gradient(
 
         @pl.when(wg < 2)
         def multiplying() -> None:
-            _multiplying(num_mine, steps_of, multiply, store, columns, full, empty)
+            _multiplying(num_mine, steps_of, multiply, store, [(ROWS, columns)], full, empty)
 
     scratch = [
         plgpu.SMEM((STAGES, INNER, ROWS), x_ND.dtype, transforms=TILED),

@@ -9,11 +9,22 @@ from jax import lax
 
 
 def grouped_matmul(
-    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, *, transpose_rhs: bool = False
+    x_ND: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    scale_EF: jax.Array | None = None,
 ) -> jax.Array:
-    """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows beyond the groups: 0."""
+    """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows beyond the groups: 0.
+
+    scale_EF: factors of the columns of w, which is then of another dtype.
+    """
     w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
-    return lax.ragged_dot(x_ND, w_EDF, group_sizes_E, preferred_element_type=jnp.float32).astype(x_ND.dtype)
+    if scale_EF is None:
+        return lax.ragged_dot(x_ND, w_EDF, group_sizes_E, preferred_element_type=jnp.float32).astype(x_ND.dtype)
+    w32_EDF = w_EDF.astype(jnp.float32) * scale_EF[:, None]
+    return lax.ragged_dot(x_ND.astype(jnp.float32), w32_EDF, group_sizes_E).astype(x_ND.dtype)
 
 
 def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:

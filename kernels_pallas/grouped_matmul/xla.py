@@ -2,9 +2,10 @@
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a tile.
 
-The first C rows of every group go through one batched product, the rest through a loop over tiles of one group. How
-the sizes fall decides at run time which C of a few costs least: even groups fit into slots exactly, one hot group runs
-in large tiles, a few rows touch only the weights of their own groups.
+Groups of one size are one batched product of the rows as they lie. Otherwise the first C rows of every group go through
+one, the rest through a loop over tiles of one group. How the sizes fall decides at run time which C of a few costs
+least: groups of similar size fit into slots, one hot group runs in large tiles, a few rows touch only the weights of
+their own groups.
 """
 
 import math
@@ -41,10 +42,18 @@ def _tiles(starts: Any, ends: Any, slots: int, num_rows: int) -> list[Tiles]:
     return [Tiles(filled, first, ends, large), Tiles(rest, first + filled * large, ends, small)]
 
 
+def _blocks(x_ND: jax.Array, num_groups: int) -> jax.Array:
+    """[E, N / E, D], for groups of one size."""
+    return x_ND.reshape(num_groups, -1, x_ND.shape[1])
+
+
 def _cheapest(
-    group_sizes_E: jax.Array, num_rows: int, run: Callable[[Layout, int, list[Tiles]], jax.Array]
+    group_sizes_E: jax.Array,
+    num_rows: int,
+    even: Callable[[], jax.Array],
+    run: Callable[[Layout, int, list[Tiles]], jax.Array],
 ) -> jax.Array:
-    """run(layout, slots, tiles) with the number of slots that these sizes make cheapest."""
+    """even() if all groups have one size and no row is left, else run(layout, slots, tiles) with the cheapest slots."""
     num_groups = group_sizes_E.shape[0]
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     starts_E = ends_E - group_sizes_E
@@ -60,23 +69,39 @@ def _cheapest(
     for slots in choices:
         tiles = _tiles(starts_E, ends_E, slots, num_rows)
         costs.append(slots * num_groups + sum((t.total() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0)))
-    if len(choices) == 1:
-        return branch(0)()
-    return lax.switch(jnp.argmin(jnp.stack(costs)), [branch(slots) for slots in choices])
+    branches = [branch(slots) for slots in choices]
+    cheapest = jnp.argmin(jnp.stack(costs)).astype(jnp.int32)
+    if num_rows % num_groups == 0:
+        is_even = (group_sizes_E == num_rows // num_groups).all()
+        cheapest = jnp.where(is_even, len(branches), cheapest)
+        branches.append(even)
+    return lax.switch(cheapest, branches)
 
 
 def grouped_matmul(
-    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, *, transpose_rhs: bool = False
+    x_ND: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    scale_EF: jax.Array | None = None,
 ) -> jax.Array:
     """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything finite."""
     num_rows, num_columns = x_ND.shape[0], w.shape[1 if transpose_rhs else 2]
     if num_rows < MIN_ROWS:
         x_MD = jnp.pad(x_ND, ((0, MIN_ROWS - num_rows), (0, 0)))
-        return grouped_matmul(x_MD, w, group_sizes_E, transpose_rhs=transpose_rhs)[:num_rows]
+        return grouped_matmul(x_MD, w, group_sizes_E, transpose_rhs=transpose_rhs, scale_EF=scale_EF)[:num_rows]
+
+    def product(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+        y = dot(x, w.astype(x.dtype), b_transposed=transpose_rhs)
+        return (y if scale is None else y * scale[..., None, :]).astype(x.dtype)
+
+    def even() -> jax.Array:
+        return product(_blocks(x_ND, w.shape[0]), w, scale_EF).reshape(num_rows, num_columns)
 
     def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
-            y_ECF = dot(take_any_rows(x_ND, layout.rows_LC), w, b_transposed=transpose_rhs).astype(x_ND.dtype)
+            y_ECF = product(take_any_rows(x_ND, layout.rows_LC), w, scale_EF)
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
@@ -85,13 +110,13 @@ def grouped_matmul(
 
             def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
-                y_BF = dot(one.read(x_ND), one.pick(w), b_transposed=transpose_rhs).astype(x_ND.dtype)
-                return one.write(out, y_BF)
+                scale_F = None if scale_EF is None else one.pick(scale_EF)
+                return one.write(out, product(one.read(x_ND), one.pick(w), scale_F))
 
             out = lax.fori_loop(0, some.total(), tile, out)
         return lax.bitcast_convert_type(out, x_ND.dtype)
 
-    return _cheapest(group_sizes_E, num_rows, run)
+    return _cheapest(group_sizes_E, num_rows, even, run)
 
 
 def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
@@ -100,6 +125,9 @@ def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array)
     if num_rows < MIN_ROWS:
         pad = ((0, MIN_ROWS - num_rows), (0, 0))
         return weight_gradient(jnp.pad(x_ND, pad), jnp.pad(dy_NF, pad), group_sizes_E)
+
+    def even() -> jax.Array:
+        return dot(transposed(_blocks(x_ND, num_groups)), _blocks(dy_NF, num_groups)).astype(x_ND.dtype)
 
     def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
@@ -116,4 +144,4 @@ def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array)
             dw_EDF = lax.fori_loop(0, some.total(), tile, dw_EDF)
         return dw_EDF.astype(x_ND.dtype)
 
-    return _cheapest(group_sizes_E, num_rows, run)
+    return _cheapest(group_sizes_E, num_rows, even, run)

@@ -1,18 +1,25 @@
-"""The grouped MLP on Hopper: two grouped matmuls, and XLA's fused elementwise work between them.
+"""The grouped MLP on Hopper: two grouped matmuls; without gradients, biases and activation are part of the first one.
+
+What is differentiated needs the pre-activations in memory: XLA's fused elementwise work between the two reads them.
+`topk_weights` are no epilogue of the second one: `combine` multiplies by them while it adds, which costs no pass.
 
 Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU).
 """
 
-from typing import Any
+import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.grouped_matmul import Implementation, grouped_matmul
-from kernels_pallas.grouped_mlp.reference import activate
-from kernels_pallas.implementations import Name
+from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, mosaic_gpu
+from kernels_pallas.grouped_mlp.reference import activate, activate_gated
+from kernels_pallas.implementations import first_supported
 from kernels_pallas.saved import saved
+
+HOPPER = Implementation(mosaic_gpu.grouped_matmul, mosaic_gpu.weight_gradient)
 
 
 @jax.custom_vjp
@@ -38,6 +45,73 @@ def _add_bias_bwd(residuals: Any, dy_NU: jax.Array) -> Any:
 _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 
+class _Operands(NamedTuple):
+    """What is differentiated. Biases may be None."""
+
+    x_ND: jax.Array
+    w_up_LDU: jax.Array
+    w_down_LFD: jax.Array
+    b_up_LU: jax.Array | None
+    b_down_LD: jax.Array | None
+
+
+def _in_passes(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
+    """The pre-activations, which the backward pass needs, are written; XLA adds the biases and activates them."""
+    x_ND, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD = operands
+    ends_L = jnp.cumsum(group_sizes_L)
+    group_N = (jnp.arange(x_ND.shape[0], dtype=jnp.int32)[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
+    h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
+    if b_up_LU is not None:
+        h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
+    h = saved(h, "expert_up")
+    a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
+    y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
+    return y if b_down_LD is None else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """The exact GELU, x Phi(x), of what Mosaic GPU has: it cannot lower erf.
+
+    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)); erfc by a polynomial with an error of at most 1.5e-7 (Abramowitz and
+    Stegun, 7.1.26).
+    """
+    size = jnp.maximum(x, -x)
+    z = size * math.sqrt(0.5)
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return jnp.maximum(x, 0.0) - 0.5 * size * poly * jnp.exp(-z * z)
+
+
+def _fused(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
+    """Biases and activation in the kernels: the pre-activations never leave the registers."""
+    x_ND, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD = operands
+    gated = activation != "gelu"
+    epilogue = partial(activate_gated, activation=activation) if gated else gelu
+    up = {"bias_EF": b_up_LU, "epilogue": epilogue, "gated": gated}
+    a_NF = matmul.grouped_matmul(x_ND, w_up_LDU, group_sizes_L, **up)
+    return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, bias_EF=b_down_LD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _grouped_mlp(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
+    candidates = [
+        (name, partial(body, operands, group_sizes_L, activation, matmul))
+        for name, body in (("fused activation", _fused), ("activation in a pass of its own", _in_passes))
+    ]
+    return first_supported("grouped_mlp", candidates)
+
+
+def _forward(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> Any:
+    return jax.vjp(lambda operands: _in_passes(operands, group_sizes_L, activation, matmul), operands)
+
+
+def _backward(activation: str, matmul: Implementation, vjp: Any, dy_ND: jax.Array) -> Any:
+    return *vjp(dy_ND), None
+
+
+_grouped_mlp.defvjp(_forward, _backward)
+
+
 def grouped_mlp(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
@@ -48,16 +122,9 @@ def grouped_mlp(
     *,
     activation: str,
     slots: int = 0,
-    matmul: Name | Implementation = "mosaic_gpu",
+    matmul: Implementation = HOPPER,
 ) -> jax.Array:
     """See `grouped_mlp.api`. slots: for other implementations."""
     del slots
-    ends_L = jnp.cumsum(group_sizes_L)
-    group_N = (jnp.arange(x_ND.shape[0], dtype=jnp.int32)[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
-    h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
-    if b_up_LU is not None:
-        h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
-    h = saved(h, "expert_up")
-    a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
-    y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
-    return y if b_down_LD is None else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
+    operands = _Operands(x_ND, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD)
+    return _grouped_mlp(operands, group_sizes_L, activation, matmul)

@@ -17,7 +17,11 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
     """
     if activation == "gelu":
         return jax.nn.gelu(h, approximate=False)
-    gate, up = jnp.split(h, 2, axis=-1)
+    return activate_gated(*jnp.split(h, 2, axis=-1), activation=activation)
+
+
+def activate_gated(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
+    """`activate` for the two halves of h."""
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
         return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
