@@ -87,7 +87,7 @@ def test_bad_tiers_are_refused_at_once(runs: TrainRuns, tmp_path: Path, run_pyth
     bad = runs.command(tmp_path, "--tiers.experts", "nvme", "--tiers.optimizer", "host")
     done = run_python(bad, runs.environment())
     assert done.returncode != 0
-    assert "must be nvme with tiers.experts" in done.stderr
+    assert "tiers.optimizer = 'host': must be nvme" in done.stderr
     assert not (tmp_path / "records").exists()
 
 
