@@ -205,6 +205,7 @@ def test_another_mesh_and_back(runs: TrainRuns, reference: dict[int, float], tmp
 SPLITS = {"1 process x 4 devices": (1, 4), "2 x 2": (2, 2), "4 x 1": (4, 1)}
 
 
+@pytest.mark.slow
 def test_process_counts_agree(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """The same 4 devices in 1, 2 and 4 processes: the same losses."""
     mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)

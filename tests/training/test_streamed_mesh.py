@@ -79,6 +79,7 @@ def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, tmp_
     assert differing(there.state, on_host.state) == []
 
 
+@pytest.mark.slow
 def test_two_levels_accumulation_and_all_else_at_once() -> None:
     """2 x 2 devices, a tied table in rows, jitter, pieces."""
     router = RouterConfig(kind="switch", jitter_noise=0.3, aux_loss_coef=0.1, z_loss_coef=0.01)
