@@ -2,10 +2,12 @@
 
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import playwright
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from openai_server import OpenAIServer
@@ -34,12 +36,16 @@ MOVING = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        found = [path for name in BROWSERS if (path := shutil.which(name))] + [playwright.chromium.executable_path]
+    node = Path(playwright.__file__).parent / "driver" / "node"
+    started = subprocess.run([node, "--version"], capture_output=True, text=True)
+    if started.returncode:
+        pytest.skip(f"playwright does not start on this machine: {started.stderr.strip()}")
+    with sync_playwright() as driver:
+        found = [path for name in BROWSERS if (path := shutil.which(name))] + [driver.chromium.executable_path]
         path = next((path for path in found if Path(path).exists()), None)
         if path is None:
             pytest.skip(f"no browser: none of {', '.join(BROWSERS)} on PATH, nor what `playwright install` brings")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
 
