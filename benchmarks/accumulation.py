@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import MachineConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
+from benchmarks.training_tiers import add_model_options, model_of
+from jmoe.config import MachineConfig, OptimizerConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.training.streamed_step import make_tiered_program
 from jmoe.training.tier_plan import training_plan
@@ -38,17 +39,7 @@ TIERS = {"device": TiersConfig(), "host": TiersConfig(experts="host", optimizer=
 
 def config_of(a: argparse.Namespace, tokens: int, tiers: TiersConfig, machine: MachineConfig) -> TrainConfig:
     return TrainConfig(
-        model=ModelConfig(
-            vocab_size=1024,
-            hidden_size=a.hidden_size,
-            num_hidden_layers=a.layers,
-            num_attention_heads=a.hidden_size // 64,
-            num_key_value_heads=a.hidden_size // 64,
-            moe_intermediate_size=a.intermediate_size,
-            num_experts=a.experts,
-            num_experts_per_tok=2,
-            router=RouterConfig(aux_loss_coef=0.01),
-        ),
+        model=model_of(a),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0, learning_rate=1e-4),
         batch_size=tokens // SEQUENCE_LENGTH,
         sequence_length=SEQUENCE_LENGTH,
@@ -140,10 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--micro-tokens", type=int, default=2048)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=16)
+    add_model_options(parser, layers=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plot")
     a = parser.parse_args()

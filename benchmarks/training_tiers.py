@@ -35,9 +35,9 @@ from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
 
 
-def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any) -> TrainConfig:
+def model_of(a: argparse.Namespace) -> ModelConfig:
     """A model of the size asked for, whose router's choices can be steered by its bias."""
-    model = ModelConfig(
+    return ModelConfig(
         vocab_size=1024,
         hidden_size=a.hidden_size,
         num_hidden_layers=a.layers,
@@ -49,10 +49,22 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = Non
         capacity_factor=1.25,
         router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0, bias_update_speed=0.0),
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser, layers: int) -> None:
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--intermediate-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=2)
+
+
+def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any) -> TrainConfig:
+    """A step of `model_of` with its records in `folder`."""
     mesh = mesh or MeshConfig()
     records = a.layers * a.experts * 3 * a.hidden_size * a.intermediate_size * 16 // mesh.expert_inter  # of a process
     return TrainConfig(
-        model=model,
+        model=model_of(a),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
         mesh=mesh,
         batch_size=a.batch_size,
@@ -206,11 +218,7 @@ def main() -> int:
     }
     parser.add_argument("what", choices=measures)
     parser.add_argument("--folder", type=Path, help="where records are; default: the system's temporary folder")
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=2)
+    add_model_options(parser, layers=6)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")

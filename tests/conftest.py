@@ -44,6 +44,14 @@ def programs_of_one_module() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """A third of the time to compile; for comparisons that do not depend on how well programs are optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
     """This process's environment with `changes`; None takes a variable away."""
     merged = {**os.environ, **(changes or {})}

@@ -36,6 +36,9 @@ from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
 from jmoe.training.layer_programs import Ahead, Beside, Layer, LayerPrograms, Routed, Sums, without_experts
 from jmoe.training.step import Program, TrainState, make_program
 
+# Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
+_Also = tuple[Ahead | None, jax.Array | None]
+
 
 @dataclass
 class _Passed:
@@ -299,7 +302,8 @@ class StreamedProgram:
         ys, stack, whole_RC, ahead = [], state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
         for x in xs:
             y, beside = self._done(self._programs.dense(stack, whole_RC, x, self._layers[i], ahead))
-            run.whole_RC, ahead = (run.whole_RC, None) if ahead is None else (beside.whole_RC, None)
+            if ahead is not None:
+                run.whole_RC, ahead = beside.whole_RC, None
             ys.append(y)
         return ys
 
@@ -320,7 +324,8 @@ class StreamedProgram:
         ys, ahead = [], self._ahead(run, i + 1)
         for r, layer in zip(routed, layers, strict=True):
             y, beside = self._done(programs.add_experts(stack, whole_RC, slot, r, layer, ahead))
-            run.whole_RC, ahead = (run.whole_RC, None) if ahead is None else (beside.whole_RC, None)
+            if ahead is not None:
+                run.whole_RC, ahead = beside.whole_RC, None
             ys.append(y)
         jax.block_until_ready(ys)
         del slot
@@ -340,7 +345,7 @@ class StreamedProgram:
         for i in reversed(range(len(self._sparse))):
             sparse, before = self._sparse[i], self._ahead(run, i - 1)
             sums = Sums(None, grads.rest[sparse])
-            args = state, run, i, dxs, sums, before, None if pending is None else pending[1]
+            args = state, run, i, dxs, sums, (before, None if pending is None else pending[1])
             if sparse:
                 sums, beside, square = self._backward_experts(*args, counts_NAE)
                 squares.append(square)
@@ -358,21 +363,14 @@ class StreamedProgram:
         return dxs, squares[::-1]
 
     def _backward_dense(
-        self,
-        state: TrainState,
-        run: _Run,
-        i: int,
-        dxs: list[jax.Array],
-        sums: Sums,
-        before: Ahead | None,
-        pending_RG: jax.Array | None,
+        self, state: TrainState, run: _Run, i: int, dxs: list[jax.Array], sums: Sums, also: _Also
     ) -> tuple[Sums, Beside]:
         """Of one layer; changes `dxs`."""
         found, stack = Beside(None, None), state.params[STACKS[False]]
         for a, x in enumerate(run.passed[i].xs):
-            args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], before, pending_RG
+            args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], *also
             dxs[a], sums, beside = self._done(self._programs.dense_gradients(*args))
-            found, before, pending_RG = (found if a else beside), None, None
+            found, also = (found if a else beside), (None, None)
         return sums, found
 
     def _backward_experts(
@@ -382,8 +380,7 @@ class StreamedProgram:
         i: int,
         dxs: list[jax.Array],
         sums: Sums,
-        before: Ahead | None,
-        pending_RG: jax.Array | None,
+        also: _Also,
         counts_NAE: jax.Array,
     ) -> tuple[Sums, Beside, jax.Array]:
         """Of one layer, with the squared norm of its experts' gradients, which go to their tier; changes `dxs`."""
@@ -393,10 +390,10 @@ class StreamedProgram:
         found = Beside(None, None)
         for a, (x, idx) in enumerate(zip(here.xs, here.choices, strict=True)):
             layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
-            args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, before, pending_RG
+            args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
             gradients = programs.moe_gradients(*args, idx, worst_case=run.worst_case)
             dxs[a], sums, beside = self._done(gradients)
-            found, before, pending_RG = (found if a else beside), None, None
+            found, also = (found if a else beside), (None, None)
         square, kept = programs.expert_gradients(sums.experts, dtype=self.tiers.gradient_dtype)
         jax.block_until_ready(dxs)
         del slot

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.grouped_mlp.reference import activate
+from kernels_pallas.groups import Layout, slot_layout
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import bits, saved_residual
 from kernels_pallas.token_permute.reference import take_any_rows, take_rows
@@ -32,34 +33,17 @@ class Weights(NamedTuple):
     b_down: jax.Array | None
 
 
-class _Layout(NamedTuple):
-    rows_LC: jax.Array  # the row in each slot, N where empty
-    slot_N: jax.Array  # the slot of each row, L * C where it has none
-    starts_L: jax.Array
-    ends_L: jax.Array
-    tiles_L: jax.Array  # overflow tiles of each group
+def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
+    """[L]: how many tiles the rows beyond each group's slots take."""
+    over_L = jnp.maximum(layout.ends_L - layout.starts_L - slots, 0)
+    return (over_L + TILE_ROWS - 1) // TILE_ROWS
 
 
-def _layout(group_sizes_L: jax.Array, num_rows: int, slots: int) -> _Layout:
-    num_groups = group_sizes_L.shape[0]
-    ends_L = jnp.cumsum(group_sizes_L)
-    starts_L = ends_L - group_sizes_L
-    at_C = jnp.arange(slots, dtype=jnp.int32)
-    rows_LC = jnp.where(at_C < group_sizes_L[:, None], starts_L[:, None] + at_C, num_rows)
-    at_N = jnp.arange(num_rows, dtype=jnp.int32)
-    group_N = (at_N[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
-    position_N = at_N - starts_L[jnp.minimum(group_N, num_groups - 1)]
-    slotted_N = (group_N < num_groups) & (position_N < slots)
-    slot_N = jnp.where(slotted_N, group_N * slots + position_N, num_groups * slots)
-    over_L = jnp.maximum(group_sizes_L - slots, 0)
-    return _Layout(rows_LC, slot_N, starts_L, ends_L, (over_L + TILE_ROWS - 1) // TILE_ROWS)
-
-
-def _tile(layout: _Layout, i: jax.Array, num_rows: int, slots: int) -> tuple[jax.Array, jax.Array]:
+def _tile(layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots: int) -> tuple[jax.Array, jax.Array]:
     """(group, rows [B]) of overflow tile i; rows past the group's end are `num_rows`."""
-    tile_ends_L = jnp.cumsum(layout.tiles_L)
+    tile_ends_L = jnp.cumsum(tiles_L)
     group = (i >= tile_ends_L).sum(dtype=jnp.int32)
-    j = i - (tile_ends_L[group] - layout.tiles_L[group])
+    j = i - (tile_ends_L[group] - tiles_L[group])
     rows_B = layout.starts_L[group] + slots + j * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
     return group, jnp.where(rows_B < layout.ends_L[group], rows_B, num_rows)
 
@@ -117,19 +101,20 @@ def _grouped_mlp(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, ac
 
 def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> Any:
     num_rows = x_ND.shape[0]
-    layout = _layout(group_sizes_L, num_rows, slots)
+    layout = slot_layout(group_sizes_L, num_rows, slots)
     h_LCU = saved_residual(_up(take_any_rows(x_ND, layout.rows_LC), weights), "expert_up")
     y_LCD = _down(h_LCU, weights, activation)
     y_ND = take_any_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
+        tiles_L = _overflow_tiles(layout, slots)
 
         def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
-            group, rows_B = _tile(layout, i, num_rows, slots)
+            group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
             mine = _of(weights, group)
             y_BD = expert_mlp(take_rows(x_ND, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
-        bits_ND = lax.fori_loop(0, layout.tiles_L.sum(dtype=jnp.int32), tile, bits(y_ND))
+        bits_ND = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), tile, bits(y_ND))
         y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
     return y_ND, (x_ND, layout, weights, h_LCU)
 
@@ -142,17 +127,17 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
     )
     dx_ND = take_any_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
+        tiles_L = _overflow_tiles(layout, slots)
 
         def tile(i: jax.Array, carry: tuple[jax.Array, Weights]) -> tuple[jax.Array, Weights]:
             bits_ND, dweights = carry
-            group, rows_B = _tile(layout, i, num_rows, slots)
+            group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
             mine, x_BD = _of(weights, group), take_rows(x_ND, rows_B)
             dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation)
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
             return _put_rows(bits_ND, rows_B, dx_BD), dweights
 
-        tiles = layout.tiles_L.sum(dtype=jnp.int32)
-        bits_ND, dweights = lax.fori_loop(0, tiles, tile, (bits(dx_ND), dweights))
+        bits_ND, dweights = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), tile, (bits(dx_ND), dweights))
         dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
     return dx_ND, None, jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,13 +27,7 @@ AXES = ("node", "gpu")
 T, D, E = 20, 12, 16  # 20: no multiple of the 8 that buffers are rounded to
 DEVICES = 8
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def planned(kind: Any, split: tuple[int, int], k: int) -> ExchangePlan:

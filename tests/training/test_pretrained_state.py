@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -21,12 +20,7 @@ from jmoe.training.step import make_program
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def config_of(name: str, **options: object) -> TrainConfig:

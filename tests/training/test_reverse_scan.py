@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,12 +36,7 @@ MODEL = ModelConfig(
     capacity_factor=1.0,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @functools.cache

@@ -23,13 +23,7 @@ SPREAD = dataclasses.replace(
     batch_size=4,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Any:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -44,13 +44,7 @@ CONFIG = TrainConfig(
 )
 HOST = TiersConfig(experts="host", optimizer="host")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Any:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def batch(config: TrainConfig, step: int) -> jax.Array:
