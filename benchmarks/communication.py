@@ -1,10 +1,10 @@
-"""Communication over a slow link between two nodes of two ranks each; the last line of output is one JSON object.
+"""Communication over a slow link between two nodes of some ranks each; the last line of output is one JSON object.
 
     sudo python benchmarks/communication.py exchange             50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
     sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:560 --kinds flat dedup
     sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
     sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
-    sudo python benchmarks/communication.py order --rates 100    training steps: orders of collectives
+    sudo NPROC=4 python benchmarks/communication.py order        training steps: orders of collectives
     sudo python benchmarks/communication.py embedding            training steps with the embedding table in parts
 
 exchange: tokens to their experts and back (`dispatch` and `combine`, the experts change nothing), forward alone and
@@ -14,7 +14,7 @@ Bytes are those that a node sends: by the interface's counter, with all headers,
 `jmoe.planning.exchange.traffic`.
 
 fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link. XLA:CPU has as many threads as
-cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=8.
+cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=4.
 embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
@@ -41,8 +41,7 @@ from benchmarks import embedding, steps
 from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes
 from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
 
-NODES, RANKS_PER_NODE = 2, 2
-RANKS = NODES * RANKS_PER_NODE
+NODES = 2
 HIDDEN_SIZE = 1024
 Program = Callable[..., Any]
 DIRECTIONS = ("forward", "backward")  # backward: the forward pass too
@@ -67,6 +66,7 @@ def parse() -> argparse.Namespace:
             "--rates", type=float, nargs="+", default=rates, help="Mbit/s, both directions together; 0: no link"
         )
         command.add_argument("--rounds", type=int, default=7)
+        command.add_argument("--ranks-per-node", type=int, default=1 if command is commands.choices["order"] else 2)
         command.add_argument("--cache-dir", help="keep compiled programs in this folder")
         command.add_argument("--rank", type=int, help=argparse.SUPPRESS)
         command.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -145,7 +145,7 @@ class Clock:
 def formula_bytes(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str) -> int:
     """Bytes that the ranks of one node send to the other."""
     return (
-        RANKS_PER_NODE
+        a.ranks_per_node
         * traffic(
             plan,
             num_tokens=shape[2],
@@ -168,7 +168,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, in
         kind: plan_exchange(
             kind,
             num_nodes=NODES,
-            devices_per_node=RANKS_PER_NODE,
+            devices_per_node=a.ranks_per_node,
             num_experts=num_experts,
             num_experts_per_tok=k,
         )
@@ -179,7 +179,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, in
         for direction in a.directions:
             program = make_program(plan, mesh, num_experts, a.capacity_factor, direction)
             counts = jax.jit(lambda d: d.sum())(program(*args)[1])
-            dropped[kind] = int(counts) / (RANKS * num_tokens * k)
+            dropped[kind] = int(counts) / (mesh.size * num_tokens * k)
             programs[direction, kind] = program
     found: dict[Any, list[tuple[float, int]]] = {key: [] for key in programs}
     for _ in range(a.rounds):
@@ -221,8 +221,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_compilation_cache_dir", a.cache_dir)
     address = ADDRESSES[0] if a.rates[0] else "127.0.0.1"
-    jax.distributed.initialize(f"{address}:{a.port}", RANKS, a.rank)
-    mesh = make_mesh((1, NODES, RANKS_PER_NODE))
+    jax.distributed.initialize(f"{address}:{a.port}", NODES * a.ranks_per_node, a.rank)
+    mesh = make_mesh((1, NODES, a.ranks_per_node))
     clock = Clock(mesh, has_link=a.rates[0] > 0)
     clock.barrier()  # connects the ranks while none is busy: gloo waits no longer than 30 s
     if a.command == "embedding":
@@ -236,7 +236,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def launch(rate: float, cache_dir: str, ranks_per_node: int = RANKS_PER_NODE) -> list[dict[str, Any]]:
+def launch(rate: float, cache_dir: str, ranks_per_node: int) -> list[dict[str, Any]]:
     """Make the two nodes, start every rank in its own, with this command's arguments; rank 0's rows."""
     with socket.socket() as s:
         s.bind(("", 0))
@@ -275,11 +275,10 @@ def main() -> int:
         return 0
     hidden_options = ("command", "rates", "rank", "port", "cache_dir")
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for rate in a.rates for row in launch(rate, a.cache_dir or folder)]
+        rows = [row for rate in a.rates for row in launch(rate, a.cache_dir or folder, a.ranks_per_node)]
     result = {
         "benchmark": a.command,
         "nodes": NODES,
-        "ranks_per_node": RANKS_PER_NODE,
         "options": {name: value for name, value in vars(a).items() if name not in hidden_options},
         "rows": rows,
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"python": sys.version.split()[0]},

@@ -4,10 +4,10 @@ Every comparison runs one model with several `MeshConfig`s in turn, from the sam
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
 the losses have to stay the same.
 
-order: steps are traced on rank 0. `all_to_all_s`: in the median, an exchange of the backward pass is done so long after
-its input is known (`benchmarks.trace`), waiting included; `all_to_alls_s`: all of a step, which `ratio_all_to_alls`
-compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what the link alone
-takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what all but the link takes.
+order: one rank a node, steps traced on rank 0. `all_to_all_s`: in the mean, an exchange of the backward pass is done
+so long after its input could be known (`benchmarks.trace`), waiting included; `all_to_alls_s`: all of a step, which
+`ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what
+the link alone takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what the rest takes.
 """
 
 import argparse
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 SHAPES = {
     "fusion": [(64, 24, 0, 1, 64, 128)],
     "levels": [(256, 2, 8, 2, 512, 256), (256, 2, 64, 8, 256, 256)],
-    "order": [(512, 4, 4, 2, 384, 4096)],
+    "order": [(512, 4, 2, 1, 768, 8192)],  # computing takes as long as the link at 200 Mbit/s
 }
 SEQUENCE_LENGTH = 64
 
@@ -77,8 +77,8 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, mes
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant"),
         mesh=MeshConfig(
             1,
-            num_ranks // 2,
-            2,
+            NODES,
+            a.ranks_per_node,
             chunk_bytes=a.chunk_bytes or round(rate / 8 * 1e6 * 0.02),
             bucket_bytes=a.bucket_bytes,
             embedding="replicated",
@@ -194,7 +194,7 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Any, shape: tuple[int
         }
         if run.exchanges:
             row |= {
-                "all_to_all_s": round(statistics.median(e.seconds for e in itertools.chain(*run.exchanges)), 4),
+                "all_to_all_s": round(statistics.fmean(e.seconds for e in itertools.chain(*run.exchanges)), 4),
                 "all_to_alls_s": round(statistics.median(run.waits), 4),
                 **{f"ratio_all_to_alls_to_{name}": ratio(runs[name].waits, run.waits) for name in references},
                 "busy_share": round(statistics.median(run.busy), 3),

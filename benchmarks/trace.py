@@ -3,7 +3,9 @@ computed meanwhile.
 
 The backward pass of a layer with experts exchanges twice: combine's gradients go to the experts, those of the experts'
 inputs come back. Such an exchange is all of its all-to-alls: of both levels, of all pieces, of what travels
-beside the rows. It is *ready* when the rows of its last piece are computed, and *done* with its last all-to-all.
+beside the rows. It is *ready* when the last matrix product is done that the rows of its last piece come from, and
+*done* with its last all-to-all. What is computed a second time for the backward pass does not count, nor do gathers and
+sorts: they are put off as the all-to-all is.
 """
 
 import glob
@@ -18,12 +20,22 @@ BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "s16": 2, "bf16": 2, "f16": 2}  
 
 
 class Op(NamedTuple):
-    """An operation of the compiled program."""
+    """An operation of the compiled program. index: of the part that it takes from a tuple."""
 
     kind: str
     scopes: str
     inputs: list[str]
     num_bytes: int
+    computation: str
+    index: int
+    loop: "Loop | None" = None  # of a loop, and of the parameter of its body
+
+
+class Loop(NamedTuple):
+    """Where a loop's values come from: before its first round, and from every round."""
+
+    before: str
+    rounds: list[str]
 
 
 class Span(NamedTuple):
@@ -47,13 +59,40 @@ class Exchange(NamedTuple):
 
 def operations(text: str) -> dict[str, Op]:
     """The operations of a compiled program by name."""
-    found = {}
+    found: dict[str, Op] = {}
+    parameters: dict[str, str] = {}  # of computations
+    results: dict[str, list[str]] = {}
+    bodies: dict[str, str] = {}  # of loops
+    fused: dict[str, str] = {}  # what fusions without scopes compute
+    computation = ""
     for line in text.splitlines():
-        if op := re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)(?:, |$)", line):
-            scopes = re.search(r'op_name="([^"]*)"', line)
-            shapes = re.findall(r"(\w+)\[([\d,]*)\]", op[2])
-            size = sum(BYTES.get(kind, 4) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in shapes)
-            found[op[1]] = Op(op[3], scopes[1] if scopes else "", re.findall(r"%([\w.-]+)", op[4]), size)
+        if header := re.match(r"(?:ENTRY )?%(\S+) \(.*{$", line):
+            computation = header[1]
+        if match := re.match(r"\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)(?:, |$)", line):
+            root, name, types, kind, given = match.groups()
+            scopes, index = re.search(r'op_name="([^"]*)"', line), re.search(r", index=(\d+)", line)
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", types)
+            size = sum(BYTES.get(item, 4) * math.prod(map(int, filter(None, dims.split(",")))) for item, dims in shapes)
+            inputs = re.findall(r"%([\w.-]+)", given)
+            place = computation, int(index[1]) if index else 0
+            found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place)
+            if kind == "parameter":
+                parameters[computation] = name
+            if root:
+                results[computation] = inputs
+            if kind == "fusion" and not scopes and (calls := re.search(r", calls=%([\w.-]+)", line)):
+                fused[name] = calls[1]
+            if kind == "while" and (body := re.search(r", body=%([\w.-]+)", line)):
+                bodies[name] = body[1]
+    inside: dict[str, str] = {}
+    for op in found.values():
+        inside[op.computation] = f"{inside.get(op.computation, '')} {op.scopes}"
+    for name, called in fused.items():
+        found[name] = found[name]._replace(scopes=inside[called].strip())
+    for name, body in bodies.items():
+        loop = Loop(found[name].inputs[0], results[body])
+        for at in (name, parameters[body]):
+            found[at] = found[at]._replace(loop=loop)
     return found
 
 
@@ -92,22 +131,41 @@ def busy_share(found: list[Span], ops: dict[str, Op]) -> float:
     return union_s(compute, exchanges) / total if total else 0.0
 
 
-def _known_before(name: str, ops: dict[str, Op]) -> set[str]:
-    """The computations behind an all-to-all's input, without those that only wait for another collective.
+def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:
+    """(operation whose result this one reads, whether in the loop's round before), through tuples and loops."""
+    op = ops[name]
+    held = ops.get(op.inputs[0]) if op.kind == "get-tuple-element" else None
+    if held is None:
+        return [(at, False) for at in op.inputs]
+    if held.loop is not None:
+        begin = ops[held.loop.before]
+        first = begin.inputs[op.index] if begin.kind == "tuple" else held.loop.before
+        return [(held.loop.rounds[op.index], held.kind == "parameter"), (first, False)]
+    return [(held.inputs[op.index] if held.kind == "tuple" else op.inputs[0], False)]
 
-    What waits lies behind `interleave`'s scope "order", or belongs to the sending itself.
+
+def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
+    """(product behind an all-to-all's input, whether its run of the loop's round before counts).
+
+    Without those that only wait for another collective: what waits lies behind `interleave`'s scope "order", or belongs
+    to the sending itself.
     """
-    behind: set[str] = set()
-    todo = list(ops[name].inputs)
+    behind: set[tuple[str, bool]] = set()
+    todo = [(at, False) for at in ops[name].inputs]
     while todo:
-        at = todo.pop()
-        if at not in behind and at in ops and ops[at].kind not in COLLECTIVES:
-            behind.add(at)
-            todo += ops[at].inputs
-    late = {at for at in behind if re.search(r"\border\b|all_to_all", ops[at].scopes)} | set(ops[name].inputs)
-    while more := {at for at in behind - late if late.intersection(ops[at].inputs)}:
+        at, before = todo.pop()
+        if (at, before) not in behind and at in ops and ops[at].kind not in COLLECTIVES:
+            behind.add((at, before))
+            todo += [(source, before or earlier) for source, earlier in _sources(at, ops) if not before or not earlier]
+    here = {at for at, before in behind if not before}
+    late = {at for at in here if re.search(r"\border\b|all_to_all", ops[at].scopes)} | set(ops[name].inputs)
+    while more := {at for at in here - late if late.intersection(ops[at].inputs)}:
         late |= more
-    return behind - late
+    return {(at, before) for at, before in behind if _is_product(ops[at]) and (before or at not in late)}
+
+
+def _is_product(op: Op) -> bool:
+    return (op.kind == "dot" or "dot_general" in op.scopes) and "rematted" not in op.scopes
 
 
 def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:
@@ -129,5 +187,11 @@ def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:
 
 def _ready_ns(run: Span, begun: dict[str, list[Span]], ops: dict[str, Op]) -> float:
     """When the input of this run of an all-to-all was computed."""
-    before = (s for name in _known_before(run.name, ops) for s in begun.get(name, ()))
-    return max((s.end_ns for s in before if s.end_ns <= run.begin_ns), default=run.begin_ns)
+    here, number = ops[run.name].computation, begun[run.name].index(run)
+    ends = []
+    for name, before in _known_before(run.name, ops):
+        runs = begun.get(name, [])
+        if ops[name].computation == here and len(runs) == len(begun[run.name]):
+            runs = runs[: max(0, number + 1 - before)]
+        ends += [s.end_ns for s in runs if s.end_ns <= run.begin_ns][-1:]
+    return max(ends, default=run.begin_ns)

@@ -34,12 +34,14 @@ MAX_CHUNK_BYTES = 30_000_000
 class Schedule:
     """How a layer's all-to-alls and the rest share the network.
 
-    ordered: collectives run in the order given here, else in XLA's. places: which places take work: the layer's
-    beginning, those where an all-to-all cannot start yet, the end. chunked: work is cut into chunks. pieces: so many
-    parts the all-to-alls are cut into, and experts begin with the first.
+    ordered: collectives run in the order given here, else in XLA's. first: so do matrix products, those first that an
+    all-to-all waits for. places: which places take work: the layer's beginning, those where an all-to-all cannot start
+    yet, the end. chunked: work is cut into chunks. pieces: so many parts the all-to-alls are cut into, and experts
+    begin with the first.
     """
 
     ordered: bool
+    first: bool
     places: slice
     chunked: bool
     pieces: int
@@ -48,12 +50,12 @@ class Schedule:
 # none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue them. fixed: behind
 # the layer's all-to-alls. priority: as soon as its first ones are done. chunks, pipelined: Lina.
 SCHEDULES = {
-    "none": Schedule(ordered=False, places=slice(None), chunked=False, pieces=1),
-    "ready": Schedule(ordered=True, places=slice(1), chunked=False, pieces=1),
-    "fixed": Schedule(ordered=True, places=slice(-1, None), chunked=False, pieces=1),
-    "priority": Schedule(ordered=True, places=slice(1, 2), chunked=False, pieces=1),
-    "chunks": Schedule(ordered=True, places=slice(1, None), chunked=True, pieces=1),
-    "pipelined": Schedule(ordered=True, places=slice(1, None), chunked=True, pieces=2),
+    "none": Schedule(ordered=False, first=False, places=slice(None), chunked=False, pieces=1),
+    "ready": Schedule(ordered=True, first=False, places=slice(1), chunked=False, pieces=1),
+    "fixed": Schedule(ordered=True, first=False, places=slice(-1, None), chunked=False, pieces=1),
+    "priority": Schedule(ordered=True, first=True, places=slice(1, 2), chunked=False, pieces=1),
+    "chunks": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, pieces=1),
+    "pipelined": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, pieces=2),
 }
 
 
@@ -64,12 +66,20 @@ def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, in
 
 
 class _Line(NamedTuple):
-    """An equation of the traced function; what it reads is a name (int) or a literal."""
+    """An equation of the traced function; what it reads is a name (int) or a literal.
+
+    gives_way: it begins when the all-to-all in front of it can, which does not wait for it.
+    """
 
     eqn: JaxprEqn
     inputs: list[Any]
     outputs: list[int]
     scope: str
+    gives_way: bool = False
+
+    @property
+    def exchanges(self) -> bool:
+        return self.eqn.primitive.name == "all_to_all"
 
 
 _CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_vjp_call", "custom_jvp_call")
@@ -128,22 +138,67 @@ class _Program:
             names.update(zip(eqn.outvars, found, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def places(self) -> dict[int, int]:
-        """Where work may run, in front of these lines and at the end: multiplications that hide it there."""
+    def places(self) -> dict[int, list[int]]:
+        """Where work may run, in front of these lines and at the end: the lines with products that hide it there."""
         place, begin = 0, 0
-        places: dict[int, int] = {place: 0}
-        counted: set[int] = set()
+        places: dict[int, list[int]] = {place: []}
+        left = {i for i, line in enumerate(self.lines) if _products(line.eqn)}
         for at, line in enumerate(self.lines):
-            if line.eqn.primitive.name != "all_to_all":
+            if not line.exchanges:
                 continue
-            needed = self._needed(at) - counted
-            if any(_products(self.lines[i].eqn) for i in needed if i >= begin):
+            products = sorted(self._needed(at) & left)
+            if products and products[-1] >= begin:
                 place = at
-            places[place] = places.get(place, 0) + sum(_products(self.lines[i].eqn) for i in needed)
-            counted |= needed
+            places.setdefault(place, []).extend(products)
+            left.difference_update(products)
             begin = at + 1
-        rest = sum(_products(line.eqn) for i, line in enumerate(self.lines) if i not in counted)
-        return places | {len(self.lines): rest}
+        return places | {len(self.lines): sorted(left)}
+
+    def operand(self, products: list[int]) -> Any:
+        """What is known when the first of these can begin that waits for the last all-to-all; None without any."""
+        latest = self._latest()
+        products = [i for i in products if not self.lines[i].gives_way]
+        if not products:
+            return None
+        first = self.lines[max(products, key=lambda i: (latest[i], -i))]
+        known = {name: at for at, line in enumerate(self.lines) for name in line.outputs}
+        return max((x for x in first.inputs if not isinstance(x, Literal)), key=lambda name: known.get(name, -1))
+
+    def _latest(self) -> list[int]:
+        """For each line the last all-to-all that it is or waits for, -1 without one."""
+        found: dict[Any, int] = {}
+        latest = []
+        for at, line in enumerate(self.lines):
+            waits = max((found.get(x, -1) for x in line.inputs if not isinstance(x, Literal)), default=-1)
+            latest.append(at if line.exchanges else waits)
+            found.update(dict.fromkeys(line.outputs, latest[-1]))
+        return latest
+
+    def all_to_alls_first(self) -> None:
+        """Puts each product behind the first all-to-all that it could hold up: one that waits for neither.
+
+        An all-to-all that follows another without a product between them is part of the same exchange.
+        """
+        first = next((at for at, line in enumerate(self.lines) if line.exchanges), 0)
+        begins, latest = {first, *self.places()}, self._latest()
+        order: list[int] = []
+        gives_way: set[int] = set()
+        left = set(range(len(self.lines)))
+
+        def take(some: set[int]) -> None:
+            order.extend(sorted(some & left))
+            left.difference_update(some)
+
+        for at, line in enumerate(self.lines):
+            if line.exchanges:
+                take(self._needed(at))
+                take({at})
+                if at in begins:
+                    others = {i for i in left if latest[i] < at}
+                    gives_way |= {i for i in others if _products(self.lines[i].eqn)}
+                    take(others)
+        take(set(left))
+        self.lines = [self.lines[i]._replace(gives_way=i in gives_way) for i in order]
 
     def _needed(self, at: int) -> set[int]:
         """The lines that this one waits for."""
@@ -164,19 +219,30 @@ class _Order:
 
     def after(self, x: jax.Array) -> jax.Array:
         """x, known only when the last collective is done."""
+        return self.behind(x, self.last)
+
+    def behind(self, x: jax.Array, zero: jax.Array) -> jax.Array:
+        """x, known only when a zero is."""
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
-            return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ self.last.astype(words), x.dtype)
+            return lax.bitcast_convert_type(lax.bitcast_convert_type(x, words) ^ zero.astype(words), x.dtype)
 
-    def done(self, y: jax.Array) -> None:
+    def zero_of(self, y: jax.Array) -> jax.Array:
+        """0, known only when y is."""
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
             first = y[(slice(0, 1),) * y.ndim].reshape(())
-            self.last = lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+            return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+
+    def done(self, y: jax.Array) -> None:
+        self.last = self.zero_of(y)
+
+    def wait_for(self, y: jax.Array) -> None:
+        self.last = self.last | self.zero_of(y)
 
 
 def _share(work: Sequence[Work], places: dict[int, int], schedule: Schedule) -> dict[int, list[int]]:
-    """Which work runs in which place: in proportion to what hides it there."""
+    """Which work runs in which place: in proportion to the multiplications that hide it there."""
     chosen = list(places)[schedule.places]
     ends = list(itertools.accumulate(places[place] for place in chosen))
     shares: dict[int, list[int]] = {place: [] for place in chosen}
@@ -204,25 +270,37 @@ def interleave(
         return function(*args), [send(order.after) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     program = _Program(closed)
-    shares = _share(work, program.places(), schedule)
+    if schedule.first:
+        program.all_to_alls_first()
+    places = program.places()
+    hides = {place: sum(_products(program.lines[i].eqn) for i in some) for place, some in places.items()}
+    shares = _share(work, hides, schedule)
     results = {}
     values: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True)) | program.constants
 
     def run_work(place: int) -> None:
+        # XLA:CPU starts what is ready in turn, and a collective keeps what stands behind it from starting.
+        if shares.get(place) and (operand := program.operand(places[place])) is not None:
+            order.wait_for(values[operand])
         for i in shares.get(place, ()):
             results[i] = work[i](order.after)
             order.done(results[i])
 
+    can_start = order.zero
     for at, line in enumerate(program.lines):
         given = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
-        exchange = line.eqn.primitive.name == "all_to_all"
         run_work(at)
-        if exchange:
+        if line.exchanges:
+            can_start = order.zero_of(given[0])
             given = [order.after(x) for x in given]
+        if line.gives_way:
+            numbers = (i for i, x in enumerate(given) if jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.number))
+            smallest = min(numbers, key=lambda i: given[i].nbytes)
+            given[smallest] = order.behind(given[smallest], can_start)
         with jax.named_scope(line.scope):
             found = line.eqn.primitive.bind(*given, **line.eqn.primitive.get_bind_params(line.eqn.params))
         found = found if line.eqn.primitive.multiple_results else [found]
-        if exchange:
+        if line.exchanges:
             order.done(found[0])
         values.update(zip(line.outputs, found, strict=True))
     run_work(len(program.lines))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, After, chunk_bytes, cuts, interleave
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
@@ -75,3 +76,40 @@ def test_interleave(name: str, order: str | None) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
     found = " ".join(op.kind[4] for op in operations(ours.as_text()))  # all-Gather, all-To-all
     assert order is None or found == order.replace("a", "t")
+
+
+def _origins(jaxpr: Any, var: Any) -> set[Any]:
+    """Every variable that this one comes from, itself included."""
+    made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    found, todo = set(), [var]
+    while todo:
+        at = todo.pop()
+        if not isinstance(at, Literal) and at not in found:
+            found.add(at)
+            todo += made_by[at].invars if at in made_by else []
+    return found
+
+
+@pytest.mark.parametrize(("name", "gives_way"), [("chunks", True), ("ready", False)])
+def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(name: str, gives_way: bool) -> None:
+    def body(x: jax.Array, w: jax.Array) -> Any:
+        return interleave(layer, (x, w), [], SCHEDULES[name], ALL, x)
+
+    specs: Any = (BATCH, REPLICATED)
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=(BATCH, []), check_vma=False)
+    closed = jax.make_jaxpr(mapped)(jnp.zeros((256, 16)), jnp.zeros((16, 16)))
+    (inside,) = (eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    there, back, _ = (eqn for eqn in inside.eqns if eqn.primitive.name == "all_to_all")
+    (attended,) = (x for x in _origins(inside, there.invars[0]) if _made_by(inside, x) == "tanh")
+    products = [eqn for eqn in inside.eqns if eqn.primitive.name == "dot_general"]
+    shared = [p for p in products if p.outvars[0] not in _origins(inside, back.invars[0])]
+    assert len(shared) == 2
+    waits = [any(_made_by(inside, x) == "and" for x in _origins(inside, p.invars[0])) for p in shared]
+    assert waits == [gives_way, gives_way]
+    for eqn in shared:
+        assert attended in _origins(inside, eqn.invars[0])
+        assert there.outvars[0] not in _origins(inside, eqn.invars[0])
+
+
+def _made_by(jaxpr: Any, var: Any) -> str:
+    return next((eqn.primitive.name for eqn in jaxpr.eqns if var in eqn.outvars), "")
