@@ -15,7 +15,9 @@ from jmoe.config import check
 # Decayed counts grow by beta ** -decays. Before that leaves float64 they are all brought down again.
 RESCALE_ABOVE = 2.0**512
 # How much better other counts must explain the uses before the old ones are forgotten: log likelihood, natural units.
-FORGET_ABOVE = 20.0
+FORGET_FROM = 20.0
+# The most that one step may add to that: an odd one alone makes nothing be forgotten.
+STEP_SAYS = 10.0
 # Uses of every record that counts are taken to begin with, so that what has not been seen is not impossible.
 PRIOR = 2.0
 # What is left of counts that are forgotten: it orders what nothing newer does.
@@ -40,9 +42,9 @@ class HitCounts:
     `scores` do not decay, but other counts are kept beside them: decayed ones (MoESys, Algorithm 2: times beta every
     `decay_every_steps` steps), and those since the step at which a change is suspected. Each predicts which records a
     step uses, a record's share of them being its share of the counts. Where one of the two has explained what came
-    better than the scores by `FORGET_ABOVE` (the sum of log likelihood ratios over uses, from where it was last
+    better than the scores by `FORGET_FROM` (the sum of log likelihood ratios over uses, from where it was last
     below 0: Page's CUSUM test), it becomes the scores. The fresh counts notice that everything is different, within
-    a few steps; the decayed ones that something is, or drifts. No single step makes anything be forgotten.
+    a few steps; the decayed ones that something is, or drifts.
     Scores only ever rise but when something is forgotten, which `generation` counts. Counts belong to records, not
     to slots, so they survive eviction.
 
@@ -58,7 +60,7 @@ class HitCounts:
         self.scores = np.zeros(num_records)
         self.generation = 0
         self._decayed, self._hit = np.zeros(num_records), 1.0  # decayed counts, and one use, times beta ** -decays
-        self._fresh, self._fresh_steps = np.zeros(num_records), 0
+        self._fresh = np.zeros(num_records)
         self._decayed_is_better = self._fresh_is_better = 0.0  # log likelihood ratios to the scores
         self._beta, self._decay_every_steps = beta, decay_every_steps
         self._steps = 0
@@ -121,36 +123,29 @@ class HitCounts:
         self._compare(ids)
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
-        if self._fresh_is_better > FORGET_ABOVE:
+        if self._fresh_is_better >= FORGET_FROM:
             self._forget(self._fresh)
-        elif self._decayed_is_better > FORGET_ABOVE:
+        elif self._decayed_is_better >= FORGET_FROM:
             self._forget(self.decayed)
 
     def _compare(self, ids: NDArray[np.int64]) -> None:
         """Which counts foretold this step better than the scores did; the fresh ones begin again if they did not."""
         scores = _log_likelihood(self.scores, ids, 1.0)
-        self._decayed_is_better += _log_likelihood(self._decayed, ids, self._hit) - scores
-        self._decayed_is_better = max(0.0, self._decayed_is_better)
-        ratio = _log_likelihood(self._fresh, ids, 1.0) - scores
-        if self._fresh_steps:  # the step that they begin with is no evidence: it may just be odd
-            self._fresh_is_better = ratio = self._fresh_is_better + ratio
-        if ratio > 0:
+        decayed = _log_likelihood(self._decayed, ids, self._hit)
+        fresh = _log_likelihood(self._fresh, ids, 1.0)
+        self._decayed_is_better = max(0.0, self._decayed_is_better + min(decayed - scores, STEP_SAYS))
+        self._fresh_is_better = max(0.0, self._fresh_is_better + min(fresh - scores, STEP_SAYS))
+        if self._fresh_is_better > 0:
             self._fresh[ids] += 1
-            self._fresh_steps += 1
         else:
-            self._clear_fresh()
-
-    def _clear_fresh(self) -> None:
-        if self._fresh_steps:
             self._fresh[:] = 0
-        self._fresh_steps, self._fresh_is_better = 0, 0.0
 
     def _forget(self, better: NDArray[np.float64]) -> None:
         """Take these counts for the scores. What was known before decides between records that they say nothing of."""
         self.scores[:] = better + FORGOTTEN * self.scores
         self._decayed[:] = self.scores * self._hit
-        self._decayed_is_better = 0.0
-        self._clear_fresh()
+        self._fresh[:] = 0
+        self._decayed_is_better = self._fresh_is_better = 0.0
         self.generation += 1
 
 

@@ -43,7 +43,7 @@ class CountsModel:
 
     def __init__(self, num_records: int, beta: float) -> None:
         self.scores, self.decayed, self.fresh = [[0.0] * num_records for _ in range(3)]
-        self.beta, self.fresh_steps, self.forgotten = beta, 0, 0
+        self.beta, self.forgotten = beta, 0
         self.decayed_is_better = self.fresh_is_better = 0.0
 
     def touch(self, records: set[int]) -> None:
@@ -51,20 +51,17 @@ class CountsModel:
             return sum(math.log((counts[i] + 2) / sum(n + 2 for n in counts)) for i in records)
 
         scores = log_likelihood(self.scores)
-        self.decayed_is_better = max(0, self.decayed_is_better + log_likelihood(self.decayed) - scores)
-        fresh = log_likelihood(self.fresh) - scores
-        self.fresh_is_better += fresh if self.fresh_steps else 0
-        go_on = (self.fresh_is_better if self.fresh_steps else fresh) > 0
-        self.fresh_steps += 1
+        self.decayed_is_better = max(0, self.decayed_is_better + min(10, log_likelihood(self.decayed) - scores))
+        self.fresh_is_better += min(10, log_likelihood(self.fresh) - scores)
         for i in records:
             for counts in (self.scores, self.decayed, self.fresh):
                 counts[i] += 1
         better = None
-        if not go_on:
+        if self.fresh_is_better <= 0:
             self.start_anew()
-        elif self.fresh_is_better > 20:
+        elif self.fresh_is_better >= 20:
             better = self.fresh
-        if better is None and self.decayed_is_better > 20:
+        if better is None and self.decayed_is_better >= 20:
             better = self.decayed
         if better is not None:
             self.scores = [new + 1e-6 * old for new, old in zip(better, self.scores, strict=True)]
@@ -74,7 +71,7 @@ class CountsModel:
         self.decayed = [n * self.beta for n in self.decayed]
 
     def start_anew(self) -> None:
-        self.fresh, self.fresh_steps, self.fresh_is_better = [0.0] * len(self.fresh), 0, 0.0
+        self.fresh, self.fresh_is_better = [0.0] * len(self.fresh), 0.0
 
 
 @pytest.mark.parametrize("beta", [0.97, 0.5])
