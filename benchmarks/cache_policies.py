@@ -56,12 +56,15 @@ def gumbel_top_k(rng: np.random.Generator, weights_E: NDArray[Any], num_tokens: 
     return np.argpartition(-noise_TE, top_k, axis=1)[:, :top_k]
 
 
-def traces(num_steps: int) -> dict[str, list[Step]]:
+def traces(num_steps: int, seed: int) -> dict[str, list[Step]]:
+    first = 1000 * seed
     found = {f"balanced, {layers} layers": list(balanced(num_steps, layers)) for layers in (1, 4)}
     for layers in (1, 4):
         for tokens in (16, 128, 1024):
-            found[f"zipf, {layers} layers, {tokens} tokens"] = list(zipf(num_steps, layers, tokens, tokens + layers))
-        found[f"four tasks, {layers} layers"] = list(multi_task(num_steps, layers, 7 + layers))
+            found[f"zipf, {layers} layers, {tokens} tokens"] = list(
+                zipf(num_steps, layers, tokens, first + tokens + layers)
+            )
+        found[f"four tasks, {layers} layers"] = list(multi_task(num_steps, layers, first + 7 + layers))
     return found
 
 
@@ -73,11 +76,56 @@ class Policy(Protocol):
     def end_step(self, records: NDArray[np.int64]) -> None: ...
 
 
+class Decayed(HitCounts):
+    """Algorithm 2's decayed counts and nothing else: what `HitCounts` was before it noticed changes."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_RECORDS, beta=0.9)
+
+    def _learn(self, ids: NDArray[np.int64]) -> None:
+        self.scores[:] = self.decayed
+        self.scores[ids] += 1
+        self._decayed[ids] += self._hit
+        self.generation += 1
+
+
+class KnowsChanges(HitCounts):
+    """Is told when popularity changes and counts from there: no order of the records that is learned is better."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_RECORDS)
+
+    def _learn(self, ids: NDArray[np.int64]) -> None:
+        self.scores[ids] += 1
+        if self._steps % PHASE_STEPS == 0:
+            self.scores *= 1e-9  # what was popular before is still better than what never was
+            self.generation += 1
+
+
+class KnowsPhases(HitCounts):
+    """Knows from the beginning of each phase how often each record will be used in it."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        super().__init__(NUM_RECORDS)
+        self.phases = iter(steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS))
+        self._learn(np.arange(0))
+
+    def _learn(self, ids: NDArray[np.int64]) -> None:
+        if self._steps % PHASE_STEPS == 0 and (phase := next(self.phases, None)) is not None:
+            self.scores[:] = uses(phase)
+            self.generation += 1
+
+
+def uses(steps: list[Step]) -> NDArray[np.int64]:
+    """How often each record is used."""
+    return np.bincount(np.concatenate([layer for step in steps for layer in step]), minlength=NUM_RECORDS)
+
+
 class Ours:
     """`LFUCache`, with one staging slot as `TieredStore` would have some."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.cache = LFUCache(HitCounts(NUM_RECORDS), num_slots - 1, 1)
+    def __init__(self, num_slots: int, counts: HitCounts) -> None:
+        self.cache = LFUCache(counts, num_slots - 1, 1)
 
     def use(self, record: int) -> bool:
         slot = self.cache.use(record)
@@ -99,8 +147,8 @@ class Ours:
 class Ahead(Ours):
     """The same, told before each step what the next one will use."""
 
-    def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        super().__init__(num_slots)
+    def __init__(self, num_slots: int, counts: HitCounts, steps: list[Step]) -> None:
+        super().__init__(num_slots, counts)
         self.coming = iter(steps)
         self.tell()
         self.tell()
@@ -134,8 +182,7 @@ class Static:
     """The records used most over the whole trace, known beforehand, never changed."""
 
     def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        counts = np.bincount(np.concatenate([r for step in steps for r in step]), minlength=NUM_RECORDS)
-        self.held = set(np.argsort(-counts, kind="stable")[:num_slots].tolist())
+        self.held = set(np.argsort(-uses(steps), kind="stable")[:num_slots].tolist())
 
     def use(self, record: int) -> bool:
         return record in self.held
@@ -159,7 +206,7 @@ class StaticOfPhase:
 
 
 class Belady:
-    """Knows the future: gives up what is needed last, or does not keep the newcomer if that is."""
+    """Knows the future: gives up what is needed last."""
 
     def __init__(self, num_slots: int, steps: list[Step]) -> None:
         self.num_slots, self.held = num_slots, dict[int, int]()  # record -> position of its next use
@@ -178,8 +225,6 @@ class Belady:
         if not hit and len(self.held) == self.num_slots:
             while self.held.get(self.last[0][1]) != -self.last[0][0]:
                 heapq.heappop(self.last)
-            if -self.last[0][0] <= next_use:
-                return False
             del self.held[heapq.heappop(self.last)[1]]
         self.held[record] = next_use
         heapq.heappush(self.last, (-next_use, record))
@@ -215,35 +260,41 @@ class Algorithm2:
 
 
 def hit_rate(policy: Policy, steps: list[Step]) -> float:
-    """Hits over uses, without the first use of each record, which nobody can hit."""
-    hits, uses, seen = 0, 0, set[int]()
+    """Hits over uses, both without the first use of each record, which has to be read."""
+    hits, counted, seen = 0, 0, set[int]()
     for step in steps:
         for layer in step:
             for record in layer.tolist():
-                hits += policy.use(record)
-                uses += record in seen
+                hit, again = policy.use(record), record in seen
+                hits += hit and again
+                counted += again
                 seen.add(record)
         policy.end_step(np.concatenate(step))
-    return hits / uses
+    return hits / counted
 
 
-def policies(num_steps: int) -> list[dict[str, Any]]:
+def policies(num_steps: int, seed: int) -> list[dict[str, Any]]:
     """Every policy has the same slots; where some records are only passed through, one of them is for that."""
     rows = []
-    for name, steps in traces(num_steps).items():
+    for name, steps in traces(num_steps, seed).items():
         for share in (0.25, 0.5):
             slots = int(NUM_RECORDS * share)
             contestants: dict[str, Policy] = {
-                "ours": Ours(slots),
-                "ours_ahead": Ahead(slots, steps),
+                "ours": Ours(slots, HitCounts(NUM_RECORDS)),
+                "decayed": Ours(slots, Decayed()),
+                "knows_changes": Ours(slots, KnowsChanges()),
                 "lru": LRU(slots),
                 "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
                 "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),
                 "static": Static(slots - 1, steps),
                 "static_of_phase": StaticOfPhase(slots - 1, steps),
+                "ours_ahead": Ahead(slots, HitCounts(NUM_RECORDS), steps),
+                "decayed_ahead": Ahead(slots, Decayed(), steps),
+                "knows_changes_ahead": Ahead(slots, KnowsChanges(), steps),
+                "knows_phases_ahead": Ahead(slots, KnowsPhases(steps), steps),
                 "belady": Belady(slots, steps),
             }
-            rates = {policy: round(hit_rate(it, steps), 3) for policy, it in contestants.items()}
-            rows.append({"trace": name, "cache_share": share, **rates})
+            rates = {policy: round(hit_rate(it, steps), 4) for policy, it in contestants.items()}
+            rows.append({"trace": name, "seed": seed, "cache_share": share, **rates})
             print(f"{name:28} {share:4.2f} " + " ".join(f"{k} {v:.3f}" for k, v in rates.items()), file=sys.stderr)
     return rows

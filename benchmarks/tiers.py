@@ -188,12 +188,13 @@ def main() -> int:
     parser.add_argument("--total-bytes", type=int, default=1 << 29, help="read per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trace-steps", type=int, default=2 * PHASE_STEPS)
+    parser.add_argument("--trace-seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--layer-bytes", type=int, default=1 << 24)
     a = parser.parse_args()
     result: dict[str, Any] = {}
     if a.only in (None, "policies"):
-        result["policies"] = policies(a.trace_steps)
+        result["policies"] = policies(a.trace_steps, a.trace_seed)
     if a.only in (None, "reads"):
         with tempfile.TemporaryDirectory(prefix="jmoe-tiers-", dir=a.folder) as folder:
             result["reads"] = reads(Path(folder), a.total_bytes, a.rounds)

@@ -29,7 +29,7 @@ class TiersConfig:
     path: str = ""  # folder of the tier nvme; "": OUTPUT_DIR/records
     host_cache_bytes: int = 0  # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
-    beta: float = 0.9  # decay of the hit counts that say which records stay in host memory ...
+    beta: float = 0.8  # decay of the counts that notice when other records deserve the host memory ...
     decay_every_steps: int = 4  # ... applied every so many steps
 
     def __post_init__(self) -> None:

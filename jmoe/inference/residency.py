@@ -156,7 +156,7 @@ class LayerRing(Residency):
 
 
 class ChosenExperts(Residency):
-    """M slots for single experts: a hot set by decayed hit counts, and what the step's tokens chose beside it.
+    """M slots for single experts: a hot set by hit counts, and what the step's tokens chose beside it.
 
     `expect` begins to copy experts that a later layer will probably need. A wrong guess costs a copy, or less if the
     choices are known before it has begun. Guesses are only listened to while at least half of the recent ones, about

@@ -1,4 +1,4 @@
-"""Which records deserve a place: decayed hit counts, and the set of slots that is ruled by them.
+"""Which records deserve a place: hit counts, and the set of slots that is ruled by them.
 
 A record is a number from 0 to num_records - 1. `LFUCache` (host memory) and `SlotPool` (device memory) both stand on
 this. Not thread-safe: whoever shares one holds a lock.
@@ -12,8 +12,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
 
-# Counts grow by beta ** -decays. Before that leaves float64 they are all brought down again.
+# Decayed counts grow by beta ** -decays. Before that leaves float64 they are all brought down again.
 RESCALE_ABOVE = 2.0**512
+# How much better other counts must explain the uses before the old ones are forgotten: log likelihood, natural units.
+FORGET_FROM = 20.0
+# The most that one step may add to that: an odd one alone makes nothing be forgotten.
+STEP_SAYS = 10.0
+# Uses of every record that counts are taken to begin with, so that what has not been seen is not impossible.
+PRIOR = 2.0
+# What is left of counts that are forgotten: it orders what nothing newer does.
+FORGOTTEN = 1e-6
 # What is announced ranks above every count, and what comes sooner above what comes later.
 ANNOUNCED = 2.0**900
 
@@ -28,24 +36,32 @@ def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
 
 
 class HitCounts:
-    """Decayed hit counts: a step that uses a record adds 1; every `decay_every_steps` steps all counts are times beta.
+    """Hit counts that forget when the traffic changes: a step that uses a record adds 1; `scores` are what ranks.
 
-    Counts belong to records, not to slots, so they survive eviction. Instead of shrinking all counts, what a hit adds
-    is made larger by 1 / beta: the order is the same and a decay costs nothing. `scores` are these scaled counts;
-    they only ever rise, but for a common rescaling now and then, which `generation` counts.
+    The more steps are counted the better is the order of the records known, unless their popularity has changed. So
+    `scores` do not decay, but other counts are kept beside them: decayed ones (MoESys, Algorithm 2: times beta every
+    `decay_every_steps` steps), and those since the step at which a change is suspected. Each predicts which records a
+    step uses, a record's share of them being its share of the counts. Where one of the two has explained what came
+    better than the scores by `FORGET_FROM` (the sum of log likelihood ratios over uses, from where it was last
+    below 0: Page's CUSUM test), it becomes the scores. The fresh counts notice that everything is different, within
+    a few steps; the decayed ones that something is, or drifts.
+    Scores only ever rise but when something is forgotten, which `generation` counts. Counts belong to records, not
+    to slots, so they survive eviction.
 
     Who knows what the next step will use says so with `expect`. Until it is used, such a record ranks above all that
     are not expected: the rule that is best when the future is known (Belady's), as far as it is known here.
-    MoESys, Algorithm 2 (arXiv 2205.10034), with the decayed counts assigned.
+    MoESys, Algorithm 2 (arXiv 2205.10034); Page, Continuous inspection schemes (Biometrika 1954).
     """
 
-    def __init__(self, num_records: int, *, beta: float = 0.9, decay_every_steps: int = 4) -> None:
+    def __init__(self, num_records: int, *, beta: float = 0.8, decay_every_steps: int = 4) -> None:
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         check(0 < beta <= 1, "beta", beta, "must be in (0, 1]")
         check(decay_every_steps > 0, "decay_every_steps", decay_every_steps, "must be greater than 0")
         self.scores = np.zeros(num_records)
         self.generation = 0
-        self._hit = 1.0
+        self._decayed, self._hit = np.zeros(num_records), 1.0  # decayed counts, and one use, times beta ** -decays
+        self._fresh = np.zeros(num_records)
+        self._decayed_is_better = self._fresh_is_better = 0.0  # log likelihood ratios to the scores
         self._beta, self._decay_every_steps = beta, decay_every_steps
         self._steps = 0
         self._coming: dict[int, deque[int]] = {}  # record -> its places in the order of expected uses
@@ -80,15 +96,17 @@ class HitCounts:
         return ANNOUNCED / (1 + coming[uses]) if len(coming) > uses else float(self.scores[index])
 
     @property
-    def counts(self) -> NDArray[np.float64]:
-        """The decayed counts themselves, [num_records]."""
-        return self.scores / self._hit
+    def decayed(self) -> NDArray[np.float64]:
+        """The counts of Algorithm 2, [num_records]: every use since the last change, with its decay."""
+        return self._decayed / self._hit
 
     def touch(self, indices: ArrayLike) -> None:
         """Count one step that used these records; one named twice counts once (it is fetched once)."""
-        ids = record_ids(indices, self.num_records)
-        self.scores[np.unique(ids)] += self._hit
+        used = np.zeros(self.num_records, np.bool_)
+        used[record_ids(indices, self.num_records)] = True
+        ids = np.flatnonzero(used)
         self._steps += 1
+        self._learn(ids)
         overdue = [index for index, coming in self._coming.items() if coming[0] < self._place_before]
         for index in overdue:
             self.used(index)
@@ -97,9 +115,44 @@ class HitCounts:
         if self._steps % self._decay_every_steps == 0:
             self._hit /= self._beta
             if self._hit > RESCALE_ABOVE:
-                self.scores /= self._hit
+                self._decayed /= self._hit
                 self._hit = 1.0
-                self.generation += 1
+
+    def _learn(self, ids: NDArray[np.int64]) -> None:
+        """Count a step in all the counts, and replace the scores if others are better."""
+        self._compare(ids)
+        self.scores[ids] += 1
+        self._decayed[ids] += self._hit
+        if self._fresh_is_better >= FORGET_FROM:
+            self._forget(self._fresh)
+        elif self._decayed_is_better >= FORGET_FROM:
+            self._forget(self.decayed)
+
+    def _compare(self, ids: NDArray[np.int64]) -> None:
+        """Which counts foretold this step better than the scores did; the fresh ones begin again if they did not."""
+        scores = _log_likelihood(self.scores, ids, 1.0)
+        decayed = _log_likelihood(self._decayed, ids, self._hit)
+        fresh = _log_likelihood(self._fresh, ids, 1.0)
+        self._decayed_is_better = max(0.0, self._decayed_is_better + min(decayed - scores, STEP_SAYS))
+        self._fresh_is_better = max(0.0, self._fresh_is_better + min(fresh - scores, STEP_SAYS))
+        if self._fresh_is_better > 0:
+            self._fresh[ids] += 1
+        else:
+            self._fresh[:] = 0
+
+    def _forget(self, better: NDArray[np.float64]) -> None:
+        """Take these counts for the scores. What was known before decides between records that they say nothing of."""
+        self.scores[:] = better + FORGOTTEN * self.scores
+        self._decayed[:] = self.scores * self._hit
+        self._fresh[:] = 0
+        self._decayed_is_better = self._fresh_is_better = 0.0
+        self.generation += 1
+
+
+def _log_likelihood(counts: NDArray[np.float64], ids: NDArray[np.int64], one: float) -> float:
+    """log P of uses of these records, where each has its share of the counts; `one` is what a use has added."""
+    prior = PRIOR * one
+    return float(np.log(counts[ids] + prior).sum() - ids.size * np.log(counts.sum() + prior * counts.size))
 
 
 class HotSet:

@@ -28,7 +28,7 @@ class SlotPoolStats:
 class SlotPool:
     """Which of `num_slots` device slots holds which record (an expert of a layer).
 
-    Every needed record gets a slot. What has to go for it is the record with the lowest decayed hit count
+    Every needed record gets a slot. What has to go for it is the record with the lowest hit count
     (`HitCounts`, the same score as the host cache's); among equal ones the last to come, so what is fetched passes
     through a few slots and the hot set stays. Never evicted: what the same `plan` needs, and pinned records. A
     device computes later than the host plans, so pin what a step uses and unpin it when the step is done with it.

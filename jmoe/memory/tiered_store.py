@@ -89,7 +89,7 @@ class TieredStore:
         threads: int = 4,
         write_threads: int = 2,
         write_back_every_steps: int | None = None,
-        beta: float = 0.9,
+        beta: float = 0.8,
         decay_every_steps: int = 4,
         bandwidth_limit_bytes_per_s: Mapping[Tier, float] | None = None,
         wait_limit_s: float = 60.0,
