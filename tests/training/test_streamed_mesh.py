@@ -168,7 +168,8 @@ def all_to_alls(lowered: Any) -> int:
 def test_nothing_is_sent_twice(mesh: MeshConfig, remat: Any, forward: int, backward: int) -> None:
     """As many all-to-alls as in the ordinary step, as long as there is memory to keep what they brought."""
     mesh = dataclasses.replace(mesh, embedding="replicated")
-    config = dataclasses.replace(SPREAD, mesh=mesh, remat=remat, batch_size=8, tiers=HOST)
+    model = dataclasses.replace(SPREAD.model, capacity_factor=2.0)
+    config = dataclasses.replace(SPREAD, model=model, mesh=mesh, remat=remat, batch_size=8, tiers=HOST)
     shape = (1, mesh.expert_inter, mesh.expert_intra)
     devices = make_mesh(shape, jax.devices()[: math.prod(shape)])
     layers = config.model.num_moe_layers
