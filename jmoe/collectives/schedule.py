@@ -119,6 +119,7 @@ class _Program:
         self.lines: list[_Line] = []
         self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
         self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
+        self.lines = self._in_use()
 
     def _add(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], scope: str) -> list[Any]:
         names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -137,6 +138,15 @@ class _Program:
                 self.lines.append(_Line(eqn, given, found, here))
             names.update(zip(eqn.outvars, found, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def _in_use(self) -> list[_Line]:
+        """Lines whose results somebody reads. XLA could not tell: every collective waits for the one before it."""
+        read, used = {v for v in self.outputs if not isinstance(v, Literal)}, []
+        for line in reversed(self.lines):
+            if read.intersection(line.outputs) or not line.outputs:
+                used.append(line)
+                read.update(name for name in line.inputs if not isinstance(name, Literal))
+        return used[::-1]
 
     def places(self) -> dict[int, list[int]]:
         """Where work may run, in front of these lines and at the end: the lines with products that hide it there."""

@@ -77,6 +77,7 @@ class Ring:
         self._loaded = [False] * num_slots
         self._uses = [0] * num_slots  # positions of the order that are planned into a slot and not released
         self._to_load: deque[int] = deque()
+        self._reload = set[int]()  # of those, the ones that hold their layer already
         self._loading: int | None = None
         self._error: Exception | None = None
         with self._changed:
@@ -129,11 +130,22 @@ class Ring:
         Every layer acquired must have been released.
         """
         with self._changed:
-            if self._released != self._acquired:
-                raise RuntimeError(f"ring: {self._acquired - self._released} layers are acquired; release them first")
+            self._check_all_released()
             self._forget_unloaded()
             self._error = None
             self._begin(self._order if order is None else order)
+
+    def reload(self) -> None:
+        """Load the layers that stay in their slots for the next round once more, the first to be used first.
+
+        For layers that change below. Every layer acquired must have been released.
+        """
+        with self._changed:
+            self._check_all_released()
+            stay = [slot for slot in dict.fromkeys(self._planned) if self._loaded[slot] and slot != self._loading]
+            self._reload.update(stay)
+            self._to_load.extend(stay)
+            self._changed.notify_all()
 
     def stats(self) -> RingStats:
         with self._changed:
@@ -155,6 +167,10 @@ class Ring:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_all_released(self) -> None:
+        if self._released != self._acquired:
+            raise RuntimeError(f"ring: {self._acquired - self._released} layers are acquired; release them first")
 
     def _begin(self, order: Sequence[int]) -> None:
         """Plan `order` from its first position. The lock is held."""
@@ -221,6 +237,7 @@ class Ring:
     def _forget_unloaded(self) -> None:
         """Drop the plan: only what is loaded, or being loaded, keeps its slot."""
         self._to_load.clear()
+        self._reload.clear()
         for slot in range(self.num_slots):
             self._uses[slot] = 0
             if not self._loaded[slot] and slot != self._loading:
@@ -232,7 +249,8 @@ class Ring:
         if self._error is not None:
             raise self._error
         if self._acquired < self._planned_to:
-            return self._loaded[self._planned[self._acquired - self._released]]
+            slot = self._planned[self._acquired - self._released]
+            return self._loaded[slot] and slot not in self._reload and slot != self._loading
         if self._loading is None and not self._to_load:
             raise RuntimeError(f"ring: all {self.num_slots} slots are in use; release() one before the next acquire()")
         return False
@@ -259,10 +277,12 @@ class Ring:
                 error = caught
             with self._changed:
                 self._loading = None
+                self._reload.discard(slot)
                 if error is None:
                     self._loaded[slot] = True
                 else:
                     self._error = error
-                    self._forget(slot)
+                    if not self._loaded[slot]:
+                        self._forget(slot)
                     self._to_load.clear()
                 self._plan()  # a slot that was being loaded may be free now

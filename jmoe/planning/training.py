@@ -49,6 +49,7 @@ class TrainedModel:
     """What is trained, on how many devices, in hosts of how many, that share the experts out.
 
     dense_flops: of a step, everything but the experts. activation_bytes: kept or in use at once, by all devices.
+    received_bytes: of rows that a streamed step keeps for its way back, on all devices (`planning.exchange`).
     """
 
     num_layers: int
@@ -63,6 +64,7 @@ class TrainedModel:
     gradient_bytes: int  # of an expert's gradient, of each parameter, where it is kept
     num_devices: int = 1
     devices_per_host: int = 1
+    received_bytes: int = 0
 
     @property
     def all_parameters(self) -> int:
@@ -236,6 +238,7 @@ def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, in
         yield "device", "experts: gradients", 4 * model.device_parameters
         yield "device", "experts: in use", 2 * model.compute_bytes * layer
         return
+    yield "device", "rows received from other devices", model.received_bytes // devices
     slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)
     yield "device", "experts: weights", 4 * slots * layer
     # gradients of the layer that computes and of the one on its way to its tier; both in the dtype of the products too

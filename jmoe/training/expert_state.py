@@ -45,7 +45,7 @@ class ExpertStats:
     ring: RingStats
     updates: int  # experts brought up to date
     replayed_steps: int  # steps without a gradient that were made up for
-    waited_s: float  # of the main thread, for layers and for experts that nobody had foreseen
+    waited_s: float  # of the main thread, for layers, for experts that nobody had foreseen, for gradients to be kept
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class ExpertState:
     the slot's arrays by device, with these experts' present weights in them, and `release()` gives the slot back. What
     the ring's thread fetches ahead are the experts that the layer's tokens chose last time; a choice that nobody
     foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends
-    a step. Of several processes each has its own: nothing here knows of the others.
+    a step, and lets the ring's thread update what is in the slots. Of several processes each has its own: nothing here
+    knows of the others.
 
     initial: the weights of a layer [P, ...], for slots that are never filled from records.
     """
@@ -178,7 +179,7 @@ class ExpertState:
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
         self._initial = initial
         self._updates = self._replayed = 0
-        self._fetch_waited_s = 0.0
+        self._waited_s = 0.0
         self._counters = threading.Lock()
         self._optimizer = optimizer
         self._decaying = frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
@@ -186,6 +187,7 @@ class ExpertState:
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self._slots = [[self._empty(device) for device in owned.devices] for _ in range(min(num_slots, num_layers))]
         self._present: list[NDArray[np.bool_]] = [np.zeros(num_owned, np.bool_) for _ in self._slots]
+        self._layer_in: list[int | None] = [None for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(num_layers))
         self._writer = ThreadPoolExecutor(1, "gradients")
         self._writing: list[Future[None]] = []
@@ -218,8 +220,8 @@ class ExpertState:
         assert acquired == layer, (acquired, layer)
         self._chosen[layer] = chosen_P
         begun = time.perf_counter()
-        if self._bring(layer, slot, np.flatnonzero(chosen_P)):
-            self._fetch_waited_s += time.perf_counter() - begun
+        self._bring(layer, slot, np.flatnonzero(chosen_P))
+        self._waited_s += time.perf_counter() - begun
         return self._slots[slot]
 
     def release(self) -> None:
@@ -227,12 +229,14 @@ class ExpertState:
         self._ring.release()
 
     def _load(self, layer: int, slot: int) -> int:
-        """The ring's thread: what the layer's tokens chose last."""
-        self._present[slot][:] = False
-        if self._initial is not None:
-            parts = zip(self.owned.split(self._initial(layer)), self.owned.devices, strict=True)
-            self._slots[slot] = [{n: jnp.array(w, device=device) for n, w in part.items()} for part, device in parts]
-            self._present[slot][:] = True
+        """The ring's thread: what the layer's tokens chose last; only its updates, if the layer is there already."""
+        if self._layer_in[slot] != layer:
+            self._present[slot][:] = False
+            if self._initial is not None:
+                parts = zip(self.owned.split(self._initial(layer)), self.owned.devices, strict=True)
+                self._slots[slot] = [{n: jnp.array(w, device=place) for n, w in part.items()} for part, place in parts]
+                self._present[slot][:] = True
+            self._layer_in[slot] = layer
         return self._bring(layer, slot, np.flatnonzero(self._chosen[layer]))
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
@@ -329,8 +333,10 @@ class ExpertState:
                 record.put()
 
     def _wait_for_writer(self, pending: int) -> None:
+        begun = time.perf_counter()
         while len(self._writing) > pending:
             self._writing.pop(0).result()
+        self._waited_s += time.perf_counter() - begun
 
     def commit(self, lr: float, clip: float) -> None:
         """The step is taken: the gradients kept are its own, and every expert is one step behind."""
@@ -342,8 +348,10 @@ class ExpertState:
         self._lr.append(lr)
         self._clip.append(clip)
         self.now += 1
-        for store in self.stores.all() if used else ():
-            store.touch(np.concatenate(used))
+        if used:
+            for store in self.stores.all():
+                store.touch(np.concatenate(used))
+            self._ring.reload()
 
     def abandon(self) -> None:
         """The step is not taken: its gradients are forgotten."""
@@ -401,7 +409,7 @@ class ExpertState:
                 ring,
                 self._updates,
                 self._replayed,
-                ring.waited_s + self._fetch_waited_s,
+                ring.waited_s + self._waited_s,
             )
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ same for gradients.
 Every program serves all layers of its kind: it is given the stacked dense parameters and the layer's number. A layer
 with experts is cut in two on its way forward, once its tokens are where their experts are: what has arrived says which
 experts have to be there. Its backward pass is one program, which computes the layer again from its input and keeps to
-the choices that were made.
+the choices that were made. What the exchange has received is handed to it, so that nothing is sent twice; where that
+is not kept, it is sent again (`remat = layer`, buffers for the worst case).
 
 On several devices a program is one `shard_map` over all of them. A layer's dense parameters come to it whole, as one
 buffer; beside its own work it gathers the buffer of the layer that runs next, and on the way back it sums the gradients
@@ -15,10 +16,10 @@ of the layer before it, as `collectives.schedule` places them. Arrays that diffe
 of tokens or experts have a leading one of R. On one device all of that is empty.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.exchange import Arrived
+from jmoe.collectives.exchange import Arrived, Received
 from jmoe.collectives.fusion import (
     all_gather_rows_local,
     pack,
@@ -51,61 +52,9 @@ from jmoe.training.dense_update import (
     over_devices,
     without_stacks,
 )
+from jmoe.training.layer_values import Ahead, Beside, Experts, Layer, Routed, Sums
 from jmoe.training.reverse_scan import Kind
 from jmoe.training.step import PureDecoder, TrainState
-
-Experts = Mapping[str, jax.Array]  # the experts of a layer, [E, ...] each
-
-
-class Routed(NamedTuple):
-    """A layer with experts, half done: its tokens' rows are where their experts are.
-
-    arrived_E: how many for each expert, int32. stats: this device's, [R] each.
-    """
-
-    x_BSD: jax.Array
-    h_TD: jax.Array
-    arrived: list[Arrived]
-    arrived_E: jax.Array
-    topk_idx_TK: jax.Array
-    stats: MoEStats
-
-
-class Layer(NamedTuple):
-    """Which layer of its kind, and how far its attention looks. window: int32 scalar, None: all tokens before.
-
-    step, accumulation: int32 scalars, of which a router's jitter is drawn.
-    """
-
-    number: jax.Array
-    window: jax.Array | None
-    step: jax.Array | None = None
-    accumulation: jax.Array | None = None
-
-
-class Ahead(NamedTuple):
-    """A layer whose parameters are to be gathered. flat_NC: the devices' parts, of all layers of its kind."""
-
-    flat_NC: jax.Array
-    number: jax.Array
-
-
-class Beside(NamedTuple):
-    """What a layer does for its neighbours: gathers the next one's parameters, sums the last one's gradients."""
-
-    whole_RC: jax.Array | None
-    sum_G: jax.Array | None
-
-
-class Sums(NamedTuple):
-    """A layer's gradients, summed over accumulation steps but not over devices; rest: [R, N, ...], of all layers.
-
-    rows_RG, experts: None before the first step, or where there are none.
-    """
-
-    rows_RG: jax.Array | None
-    rest: list[jax.Array]
-    experts: Experts | None = None
 
 
 class _Part:
@@ -180,11 +129,12 @@ class LayerPrograms:
         self.embed = make(self._embed, outside, split, out=split)
         self.dense = make(self._dense_layer, dense, one, split, one, ahead, out=(split, beside))
         self.route = make(self._route, sparse, one, split, one, one, out=split, static=("train", "worst_case"))
-        self.add_experts = make(self._add_experts, sparse, one, split, split, one, ahead, out=(split, beside))
+        with_experts = (sparse, one, split, split, one, ahead)
+        self.add_experts = make(self._add_experts, *with_experts, out=(split, split, beside))
         self.totals = make(self._totals, split, out=one)
         self.zeros = make(self._zeros, specs, outside, out=split)
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
-        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split)
+        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split)
         kept = (split, split, beside)
         self.moe_gradients = make(self._moe_gradients, *moe, out=kept, static="worst_case", donate=5)
         no_moe = (dense, one, split, split, split, one, ahead, split)
@@ -294,7 +244,8 @@ class LayerPrograms:
         """A layer until its tokens are where their experts are."""
         module = self._moe_module(self._params(stack, whole_RC, layer), _at(bias, layer.number))
         x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=train)
-        arrived = self._dispatch(module, h_TD, routing, worst_case)
+        received = Received()
+        arrived = self._dispatch(module, h_TD, routing, worst_case, received)
         stats = MoEStats(
             routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, num_dropped(arrived)
         )
@@ -306,6 +257,7 @@ class LayerPrograms:
             sum(sizes[1:], sizes[0]),
             routing.topk_idx_TK,
             jax.tree.map(lambda value: value[None], stats),
+            received.arrays,
         )
 
     def _moe_module(self, params: Any, bias: Any) -> DecoderLayer:
@@ -333,11 +285,14 @@ class LayerPrograms:
         key = jax.random.fold_in(jax.random.fold_in(key, device), layer.accumulation)
         return jax.random.split(key, config.model.num_moe_layers)[layer.number]
 
-    def _dispatch(self, module: DecoderLayer, h_TD: jax.Array, routing: Routing, worst_case: bool) -> list[Arrived]:
+    def _dispatch(
+        self, module: DecoderLayer, h_TD: jax.Array, routing: Routing, worst_case: bool, received: Received
+    ) -> list[Arrived]:
         moe = module.moe
         assert moe is not None
         with jax.named_scope("moe"):
-            return dispatch_local(h_TD, routing, moe.exchange, worst_case=worst_case, pieces=moe.pieces)
+            exchange = moe.exchange.keeping(received)
+            return dispatch_local(h_TD, routing, exchange, worst_case=worst_case, pieces=moe.pieces)
 
     def _add_experts(
         self,
@@ -347,23 +302,35 @@ class LayerPrograms:
         routed: Routed,
         layer: Layer,
         ahead: Ahead | None,
-    ) -> tuple[jax.Array, Beside]:
-        """The layer's output, from the experts that its tokens chose; the others may be anything finite."""
+    ) -> tuple[jax.Array, list[jax.Array], Beside]:
+        """(the layer's output, from the experts that its tokens chose; what was received for it; what it did beside).
+
+        The other experts may be anything finite.
+        """
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)
 
-        def run(params: Any, experts: Experts, x_BSD: jax.Array, h_TD: jax.Array, arrived: Any) -> jax.Array:
-            return self._run_experts(self._moe_module(params, bias), experts, x_BSD, h_TD, arrived)
+        def run(params: Any, experts: Experts, x_BSD: jax.Array, h_TD: jax.Array, arrived: Any) -> Any:
+            received = Received()
+            y_BSD = self._run_experts(self._moe_module(params, bias), experts, x_BSD, h_TD, arrived, received)
+            return y_BSD, received.arrays
 
         args = self._params(stack, whole_RC, layer), experts, routed.x_BSD, routed.h_TD, routed.arrived
-        return self._beside(run, args, routed.x_BSD, ahead)
+        (y_BSD, received), beside = self._beside(run, args, routed.x_BSD, ahead)
+        return y_BSD, received, beside
 
     def _run_experts(
-        self, module: DecoderLayer, experts: Experts, x_BSD: jax.Array, h_TD: jax.Array, arrived: Sequence[Arrived]
+        self,
+        module: DecoderLayer,
+        experts: Experts,
+        x_BSD: jax.Array,
+        h_TD: jax.Array,
+        arrived: Sequence[Arrived],
+        received: Received,
     ) -> jax.Array:
         assert module.moe is not None
         module.moe.experts = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
         with jax.named_scope("moe"):
-            y_TD = combine_local(arrived, module.moe.experts, module.moe.exchange)
+            y_TD = combine_local(arrived, module.moe.experts, module.moe.exchange.keeping(received))
             if module.shared_expert is not None:
                 y_TD = y_TD + module.shared(h_TD)
         return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype)
@@ -445,25 +412,30 @@ class LayerPrograms:
         ahead: Ahead | None,
         pending_RG: jax.Array | None,
         topk_idx_TK: jax.Array,
+        known: list[jax.Array],
         *,
         worst_case: bool,
     ) -> tuple[jax.Array, Sums, Beside]:
-        """(dx, summed gradients of the layer, what it did beside) from a layer's input."""
+        """(dx, summed gradients of the layer, what it did beside) from a layer's input.
+
+        known: what both parts of its way forward received; none: it is sent again.
+        """
 
         def run(given: Any, params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-            bias, layer, counts_E, topk_idx_TK = given
+            bias, layer, counts_E, topk_idx_TK, known = given
+            received = Received(known)
             module = self._moe_module(params, bias)
             x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=True, topk_idx_TK=topk_idx_TK)
             balance, z = auxiliary_losses(self.config, routing.probs_sum_E, routing.z_sum, counts_E)
-            arrived = self._dispatch(module, h_TD, routing, worst_case)
-            return self._run_experts(module, experts, x_BSD, h_TD, arrived), balance + z
+            arrived = self._dispatch(module, h_TD, routing, worst_case, received)
+            return self._run_experts(module, experts, x_BSD, h_TD, arrived, received), balance + z
 
         def backward(given: Any, params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array) -> Any:
             _, pull = jax.vjp(partial(run, given), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
         counts_E = counts_NAE[layer.number, layer.accumulation]
-        given = _at(bias, layer.number), layer, counts_E, topk_idx_TK
+        given = _at(bias, layer.number), layer, counts_E, topk_idx_TK, known
         args = given, self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD
         (dparams, dexperts, dx_BSD), beside = self._beside(backward, args, dy_BSD, ahead, pending_RG)
         return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts), beside

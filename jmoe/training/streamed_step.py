@@ -4,7 +4,8 @@ Legend: A accumulation steps, B batch, S sequence, D hidden, V vocabulary, E exp
 layers, R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients.
 
 Layers go 0 … N-1 and back, each for all accumulation steps at once, so that its experts are fetched once a pass. Of a
-layer only its input and its router's choices are kept for the backward pass. Gradients of experts are applied when
+layer only its input and its router's choices are kept for the backward pass, and what it has received from other
+devices, which would cost the link once more (unless `remat = layer`). Gradients of experts are applied when
 the expert is fetched next: by then the global norm is known, and the update hides under other layers' work.
 
 On several devices that is one of two prefetches (MoESys section 3.2): while layer i computes, its successor's experts
@@ -33,7 +34,8 @@ from jmoe.models.decoder import Decoder
 from jmoe.training.dense_update import STACKS, Gradients
 from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks
 from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
-from jmoe.training.layer_programs import Ahead, Beside, Layer, LayerPrograms, Routed, Sums, without_experts
+from jmoe.training.layer_programs import LayerPrograms, without_experts
+from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
 from jmoe.training.step import Program, TrainState, make_program
 
 # Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
@@ -42,10 +44,14 @@ _Also = tuple[Ahead | None, jax.Array | None]
 
 @dataclass
 class _Passed:
-    """A layer on the way forward, for the way back: its inputs and choices, one of each accumulation step."""
+    """A layer on the way forward, for the way back: its inputs and choices, one of each accumulation step.
+
+    received: as `LayerPrograms.moe_gradients` takes it; the choices and this only of a layer with experts.
+    """
 
     xs: list[jax.Array]
     choices: list[jax.Array] = field(default_factory=list)
+    received: list[list[jax.Array]] = field(default_factory=list)
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
@@ -53,13 +59,14 @@ class _Passed:
 class _Run:
     """A pass on its way: what all layers share. whole_RC: the buffer of the layer that comes next.
 
-    outside, flat: of `LayerPrograms.prepare`.
+    outside, flat: of `LayerPrograms.prepare`. keeps: what layers receive, for the way back.
     """
 
     outside: Any
     flat: dict[bool, jax.Array]
     whole_RC: jax.Array | None
     worst_case: bool
+    keeps: bool
     passed: list[_Passed] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
 
@@ -73,7 +80,7 @@ class StreamedProgram:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.tiers, self.mesh = config, config.tiers, mesh
         self._ordinary = make_program(config, mesh)
-        self._programs = LayerPrograms(config, mesh)
+        self.programs = LayerPrograms(config, mesh)
         self._sparse = config.model.sparse_layers
         windows = config.model.windows
         kinds: dict[bool, int] = {False: 0, True: 0}
@@ -83,7 +90,7 @@ class StreamedProgram:
             self._layers.append(Layer(jnp.int32(kinds[sparse]), window))
             kinds[sparse] += 1
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
-        shapes = {name: tuple(w.shape[2:]) for name, w in self._programs.experts.items()}
+        shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
         one = mesh.size == 1
         self._owned = Owned.of(mesh, self._num_experts)
         self._device = mesh.devices.flat[0] if one else None
@@ -245,7 +252,7 @@ class StreamedProgram:
 
         Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `worst_case`.
         """
-        programs, params, experts = self._programs, state.params, self._state
+        programs, params, experts = self.programs, state.params, self._state
         tokens = programs.unstack(jax.device_put(tokens_ABS, self._tokens_place))
         inputs, labels = (list(part) for part in zip(*(programs.split(t) for t in tokens), strict=True))
         down = list(range(self._num_layers))
@@ -286,9 +293,11 @@ class StreamedProgram:
         self, state: TrainState, inputs: Sequence[jax.Array], *, train: bool, worst_case: bool
     ) -> tuple[_Run, list[jax.Array]]:
         """(what the way back needs, hidden states)."""
-        programs = self._programs
+        programs = self.programs
         outside, flat, whole_RC = self._done(programs.prepare(state.params, first=self._sparse[0]))
-        run = _Run(outside, flat, whole_RC, worst_case)
+        # buffers for the worst case are as large as all devices' tokens: too much to keep of every layer
+        keeps = train and not worst_case and self.config.remat == "none"
+        run = _Run(outside, flat, whole_RC, worst_case, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, sparse in enumerate(self._sparse):
             run.passed.append(_Passed(xs))
@@ -301,7 +310,7 @@ class StreamedProgram:
     ) -> list[jax.Array]:
         ys, stack, whole_RC, ahead = [], state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
         for x in xs:
-            y, beside = self._done(self._programs.dense(stack, whole_RC, x, self._layers[i], ahead))
+            y, beside = self._done(self.programs.dense(stack, whole_RC, x, self._layers[i], ahead))
             if ahead is not None:
                 run.whole_RC, ahead = beside.whole_RC, None
             ys.append(y)
@@ -310,7 +319,7 @@ class StreamedProgram:
     def _forward_experts(
         self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array], *, train: bool
     ) -> list[jax.Array]:
-        programs, experts, stack, whole_RC = self._programs, self._state, state.params[STACKS[True]], run.whole_RC
+        programs, experts, stack, whole_RC = self.programs, self._state, state.params[STACKS[True]], run.whole_RC
         here, options = run.passed[-1], {"train": train, "worst_case": run.worst_case}
         layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a)) for a in range(len(xs))]
         routed: list[Routed] = [
@@ -323,10 +332,11 @@ class StreamedProgram:
         slot = self._joined(experts.fetch(len(run.stats) - 1, here.chosen_P))
         ys, ahead = [], self._ahead(run, i + 1)
         for r, layer in zip(routed, layers, strict=True):
-            y, beside = self._done(programs.add_experts(stack, whole_RC, slot, r, layer, ahead))
+            y, received, beside = self._done(programs.add_experts(stack, whole_RC, slot, r, layer, ahead))
             if ahead is not None:
                 run.whole_RC, ahead = beside.whole_RC, None
             ys.append(y)
+            here.received.append([*r.received, *received] if run.keeps else [])
         jax.block_until_ready(ys)
         del slot
         experts.release()
@@ -357,7 +367,7 @@ class StreamedProgram:
             run.whole_RC = beside.whole_RC
             pending = None if sums.rows_RG is None else (sparse, sums.rows_RG)
         if pending is not None:
-            grads.rows_G[pending[0]].append(self._done(self._programs.reduce(pending[1])))
+            grads.rows_G[pending[0]].append(self._done(self.programs.reduce(pending[1])))
         for rows_G in grads.rows_G.values():
             rows_G.reverse()
         return dxs, squares[::-1]
@@ -369,7 +379,7 @@ class StreamedProgram:
         found, stack = Beside(None, None), state.params[STACKS[False]]
         for a, x in enumerate(run.passed[i].xs):
             args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], *also
-            dxs[a], sums, beside = self._done(self._programs.dense_gradients(*args))
+            dxs[a], sums, beside = self._done(self.programs.dense_gradients(*args))
             found, also = (found if a else beside), (None, None)
         return sums, found
 
@@ -384,14 +394,14 @@ class StreamedProgram:
         counts_NAE: jax.Array,
     ) -> tuple[Sums, Beside, jax.Array]:
         """Of one layer, with the squared norm of its experts' gradients, which go to their tier; changes `dxs`."""
-        programs, experts, here, stack = self._programs, self._state, run.passed[i], state.params[STACKS[True]]
+        programs, experts, here, stack = self.programs, self._state, run.passed[i], state.params[STACKS[True]]
         number = sum(self._sparse[:i])
         slot = self._joined(experts.fetch(number, here.chosen_P))
         found = Beside(None, None)
-        for a, (x, idx) in enumerate(zip(here.xs, here.choices, strict=True)):
+        for a, (x, idx, received) in enumerate(zip(here.xs, here.choices, here.received, strict=True)):
             layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
             args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
-            gradients = programs.moe_gradients(*args, idx, worst_case=run.worst_case)
+            gradients = programs.moe_gradients(*args, idx, received, worst_case=run.worst_case)
             dxs[a], sums, beside = self._done(gradients)
             found, also = (found if a else beside), (None, None)
         square, kept = programs.expert_gradients(sums.experts, dtype=self.tiers.gradient_dtype)
@@ -411,15 +421,15 @@ class StreamedProgram:
     def evaluate(self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
         """Summed negative log-likelihood in nats."""
         tokens_BS, weights_BS = jax.device_put((tokens_BS, weights_BS), self._batch_place)
-        inputs_BS, labels_BS = self._done(self._programs.split(tokens_BS))
+        inputs_BS, labels_BS = self._done(self.programs.split(tokens_BS))
         outside, x_BSD = self._hidden(state, inputs_BS)
-        nll: jax.Array = self._done(self._programs.nll(outside, x_BSD, labels_BS, weights_BS))
+        nll: jax.Array = self._done(self.programs.nll(outside, x_BSD, labels_BS, weights_BS))
         return nll
 
     def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
         """[V], after the token at `position` of the first sequence."""
         outside, x_BSD = self._hidden(state, jax.device_put(tokens_BS, self._batch_place))
-        logits_V: jax.Array = self._done(self._programs.logits(outside, x_BSD, position))
+        logits_V: jax.Array = self._done(self.programs.logits(outside, x_BSD, position))
         return logits_V
 
 

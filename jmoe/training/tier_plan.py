@@ -10,6 +10,7 @@ import jax
 
 from jmoe.config import TrainConfig
 from jmoe.memory.host_memory import available_bytes
+from jmoe.planning.exchange import received_rows
 from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
 from jmoe.training.expert_state import ExpertStats
 from jmoe.training.metrics import MetricsLog, read_metrics
@@ -26,6 +27,9 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
     inside = max(1, mesh.expert_intra)
+    devices = mesh.expert_inter * inside
+    received = received_rows(part // devices, model.num_experts_per_tok, devices, model.capacity_factor)
+    received *= devices * config.gradient_accumulation_steps * model.num_moe_layers
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -37,8 +41,9 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         activation_bytes=compute_bytes * model.num_hidden_layers * tokens * model.hidden_size + 4 * part * wide,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
-        num_devices=mesh.expert_inter * inside,
+        num_devices=devices,
         devices_per_host=inside,
+        received_bytes=compute_bytes * model.hidden_size * received if config.remat == "none" else 0,
     )
 
 

@@ -286,3 +286,50 @@ def test_mistakes() -> None:
         Ring(range(4), 2, slots.load, resident=(0, 1))
     with Ring(range(2), 2, slots.load, resident=(0, 1)) as ring, pytest.raises(RuntimeError, match=r"release\(\)"):
         ring.release()
+
+
+def test_what_stays_is_loaded_again_when_told_to() -> None:
+    slots = Slots(2)
+    with Ring([0, 1, 2, 2, 1, 0], 2, slots.load) as ring:
+        for layer in (0, 1, 2, 2, 1, 0):
+            slots.use(ring, layer)
+        assert sorted(layer for layer in ring.layers if layer is not None) == [0, 1]
+        slots.loads.clear()
+        slots.gate.clear()
+        ring.reload()
+        reader = threading.Thread(target=slots.use, args=(ring, 0))
+        reader.start()
+        reader.join(0.1)
+        assert reader.is_alive()  # it waits, although the layer is there
+        slots.gate.set()
+        reader.join(60)
+        slots.use(ring, 1)
+        assert [layer for layer, _ in slots.loads[:2]] == [0, 1]
+        slots.use(ring, 2)
+        assert slots.violations == []
+        ring.acquire()
+        with pytest.raises(RuntimeError, match="1 layers are acquired"):
+            ring.reload()
+        ring.release()
+
+
+def test_a_reload_that_fails_or_is_given_up_leaves_the_layer_where_it_is() -> None:
+    slots = Slots(2)
+    with Ring([0, 1], 2, slots.load) as ring:
+        for layer in (0, 1):
+            slots.use(ring, layer)
+        slots.fail_layer = 0
+        ring.reload()
+        with pytest.raises(OSError, match="bad sector"):
+            ring.acquire()
+        ring.restart()
+        slots.use(ring, 0)
+        slots.use(ring, 1)
+        slots.loads.clear()
+        slots.gate.clear()
+        ring.reload()
+        ring.restart()
+        slots.gate.set()
+        slots.use(ring, 0)
+        slots.use(ring, 1)
+        assert [layer for layer, _ in slots.loads] in ([], [0])  # but for what had begun

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jmoe.planning.exchange import buffer_rows, index_bytes, nodes_per_token, plan_exchange, traffic
+from jmoe.planning.exchange import (
+    buffer_rows,
+    index_bytes,
+    nodes_per_token,
+    plan_exchange,
+    received_rows,
+    traffic,
+)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +121,10 @@ def test_index_bytes() -> None:
 def test_mistakes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(**options)
+
+
+def test_rows_received() -> None:
+    """Every assignment there and back, times the room for imbalance."""
+    assert received_rows(1024, 2, 4, 1.0) == 2 * 1024 * 2
+    assert received_rows(1024, 2, 4, None) == 2 * 2 * 1024 * 2
+    assert received_rows(1024, 2, 1, None) == 0

@@ -38,6 +38,15 @@ def test_bytes_by_tier() -> None:
     assert "it fits" in str(plan)
 
 
+def test_rows_that_a_streamed_step_keeps() -> None:
+    def kept(place: Placement) -> int:
+        return sum(n for _, kind, n in plan_training(spread, place, MACHINE).rows if kind.startswith("rows received"))
+
+    spread = replace(MODEL, num_devices=2, received_bytes=8 * GB)
+    assert kept(NVME) == 4 * GB
+    assert kept(replace(NVME, experts="device", optimizer="device")) == 0
+
+
 def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     plan = plan_training(MODEL, replace(NVME, experts="device", optimizer="device"), MACHINE)
     parameters = MODEL.all_parameters + MODEL.dense_parameters

@@ -4,6 +4,8 @@ Legend: E experts.
 """
 
 import dataclasses
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from test_streamed_step import CONFIG, HOST, MODEL, E, Trained, batch, close, di
 
 from jmoe.config import MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
-from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.step import make_program
+from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
+from jmoe.training.tier_plan import trained_model
+from tests.compiled import operations
 
 SPREAD = dataclasses.replace(
     CONFIG,
@@ -128,3 +133,56 @@ def test_dense_parameters_on_every_device() -> None:
     """Nothing to gather; parameters that no number of devices divides are the same case."""
     config = dataclasses.replace(SPREAD, mesh=MeshConfig(1, 1, 2, shard_dense=False))
     same_training(train(config, HOST, steps=2), train(config, steps=2))
+
+
+class Spy:
+    """Stands for a compiled function: counts its all-to-alls, and the bytes of rows in its last argument."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.all_to_alls, self.last_bytes = function, 0, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.all_to_alls += all_to_alls(self.function.lower(*args, **options))
+        self.last_bytes += sum(a.nbytes for a in jax.tree.leaves(args[-1]) if a.shape[-1:] == (MODEL.hidden_size,))
+        return self.function(*args, **options)
+
+
+def all_to_alls(lowered: Any) -> int:
+    return Counter(op.kind for op in operations(lowered.compile().as_text()))["all-to-all"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remat", "forward", "backward"),
+    [
+        (MeshConfig(1, 1, 2, chunk_bytes=2000), "none", 3, 2),  # rows and how many there are; rows back. And reversed
+        (MeshConfig(1, 1, 2, chunk_bytes=2000, schedule="none"), "none", 3, 2),
+        (MeshConfig(1, 1, 2, chunk_bytes=2000), "layer", 3, 5),
+        # rows, weights and choices across, rows inside and how many; two levels back
+        pytest.param(
+            MeshConfig(1, 2, 2, exchange="dedup", schedule="pipelined"), "none", 2 * 7, 2 * 5, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["chunks", "unordered", "again", "dedup"],
+)
+def test_nothing_is_sent_twice(mesh: MeshConfig, remat: Any, forward: int, backward: int) -> None:
+    """As many all-to-alls as in the ordinary step, as long as there is memory to keep what they brought."""
+    mesh = dataclasses.replace(mesh, embedding="replicated")
+    model = dataclasses.replace(SPREAD.model, capacity_factor=2.0)
+    config = dataclasses.replace(SPREAD, model=model, mesh=mesh, remat=remat, batch_size=8, tiers=HOST)
+    shape = (1, mesh.expert_inter, mesh.expert_intra)
+    devices = make_mesh(shape, jax.devices()[: math.prod(shape)])
+    layers = config.model.num_moe_layers
+    program = StreamedProgram(config, devices)
+    spies = {name: Spy(getattr(program.programs, name)) for name in ("route", "add_experts", "moe_gradients")}
+    for name, spy in spies.items():
+        setattr(program.programs, name, spy)
+    try:
+        _, metrics = program.step(program.init(), batch(config, 0))
+    finally:
+        program.close()
+    assert metrics["ok"]
+    assert spies["route"].all_to_alls + spies["add_experts"].all_to_alls == layers * forward
+    assert spies["moe_gradients"].all_to_alls == layers * backward
+    assert spies["moe_gradients"].last_bytes == trained_model(config).received_bytes
+    ordinary: Any = make_program(dataclasses.replace(config, tiers=TiersConfig()), devices)
+    assert all_to_alls(ordinary.step.lower(ordinary.state_shape, batch(config, 0))) == layers * (forward + backward)
