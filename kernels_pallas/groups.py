@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.saved import bits
+from kernels_pallas.token_permute.reference import take_mapped_rows
 
 
 class Layout(NamedTuple):
@@ -73,10 +74,10 @@ class Tile(NamedTuple):
         part = jnp.take(partly(w_L), self.group, axis=0, mode="clip")
         return lax.bitcast_convert_type(part, w_L.dtype)
 
-    def read(self, x_ND: jax.Array) -> jax.Array:
-        """The tile's rows [B, D], and zeros for those that are not its own."""
+    def read(self, x_ND: jax.Array, src_N: jax.Array | None = None) -> jax.Array:
+        """The tile's rows [B, D], and zeros for those that are not its own. src_N: row n is x_ND[src_N[n]]."""
         rows_B = self.start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
-        x_BD = jnp.take(partly(x_ND), rows_B, axis=0, mode="clip")
+        x_BD = take_mapped_rows(partly(x_ND), src_N, rows_B)
         return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
 
     def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
