@@ -20,7 +20,7 @@ from kernels_pallas.groups import Layout, Tiles, partly, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
 from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
-SLOT_FACTORS = (0.625, 1.0, 1.25)  # slots / an even share; and none at all
+SLOT_FACTORS = (0.625, 1.0, 1.125)  # slots / an even share; and none at all
 SLOT_MULTIPLE = 16
 TILE_ROWS = (256, 64)
 TILE_COST_ROWS = 64  # reading a group's weights for a tile takes as long as so many rows of product

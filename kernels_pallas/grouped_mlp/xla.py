@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.grouped_mlp.reference import activate
-from kernels_pallas.groups import Layout, slot_layout
+from kernels_pallas.groups import Layout, pick, slot_layout
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import bits, saved_residual
 from kernels_pallas.token_permute.api import RowMap, sum_rows
@@ -51,8 +51,7 @@ def _tile(layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots
 
 def _of(weights: Weights, group: jax.Array) -> Weights:
     """One group's weights."""
-    pick = lambda w: lax.dynamic_index_in_dim(bits(w), group, 0, keepdims=False)  # noqa: E731
-    return jax.tree.map(lambda w: lax.bitcast_convert_type(pick(w), w.dtype), weights)
+    return jax.tree.map(lambda w: pick(w, group), weights)
 
 
 def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
