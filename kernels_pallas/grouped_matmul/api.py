@@ -84,7 +84,7 @@ def grouped_matmul(
         x_ND: rows sorted by group: the first group_sizes_E[0] are those of group 0, and so on.
         w: [E, D, F], or [E, F, D] with transpose_rhs; x's dtype.
         group_sizes_E: int32, zeros allowed; sums to at most N. Rows beyond hold anything, as do their gradients.
-        rows: x is [T, D], not dispatched: as if x were `dispatch(x, *rows)`, which need not be written.
+        rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it, and need not.
         transpose_rhs: the last two dimensions of w are swapped.
         implementation: None for the best that supports the case; a named one raises `NotImplementedError` instead.
 

@@ -31,7 +31,7 @@ def grouped_mlp(
 
     slots: rows of each group that `xla` takes in one batched product; rows beyond them are exact but slower. A fair
     share of the rows plus a quarter is a good value.
-    rows: x is [T, D], not dispatched: as if x were `dispatch(x, *rows)`, which `xla` does not write.
+    rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it; `xla` does not.
     """
     if rows is not None:
         rows.check(x_ND.shape[0])
