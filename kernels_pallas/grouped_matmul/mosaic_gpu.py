@@ -248,12 +248,14 @@ def grouped_matmul(
     height, columns = (ROWS // 2, tile_columns) if by_rows else (ROWS, tile_columns // 2)
     num_stages = GATHERED_STAGES if gathered else STAGES
     num_n, num_steps = num_columns // parts // tile_columns, inner // INNER
+    by_index: list[jax.Array] = []
     if src_N is None:
         x_ND = _whole_rows(x_ND)
-        whole_rows, by_index = x_ND.shape[0], []
+        whole_rows = x_ND.shape[0]
     else:
-        src_M = _whole_rows(jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)[:, None])[:, 0]
-        whole_rows, by_index = src_M.shape[0], [src_M]
+        src_N = jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)
+        by_index.append(_whole_rows(src_N[:, None])[:, 0])
+        whole_rows = by_index[0].shape[0]
     count, tiles_4M = _row_tiles(group_sizes_E, whole_rows)
     by_column = [a.astype(jnp.float32) for a in (scale_EF, bias_EF) if a is not None]
 

@@ -102,8 +102,8 @@ def grouped_matmul(
     num_rows, num_columns = (x_ND if src_N is None else src_N).shape[0], w.shape[1 if transpose_rhs else 2]
     if num_rows < MIN_ROWS:
         x, src_M = _padded(x_ND, src_N)
-        options = {"transpose_rhs": transpose_rhs, "src_N": src_M, "scale_EF": scale_EF}
-        return grouped_matmul(x, w, group_sizes_E, **options)[:num_rows]
+        y = grouped_matmul(x, w, group_sizes_E, transpose_rhs=transpose_rhs, src_N=src_M, scale_EF=scale_EF)
+        return y[:num_rows]
 
     def product(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
         y = dot(x, w.astype(x.dtype), b_transposed=transpose_rhs)
