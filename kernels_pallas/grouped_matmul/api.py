@@ -60,7 +60,7 @@ def _backward(transpose_rhs: bool, implementation: Any, residuals: Any, dy_NF: j
     if rows is None:
         operands = (dy_NF, x) if transpose_rhs else (x, dy_NF)
         return dx, _run(implementation, "weight_gradient", *operands, group_sizes_E), None, None
-    permute = implementation if isinstance(implementation, str) else None
+    permute: Any = implementation if isinstance(implementation, str) else None
     dx_TD = sum_rows(dx, rows.src_M, rows.slot_TK, rows.complete, implementation=permute).astype(x.dtype)
     dw = _run(implementation, "weight_gradient", x, dy_NF, group_sizes_E, src_N=rows.src_M)
     return dx_TD, dw.swapaxes(1, 2) if transpose_rhs else dw, None, None
