@@ -37,7 +37,7 @@ from jmoe.layers.moe import MoELayer
 from kernels_pallas.grouped_matmul import grouped_matmul, quantize, quantized_grouped_matmul
 from kernels_pallas.matmul import matmul
 from kernels_pallas.shapes import CPU, MODELS, ROUTINGS, MoEShape, group_sizes
-from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
+from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RAGGED_DOT_BYTES = 16 * 2**30  # its masked copies of the rows may take so much
@@ -219,8 +219,16 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
     }
 
 
+def dispatched_matmul(x_TD: jax.Array, w: jax.Array, sizes: jax.Array, rows: RowMap) -> jax.Array:
+    return grouped_matmul(dispatch(x_TD, rows.src_M, rows.slot_TK, rows.complete), w, sizes)
+
+
+def matmul_by_index(x_TD: jax.Array, w: jax.Array, sizes: jax.Array, rows: RowMap) -> jax.Array:
+    return grouped_matmul(x_TD, w, sizes, rows=rows)
+
+
 def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The up projection, both its gradients, and the product with weights of 8 bits."""
+    """The up projection, both its gradients, with rows dispatched or read by index, and with weights of 8 bits."""
     n, d, f, e = shape.num_rows, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
     sizes = jnp.asarray(group_sizes(routing, n, e))
     x, dy, w = (normal(i, s, jnp.bfloat16) for i, s in enumerate(((n, d), (n, 2 * f), (e, d, 2 * f))))
@@ -242,6 +250,11 @@ def matmuls_on_gpu(shape: MoEShape, routing: str, floor: dict[str, float]) -> di
         "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least(2)},
     }
     del dy
+    order = jax.random.permutation(jax.random.key(3), n).astype(jnp.int32)
+    k = shape.num_experts_per_tok
+    tokens = x[: shape.num_tokens], w, sizes, RowMap(order // k, jnp.argsort(order).reshape(-1, k), complete=True)
+    for name, multiply in (("dispatch and forward", dispatched_matmul), ("forward by index", matmul_by_index)):
+        found[name] = {"s": seconds(jax.jit(multiply), *tokens), "floor_s": least(2)}
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
         narrow, scale = jax.jit(partial(quantize, dtype=dtype))(w)
         operands = x, narrow, scale, sizes

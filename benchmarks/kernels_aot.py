@@ -37,7 +37,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matm
 from kernels_pallas.grouped_mlp import grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
-from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
+from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
 TARGETS = Path(__file__).resolve().parent / "targets"
 
@@ -73,6 +73,15 @@ def moe_loss(
 def matmul_and_gradients(implementation: Name, x_ND: jax.Array, w: jax.Array, sizes_E: jax.Array) -> Any:
     """The grouped matmul and both its gradients."""
     y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, implementation=implementation), x_ND, w)
+    return y_NF, *vjp(y_NF)
+
+
+def gathered_matmul_and_gradients(
+    implementation: Name, x_TD: jax.Array, w: jax.Array, sizes_E: jax.Array, src_N: jax.Array, slot_TK: jax.Array
+) -> Any:
+    """`matmul_and_gradients` of tokens that are not dispatched."""
+    rows = RowMap(src_N, slot_TK, complete=True)
+    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x_TD, w)
     return y_NF, *vjp(y_NF)
 
 
@@ -135,6 +144,9 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     quantized = partial(quantized_grouped_matmul, implementation=implementation)
     experts = partial(experts_forward, shape, implementation)
     yield "up projection, gradients", matmul, (of((n, d)), up, sizes)
+    indices = jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.int32)
+    gathered = partial(gathered_matmul_and_gradients, implementation)
+    yield "up projection of tokens, gradients", gathered, (of((t, d)), up, sizes, *indices)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
         narrow, scale = jax.ShapeDtypeStruct(up.shape, dtype), jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)

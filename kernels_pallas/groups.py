@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.saved import bits
+from kernels_pallas.token_permute.reference import take_mapped_rows
 
 
 class Layout(NamedTuple):
@@ -70,13 +71,13 @@ class Tile(NamedTuple):
 
     def pick(self, w_L: jax.Array) -> jax.Array:
         """The group's part of an array of all groups."""
-        part = jnp.take(partly(w_L), self.group, axis=0, mode="clip")
-        return lax.bitcast_convert_type(part, w_L.dtype)
+        return pick(w_L, self.group)
 
-    def read(self, x_ND: jax.Array) -> jax.Array:
-        """The tile's rows [B, D], and zeros for those that are not its own."""
-        rows_B = self.start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
-        x_BD = jnp.take(partly(x_ND), rows_B, axis=0, mode="clip")
+    def read(self, x_ND: jax.Array, src_N: jax.Array | None = None) -> jax.Array:
+        """The tile's rows [B, D], and zeros for those that are not its own. src_N: row n is x_ND[src_N[n]]."""
+        inner_ND, start = lax.optimization_barrier((x_ND, self.start))  # see `pick`
+        rows_B = start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
+        x_BD = take_mapped_rows(partly(inner_ND), src_N, rows_B)
         return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
 
     def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
@@ -84,6 +85,16 @@ class Tile(NamedTuple):
         old_BD = lax.dynamic_slice_in_dim(out_ND, self.start, self.mine_B.size)
         new_BD = jnp.where(self.mine_B[:, None], partly(x_BD), old_BD)
         return lax.dynamic_update_slice_in_dim(out_ND, new_BD, self.start, axis=0)
+
+
+def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
+    """w_L[group], in the body of a loop.
+
+    Without the barrier XLA makes the bits of all groups before the loop: a copy of the whole array, even for a loop
+    that never runs.
+    """
+    inner_L, group = lax.optimization_barrier((w_L, group))
+    return lax.bitcast_convert_type(jnp.take(partly(inner_L), group, axis=0, mode="clip"), w_L.dtype)
 
 
 def partly(x: jax.Array) -> jax.Array:

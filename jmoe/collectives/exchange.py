@@ -27,23 +27,32 @@ import jax.numpy as jnp
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.planning.exchange import ExchangePlan, buffer_rows, index_bytes
 from kernels_pallas.saved import saved, saved_residual
-from kernels_pallas.token_permute import combine, dispatch, sort_by_expert, sum_rows
+from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows_MD", "group_sizes_L", "dropped", "handle"],
+    data_fields=["x", "rows", "group_sizes_L", "dropped", "handle"],
     meta_fields=["expected_rows"],
 )
 @dataclass(frozen=True)
 class Arrived:
     """Rows for this device's experts. handle: what `combine` needs to take the experts' outputs back."""
 
-    rows_MD: jax.Array  # sorted by local expert; rows beyond the last group hold anything
+    x: jax.Array  # [M, D] as `rows_MD`; [T, D], this device's tokens, where `rows` says which of them each row is
+    rows: RowMap | None
     group_sizes_L: jax.Array  # int32
     expected_rows: int  # sum of group_sizes_L when the load is even
     dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up
     handle: Any
+
+    @property
+    def rows_MD(self) -> jax.Array:
+        """Sorted by local expert; rows beyond the last group hold anything."""
+        if self.rows is None:
+            return self.x
+        with jax.named_scope("dispatch"):
+            return dispatch(self.x, self.rows.src_M, self.rows.slot_TK, self.rows.complete)
 
 
 Keep = Callable[[jax.Array], jax.Array]
@@ -111,7 +120,7 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class OneDevice:
-    """All experts are here: a sort, nothing is sent or dropped."""
+    """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts that gather."""
 
     def keeping(self, keep: Keep) -> Self:
         return self
@@ -127,14 +136,13 @@ class OneDevice:
         with jax.named_scope("dispatch"):
             order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
             token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
-            rows_ND = dispatch(x_TD, token_N, slot_TK, True)
-        handle = (topk_weights_TK, token_N, slot_TK)
-        return Arrived(rows_ND, counts_E, topk_idx_TK.size, jnp.zeros((), jnp.int32), handle)
+        rows = RowMap(token_N, slot_TK, complete=True)
+        return Arrived(x_TD, rows, counts_E, topk_idx_TK.size, jnp.zeros((), jnp.int32), (topk_weights_TK, rows))
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
-            topk_weights_TK, token_N, slot_TK = handle
-            return combine(saved(out_MD, "expert_out"), topk_weights_TK, token_N, slot_TK, True)
+            topk_weights_TK, rows = handle
+            return combine(saved(out_MD, "expert_out"), topk_weights_TK, rows.src_M, rows.slot_TK, rows.complete)
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,7 @@ class PerDevice:
             rows_MD = dispatch(recv_RCD.reshape(send_MD.shape), sort[0], sort[1][:, None], True)
             group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
         dropped = counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
-        return Arrived(rows_MD, group_sizes_L, expected_rows, dropped, (sort, topk_weights_TK, token_M, slot_TK))
+        return Arrived(rows_MD, None, group_sizes_L, expected_rows, dropped, (sort, topk_weights_TK, token_M, slot_TK))
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         (order_M, rank_M), topk_weights_TK, token_M, slot_TK = handle

@@ -13,8 +13,9 @@ from jmoe.config import check
 from kernels_pallas.grouped_mlp import activate, grouped_mlp
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
+from kernels_pallas.token_permute import RowMap
 
-SLOT_FACTOR = 1.25  # rows of an expert that take the batched product / a fair share; the rest go through tiles
+SLOT_FACTOR = 1.125  # rows of an expert that take the batched product / a fair share; the rest go through tiles
 SLOT_MULTIPLE = 32
 
 
@@ -57,8 +58,13 @@ class Experts(nnx.Module):
         self.b_up = nnx.Param(jnp.zeros((num_experts, up))) if bias else None
         self.b_down = nnx.Param(jnp.zeros((num_experts, hidden_size))) if bias else None
 
-    def __call__(self, x_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
-        """expected_rows: how many of the N rows are real when tokens are balanced; sizes the fast path only."""
+    def __call__(
+        self, x_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int, rows: RowMap | None = None
+    ) -> jax.Array:
+        """expected_rows: how many of the N rows are real when tokens are balanced; sizes the fast path only.
+
+        rows: x is [T, D], tokens that are not dispatched.
+        """
         w_up, w_down = self.w_up[...].astype(x_ND.dtype), self.w_down[...].astype(x_ND.dtype)
         return grouped_mlp(
             x_ND,
@@ -69,6 +75,7 @@ class Experts(nnx.Module):
             None if self.b_down is None else self.b_down[...],
             activation=self.activation,
             slots=slots_per_expert(expected_rows, group_sizes_L.shape[0]),
+            rows=rows,
         )
 
 

@@ -65,10 +65,17 @@ def dispatch_local(
     return arrived
 
 
+def _run_experts(expert_fn: ExpertFn, part: Arrived) -> jax.Array:
+    """Our own experts gather their rows themselves; a user's are given them."""
+    if isinstance(expert_fn, Experts):
+        return expert_fn(part.x, part.group_sizes_L, part.expected_rows, part.rows)
+    return expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows)
+
+
 def combine_local(arrived: Sequence[Arrived], expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
     """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe_local`."""
     with jax.named_scope("experts"):
-        out = [expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows) for part in arrived]
+        out = [_run_experts(expert_fn, part) for part in arrived]
     y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]
     return jnp.concatenate(y)
 

@@ -1,6 +1,6 @@
 """The grouped matmul and its gradients, by the best implementation for the platform and the case.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens, K choices a token.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.grouped_matmul.quantize import LARGEST
 from kernels_pallas.implementations import Name, run
+from kernels_pallas.token_permute.api import RowMap, sum_rows
 
 
 class Implementation(NamedTuple):
@@ -28,22 +29,41 @@ MODULES: dict[Name, str] = {
 _run = partial(run, MODULES)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped_matmul(
-    x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool, implementation: Any
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    rows: RowMap | None,
+    transpose_rhs: bool,
+    implementation: Any,
 ) -> jax.Array:
-    return _run(implementation, "grouped_matmul", x_ND, w, group_sizes_E, transpose_rhs=transpose_rhs)
+    options = {"transpose_rhs": transpose_rhs} | ({} if rows is None else {"src_N": rows.src_M})
+    return _run(implementation, "grouped_matmul", x, w, group_sizes_E, **options)
 
 
-def _forward(x_ND: jax.Array, w: jax.Array, group_sizes_E: jax.Array, transpose_rhs: bool, implementation: Any) -> Any:
-    return _grouped_matmul(x_ND, w, group_sizes_E, transpose_rhs, implementation), (x_ND, w, group_sizes_E)
+def _forward(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    rows: RowMap | None,
+    transpose_rhs: bool,
+    implementation: Any,
+) -> Any:
+    y_NF = _grouped_matmul(x, w, group_sizes_E, rows, transpose_rhs, implementation)
+    return y_NF, (x, w, group_sizes_E, rows)
 
 
 def _backward(transpose_rhs: bool, implementation: Any, residuals: Any, dy_NF: jax.Array) -> Any:
-    x_ND, w, group_sizes_E = residuals
-    dx_ND = _run(implementation, "grouped_matmul", dy_NF, w, group_sizes_E, transpose_rhs=not transpose_rhs)
-    operands = (dy_NF, x_ND) if transpose_rhs else (x_ND, dy_NF)
-    return dx_ND, _run(implementation, "weight_gradient", *operands, group_sizes_E), None
+    x, w, group_sizes_E, rows = residuals
+    dx = _run(implementation, "grouped_matmul", dy_NF, w, group_sizes_E, transpose_rhs=not transpose_rhs)
+    if rows is None:
+        operands = (dy_NF, x) if transpose_rhs else (x, dy_NF)
+        return dx, _run(implementation, "weight_gradient", *operands, group_sizes_E), None, None
+    permute: Any = implementation if isinstance(implementation, str) else None
+    dx_TD = sum_rows(dx, rows.src_M, rows.slot_TK, rows.complete, implementation=permute).astype(x.dtype)
+    dw = _run(implementation, "weight_gradient", x, dy_NF, group_sizes_E, src_N=rows.src_M)
+    return dx_TD, dw.swapaxes(1, 2) if transpose_rhs else dw, None, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
@@ -54,6 +74,7 @@ def grouped_matmul(
     w: jax.Array,
     group_sizes_E: jax.Array,
     *,
+    rows: RowMap | None = None,
     transpose_rhs: bool = False,
     implementation: Name | Implementation | None = None,
 ) -> jax.Array:
@@ -63,6 +84,7 @@ def grouped_matmul(
         x_ND: rows sorted by group: the first group_sizes_E[0] are those of group 0, and so on.
         w: [E, D, F], or [E, F, D] with transpose_rhs; x's dtype.
         group_sizes_E: int32, zeros allowed; sums to at most N. Rows beyond hold anything, as do their gradients.
+        rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it, and need not.
         transpose_rhs: the last two dimensions of w are swapped.
         implementation: None for the best that supports the case; a named one raises `NotImplementedError` instead.
 
@@ -71,7 +93,9 @@ def grouped_matmul(
     _check_shapes(x_ND, w, group_sizes_E, transpose_rhs)
     if x_ND.dtype != w.dtype:
         raise ValueError(f"x {x_ND.dtype} and w {w.dtype}: must have one dtype")
-    return _grouped_matmul(x_ND, w, group_sizes_E, transpose_rhs, implementation)
+    if rows is not None:
+        rows.check(x_ND.shape[0])
+    return _grouped_matmul(x_ND, w, group_sizes_E, rows, transpose_rhs, implementation)
 
 
 def quantized_grouped_matmul(

@@ -1,11 +1,15 @@
 """The grouped matmul and its weight gradient on Hopper: wgmma fed by bulk asynchronous copies.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles; wg: a warpgroup, 128 threads.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles; T tokens; wg: a warpgroup, 128 threads.
 
 One persistent block on every multiprocessor: a warpgroup that only copies, two that only multiply. The copies run
 ahead by STAGES steps and on into the next tile, so that the tensor cores do not wait while a finished tile is stored.
 A tile is `ROWS` rows of one group; rows of a neighbouring group that lie in it are multiplied and not stored. Its first
 row is rounded down to a multiple of 8, the height of a swizzled block of shared memory.
+
+Rows named by index (`src_N`) come one by one, each a bulk copy of its own: a line of 128 bytes of shared memory, whose
+place among 8 lines the copy swizzles by. The products want those 8 lines as one block, so each multiplying warpgroup
+moves the lines of its 64 rows into such blocks while the tensor cores are at work on the step before.
 
 Weights of 8 bits are copied as they are; each multiplying warpgroup widens its columns in shared memory while the
 tensor cores are at work on the step before. Their scales, one a column, are factors of the finished sums.
@@ -20,10 +24,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.token_permute.mosaic_gpu import gather_rows
+
 ALIGN = 8
 ROWS = 128
 INNER = 64  # of one step: 128 bytes, one swizzled line
 STAGES = 4
+GATHERED_STAGES = 3  # leaves room for the rows that are moved
 BAND = 16  # row tiles that share a column tile of the weights before the next one is taken up
 NUM_SMS = 132  # of an H100 SXM or an H200
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
@@ -94,16 +101,17 @@ def _snake(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Ar
 def _copying(
     num_mine: jax.Array, steps_of: Callable[[jax.Array], Any], copy: Callable[..., None], full: Any, empty: Any
 ) -> None:
-    """What the copying warpgroup does: all steps of all tiles of this block, STAGES steps ahead of the others."""
+    """What the copying warpgroup does: all steps of all tiles of this block, as far ahead as there are stages."""
+    num_stages = full.shape[0]
     plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
     def tile(i: jax.Array, done: jax.Array) -> jax.Array:
         num_steps, where = steps_of(i)
 
         def step(k: jax.Array, done: jax.Array) -> jax.Array:
-            stage = lax.rem(done, jnp.int32(STAGES))
+            stage = lax.rem(done, jnp.int32(num_stages))
 
-            @pl.when(done >= STAGES)
+            @pl.when(done >= num_stages)
             def _() -> None:
                 plgpu.barrier_wait(empty.at[stage])
 
@@ -129,20 +137,21 @@ def _multiplying(
     multiply starts one product for each of `sums_shapes`.
     """
     plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+    num_stages = full.shape[0]
 
     def tile(i: jax.Array, done: jax.Array) -> jax.Array:
         num_steps, where = steps_of(i)
 
         def accumulate(*accs: Any) -> list[jax.Array]:
             def step(k: jax.Array, done: jax.Array) -> jax.Array:
-                stage = lax.rem(done, jnp.int32(STAGES))
+                stage = lax.rem(done, jnp.int32(num_stages))
                 plgpu.barrier_wait(full.at[stage])
                 multiply(accs, where, k, stage)
                 plgpu.wgmma_wait(len(accs))
 
                 @pl.when(k > 0)
                 def _() -> None:
-                    plgpu.barrier_arrive(empty.at[lax.rem(done + (STAGES - 1), jnp.int32(STAGES))])
+                    plgpu.barrier_arrive(empty.at[lax.rem(done + (num_stages - 1), jnp.int32(num_stages))])
 
                 return done + 1
 
@@ -155,7 +164,7 @@ def _multiplying(
 
         @pl.when(num_steps > 0)
         def _() -> None:
-            plgpu.barrier_arrive(empty.at[lax.rem(done + (STAGES - 1), jnp.int32(STAGES))])
+            plgpu.barrier_arrive(empty.at[lax.rem(done + (num_stages - 1), jnp.int32(num_stages))])
 
         store(sums, where)
         return done
@@ -171,9 +180,10 @@ def _launch(
     num_sms: int,
     interpret: Any,
     num_copies: int = 2,
+    num_stages: int = STAGES,
 ) -> Callable[..., jax.Array]:
     # full: the copies of a step; empty: both multiplying warpgroups
-    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=STAGES) for n in (num_copies, 2)]
+    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=num_stages) for n in (num_copies, 2)]
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -206,6 +216,7 @@ def grouped_matmul(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
+    src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
     bias_EF: jax.Array | None = None,
     epilogue: Callable[..., jax.Array] | None = None,
@@ -215,33 +226,47 @@ def grouped_matmul(
 ) -> jax.Array:
     """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything.
 
+    src_N: row n is token src_N[n] of x, which is then [T, D].
     scale_EF: factors of the columns of int8 or float8_e4m3fn weights. bias_EF: added to the columns.
     epilogue: float32 sums -> what is stored; with `gated`, of (gate, up), the two halves of the columns: [N, F / 2].
     """
-    num_rows, inner = x_ND.shape
+    num_rows, inner = (x_ND if src_N is None else src_N).shape[0], x_ND.shape[1]
     num_columns, parts = w.shape[1 if transpose_rhs else 2], 2 if gated else 1
-    narrow = scale_EF is not None
+    narrow, gathered = scale_EF is not None, src_N is not None
     if narrow and w.dtype not in NARROW_DTYPES:
         raise NotImplementedError(f"dtype {w.dtype} of weights with scales: only int8 or float8_e4m3fn")
     _check((x_ND,) if narrow else (x_ND, w), inner, INNER)
     if gated and (num_columns % 256 or transpose_rhs or narrow):
         why = f"{num_columns} gated columns, {transpose_rhs=}, weights {w.dtype}"
         raise NotImplementedError(f"{why}: must be a multiple of 256, not transposed, without scales")
-    # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of both gates and ups
-    height, columns = (ROWS // 2, 128) if gated else (ROWS, _columns(num_columns))
-    tile_columns = columns if gated else 2 * columns  # of the result
+    if gathered and narrow:
+        raise NotImplementedError(f"rows by index with weights {w.dtype}: only weights without scales")
+    # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of all columns, which
+    # may be both gates and ups
+    by_rows = gated or gathered
+    tile_columns = 128 if gated else 2 * _columns(num_columns)  # of the result
+    height, columns = (ROWS // 2, tile_columns) if by_rows else (ROWS, tile_columns // 2)
+    num_stages = GATHERED_STAGES if gathered else STAGES
     num_n, num_steps = num_columns // parts // tile_columns, inner // INNER
-    x_ND = _whole_rows(x_ND)
-    count, tiles_4M = _row_tiles(group_sizes_E, x_ND.shape[0])
+    by_index: list[jax.Array] = []
+    if src_N is None:
+        x_ND = _whole_rows(x_ND)
+        whole_rows = x_ND.shape[0]
+    else:
+        src_N = jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)
+        by_index.append(_whole_rows(src_N[:, None])[:, 0])
+        whole_rows = by_index[0].shape[0]
+    count, tiles_4M = _row_tiles(group_sizes_E, whole_rows)
     by_column = [a.astype(jnp.float32) for a in (scale_EF, bias_EF) if a is not None]
 
     def grouped_matmul_kernel(count, tiles, x, w, *refs):  # type: ignore[no-untyped-def]
+        src, refs = list(refs[: len(by_index)]), refs[len(by_index) :]
         factors_and_terms, refs = list(refs[: len(by_column)]), refs[len(by_column) :]
         scale = factors_and_terms.pop(0) if narrow else None
         bias = factors_and_terms.pop() if bias_EF is not None else None
-        out, x_smem, w_smem, out_smem, *wide_smem, full, empty = refs
+        out, x_smem, w_smem, out_smem, *own_smem, full, empty = refs
         wg = lax.axis_index("wg")
-        top, left = (wg * height, 0) if gated else (0, wg * columns)
+        top, left = (wg * height, 0) if by_rows else (0, wg * columns)
         num_mine = _mine(count[0] * num_n, num_sms)
 
         def steps_of(i: jax.Array) -> Any:
@@ -250,9 +275,20 @@ def grouped_matmul(
 
         def copy(where: Any, k: jax.Array, stage: jax.Array, barrier: Any) -> None:
             m, n = where
-            rows = pl.ds(pl.multiple_of(tiles[1, m], ALIGN), ROWS)
             inside = pl.ds(k * INNER, INNER)
-            plgpu.copy_gmem_to_smem(x.at[rows, inside], x_smem.at[stage], barrier)
+            if gathered:
+
+                @plgpu.warp_map
+                def copy_rows(warp: jax.Array) -> None:
+                    at = warp * (ROWS // 4)
+                    tokens = [src[0][tiles[1, m] + at + b] for b in range(ROWS // 4)]
+                    for b, token in enumerate(tokens):
+                        to = x_smem.at[stage, pl.ds(at + b, 1)]
+                        plgpu.copy_gmem_to_smem(x.at[pl.ds(token, 1), inside], to, barrier)
+
+            else:
+                rows = pl.ds(pl.multiple_of(tiles[1, m], ALIGN), ROWS)
+                plgpu.copy_gmem_to_smem(x.at[rows, inside], x_smem.at[stage], barrier)
             for part in range(parts):
                 across = pl.ds(part * (num_columns // parts) + n * tile_columns, tile_columns)
                 block = (across, inside) if transpose_rhs else (inside, across)
@@ -260,15 +296,20 @@ def grouped_matmul(
 
         def multiply(accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
             mine = pl.ds(left, columns)
+            x_mine = x_smem.at[stage, pl.ds(top, height)]
+            if gathered:
+                block = own_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
+                block[...] = plgpu.layout_cast(x_mine[...], plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
+                x_mine = block
             for part, acc in enumerate(accs):
                 block = w_smem.at[stage, part]
                 block = block.at[mine] if transpose_rhs else block.at[:, mine]
                 if narrow:
-                    wide = wide_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
+                    wide = own_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
                     wide[...] = _widened(plgpu.layout_cast(block[...], plgpu.Layout.WGMMA_UPCAST_2X), x.dtype)
                     plgpu.commit_smem()
                     block = wide
-                x_mine = x_smem.at[stage, pl.ds(top, height)]
                 plgpu.wgmma(acc, x_mine, block.transpose((1, 0)) if transpose_rhs else block)
 
         def finished(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
@@ -315,15 +356,18 @@ def grouped_matmul(
         return (columns, INNER) if transpose_rhs else (INNER, columns)
 
     scratch = [
-        plgpu.SMEM((STAGES, ROWS, INNER), x_ND.dtype, transforms=TILED),
-        plgpu.SMEM((STAGES, parts, *block(tile_columns)), w.dtype, transforms=TILED_NARROW if narrow else TILED),
+        plgpu.SMEM((num_stages, ROWS, INNER), x_ND.dtype, transforms=BY_ROW if gathered else TILED),
+        plgpu.SMEM((num_stages, parts, *block(tile_columns)), w.dtype, transforms=TILED_NARROW if narrow else TILED),
         plgpu.SMEM((2, height, STORED), x_ND.dtype, transforms=BY_ROW),
     ]
     if narrow:
         scratch.append(plgpu.SMEM((2, 2, *block(columns)), x_ND.dtype, transforms=TILED))
-    out_type = jax.ShapeDtypeStruct((x_ND.shape[0], num_columns // parts), x_ND.dtype)
-    launch = _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret, num_copies=1 + parts)
-    return launch(count, tiles_4M, x_ND, w, *by_column)[:num_rows]
+    if gathered:
+        scratch.append(plgpu.SMEM((2, 2, height, INNER), x_ND.dtype, transforms=TILED))
+    out_type = jax.ShapeDtypeStruct((whole_rows, num_columns // parts), x_ND.dtype)
+    num_copies = (ROWS if gathered else 1) + parts
+    launch = _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret, num_copies, num_stages)
+    return launch(count, tiles_4M, x_ND, w, *by_index, *by_column)[:num_rows]
 
 
 def weight_gradient(
@@ -331,10 +375,13 @@ def weight_gradient(
     dy_NF: jax.Array,
     group_sizes_E: jax.Array,
     *,
+    src_N: jax.Array | None = None,
     num_sms: int = NUM_SMS,
     interpret: Any = None,
 ) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows."""
+    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`; its rows are written."""
+    if src_N is not None:
+        x_ND = gather_rows(x_ND, src_N, num_sms=num_sms, interpret=interpret)
     (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
     _check((x_ND, dy_NF), d, ROWS)
     columns = _columns(num_columns)

@@ -1,11 +1,13 @@
 """The grouped matmul by `lax.ragged_dot`: the tests' oracle. Masked, so E times the work: never the product's path.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kernels_pallas.token_permute.reference import take_any_rows
 
 
 def grouped_matmul(
@@ -14,12 +16,15 @@ def grouped_matmul(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
+    src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
 ) -> jax.Array:
     """[N, F] in x's dtype, float32 sums; w [E, D, F], or [E, F, D] with `transpose_rhs`. Rows beyond the groups: 0.
 
+    src_N: row n is token src_N[n] of x, which is then [T, D].
     scale_EF: factors of the columns of w, which is then of another dtype.
     """
+    x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
     if scale_EF is None:
         return lax.ragged_dot(x_ND, w_EDF, group_sizes_E, preferred_element_type=jnp.float32).astype(x_ND.dtype)
@@ -27,8 +32,11 @@ def grouped_matmul(
     return lax.ragged_dot(x_ND.astype(jnp.float32), w32_EDF, group_sizes_E).astype(x_ND.dtype)
 
 
-def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows."""
+def weight_gradient(
+    x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array, *, src_N: jax.Array | None = None
+) -> jax.Array:
+    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`."""
+    x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )

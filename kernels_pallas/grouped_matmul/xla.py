@@ -1,6 +1,6 @@
 """The grouped matmul in plain XLA, with no masked work: for CPU, and for GPUs older than Hopper.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a tile.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, C slots a group, B rows a tile; T tokens.
 
 Groups of one size are one batched product of the rows as they lie. Otherwise the first C rows of every group go through
 one, the rest through a loop over tiles of one group. How the sizes fall decides at run time which C of a few costs
@@ -18,9 +18,9 @@ from jax import lax
 
 from kernels_pallas.groups import Layout, Tiles, partly, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
-from kernels_pallas.token_permute.reference import take_any_rows, take_rows
+from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
-SLOT_FACTORS = (0.625, 1.0, 1.25)  # slots / an even share; and none at all
+SLOT_FACTORS = (0.625, 1.0, 1.125)  # slots / an even share; and none at all
 SLOT_MULTIPLE = 16
 TILE_ROWS = (256, 64)
 TILE_COST_ROWS = 64  # reading a group's weights for a tile takes as long as so many rows of product
@@ -42,9 +42,17 @@ def _tiles(starts: Any, ends: Any, slots: int, num_rows: int) -> list[Tiles]:
     return [Tiles(filled, first, ends, large), Tiles(rest, first + filled * large, ends, small)]
 
 
-def _blocks(x_ND: jax.Array, num_groups: int) -> jax.Array:
+def _blocks(x_ND: jax.Array, num_groups: int, src_N: jax.Array | None = None) -> jax.Array:
     """[E, N / E, D], for groups of one size."""
+    x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     return x_ND.reshape(num_groups, -1, x_ND.shape[1])
+
+
+def _padded(x_ND: jax.Array, src_N: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """(x, src) with MIN_ROWS rows."""
+    if src_N is not None:
+        return x_ND, jnp.pad(src_N, (0, MIN_ROWS - src_N.shape[0]))
+    return jnp.pad(x_ND, ((0, MIN_ROWS - x_ND.shape[0]), (0, 0))), None
 
 
 def _cheapest(
@@ -84,24 +92,29 @@ def grouped_matmul(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
+    src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
 ) -> jax.Array:
-    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything finite."""
-    num_rows, num_columns = x_ND.shape[0], w.shape[1 if transpose_rhs else 2]
+    """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything finite.
+
+    src_N: row n is token src_N[n] of x, which is then [T, D].
+    """
+    num_rows, num_columns = (x_ND if src_N is None else src_N).shape[0], w.shape[1 if transpose_rhs else 2]
     if num_rows < MIN_ROWS:
-        x_MD = jnp.pad(x_ND, ((0, MIN_ROWS - num_rows), (0, 0)))
-        return grouped_matmul(x_MD, w, group_sizes_E, transpose_rhs=transpose_rhs, scale_EF=scale_EF)[:num_rows]
+        x, src_M = _padded(x_ND, src_N)
+        y = grouped_matmul(x, w, group_sizes_E, transpose_rhs=transpose_rhs, src_N=src_M, scale_EF=scale_EF)
+        return y[:num_rows]
 
     def product(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
         y = dot(x, w.astype(x.dtype), b_transposed=transpose_rhs)
         return (y if scale is None else y * scale[..., None, :]).astype(x.dtype)
 
     def even() -> jax.Array:
-        return product(_blocks(x_ND, w.shape[0]), w, scale_EF).reshape(num_rows, num_columns)
+        return product(_blocks(x_ND, w.shape[0], src_N), w, scale_EF).reshape(num_rows, num_columns)
 
     def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
-            y_ECF = product(take_any_rows(x_ND, layout.rows_LC), w, scale_EF)
+            y_ECF = product(take_mapped_rows(x_ND, src_N, layout.rows_LC), w, scale_EF)
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
@@ -111,7 +124,7 @@ def grouped_matmul(
             def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
                 scale_F = None if scale_EF is None else one.pick(scale_EF)
-                return one.write(out, product(one.read(x_ND), one.pick(w), scale_F))
+                return one.write(out, product(one.read(x_ND, src_N), one.pick(w), scale_F))
 
             out = lax.fori_loop(0, some.total(), tile, out)
         return lax.bitcast_convert_type(out, x_ND.dtype)
@@ -119,19 +132,21 @@ def grouped_matmul(
     return _cheapest(group_sizes_E, num_rows, even, run)
 
 
-def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
-    """[E, D, F] in x's dtype: x^T dy of each group's rows."""
-    num_rows, num_groups = x_ND.shape[0], group_sizes_E.shape[0]
+def weight_gradient(
+    x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array, *, src_N: jax.Array | None = None
+) -> jax.Array:
+    """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`."""
+    num_rows, num_groups = dy_NF.shape[0], group_sizes_E.shape[0]
     if num_rows < MIN_ROWS:
-        pad = ((0, MIN_ROWS - num_rows), (0, 0))
-        return weight_gradient(jnp.pad(x_ND, pad), jnp.pad(dy_NF, pad), group_sizes_E)
+        x, src_M = _padded(x_ND, src_N)
+        return weight_gradient(x, _padded(dy_NF, None)[0], group_sizes_E, src_N=src_M)
 
     def even() -> jax.Array:
-        return dot(transposed(_blocks(x_ND, num_groups)), _blocks(dy_NF, num_groups)).astype(x_ND.dtype)
+        return dot(transposed(_blocks(x_ND, num_groups, src_N)), _blocks(dy_NF, num_groups)).astype(x_ND.dtype)
 
     def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
-            x_ECD, dy_ECF = take_any_rows(x_ND, layout.rows_LC), take_rows(dy_NF, layout.rows_LC)
+            x_ECD, dy_ECF = take_mapped_rows(x_ND, src_N, layout.rows_LC), take_rows(dy_NF, layout.rows_LC)
             dw_EDF = dot(transposed(x_ECD), dy_ECF)
         else:
             dw_EDF = jnp.zeros((num_groups, x_ND.shape[1], dy_NF.shape[1]), jnp.float32)
@@ -139,7 +154,7 @@ def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, group_sizes_E: jax.Array)
 
             def tile(i: jax.Array, dw_EDF: jax.Array, some: Tiles = some) -> jax.Array:
                 one = some.at(i, num_rows)
-                return dw_EDF.at[one.group].add(dot(transposed(one.read(x_ND)), one.read(dy_NF)))
+                return dw_EDF.at[one.group].add(dot(transposed(one.read(x_ND, src_N)), one.read(dy_NF)))
 
             dw_EDF = lax.fori_loop(0, some.total(), tile, dw_EDF)
         return dw_EDF.astype(x_ND.dtype)

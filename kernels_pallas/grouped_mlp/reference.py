@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.token_permute.api import RowMap
+from kernels_pallas.token_permute.reference import take_any_rows
+
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 
 
@@ -37,8 +40,10 @@ def grouped_mlp(
     b_down_LD: jax.Array | None,
     *,
     activation: str,
+    rows: RowMap | None = None,
 ) -> jax.Array:
     """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups are zero."""
+    x_ND = x_ND if rows is None else take_any_rows(x_ND, rows.src_M)
     num_groups = group_sizes_L.shape[0]
     ends_L = jnp.cumsum(group_sizes_L)
     group_N = (jnp.arange(x_ND.shape[0])[:, None] >= ends_L).sum(axis=-1)

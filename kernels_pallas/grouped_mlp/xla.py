@@ -1,7 +1,7 @@
 """The grouped MLP in plain XLA, with no masked expert work.
 
 Legend: N rows sorted by group, L groups (local experts), C slots a group, B rows a tile, D hidden, F expert hidden,
-U = 2F (SwiGLU) or F (GELU).
+U = 2F (SwiGLU) or F (GELU); T tokens.
 
 The first C rows of every group go through one batched product [L, C, D]; rows beyond them, if routing is skewed,
 through a loop over tiles of B rows that runs as often as there are such tiles. Balanced routing never enters the
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.grouped_mlp.reference import activate
-from kernels_pallas.groups import Layout, slot_layout
+from kernels_pallas.groups import Layout, pick, slot_layout
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import bits, saved_residual
-from kernels_pallas.token_permute.reference import take_any_rows, take_rows
+from kernels_pallas.token_permute.api import RowMap, sum_rows
+from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
 TILE_ROWS = 64
 
@@ -50,8 +51,7 @@ def _tile(layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots
 
 def _of(weights: Weights, group: jax.Array) -> Weights:
     """One group's weights."""
-    pick = lambda w: lax.dynamic_index_in_dim(bits(w), group, 0, keepdims=False)  # noqa: E731
-    return jax.tree.map(lambda w: lax.bitcast_convert_type(pick(w), w.dtype), weights)
+    return jax.tree.map(lambda w: pick(w, group), weights)
 
 
 def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
@@ -94,15 +94,20 @@ def _backward(
     return dx, Weights(dw_up, dw_down, db_up, db_down)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_mlp(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> jax.Array:
-    return _forward(x_ND, group_sizes_L, weights, activation, slots)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped_mlp(
+    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: Weights, activation: str, slots: int
+) -> jax.Array:
+    return _forward(x, group_sizes_L, rows, weights, activation, slots)[0]
 
 
-def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activation: str, slots: int) -> Any:
-    num_rows = x_ND.shape[0]
+def _forward(
+    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: Weights, activation: str, slots: int
+) -> Any:
+    src_N = None if rows is None else rows.src_M
+    num_rows = (x if src_N is None else src_N).shape[0]
     layout = slot_layout(group_sizes_L, num_rows, slots)
-    h_LCU = saved_residual(_up(take_any_rows(x_ND, layout.rows_LC), weights), "expert_up")
+    h_LCU = saved_residual(_up(take_mapped_rows(x, src_N, layout.rows_LC), weights), "expert_up")
     y_LCD = _down(h_LCU, weights, activation)
     y_ND = take_any_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
@@ -111,20 +116,19 @@ def _forward(x_ND: jax.Array, group_sizes_L: jax.Array, weights: Weights, activa
         def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
             group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
             mine = _of(weights, group)
-            y_BD = expert_mlp(take_rows(x_ND, rows_B), mine, activation)
+            y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
         bits_ND = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), tile, bits(y_ND))
         y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
-    return y_ND, (x_ND, layout, weights, h_LCU)
+    return y_ND, (x, rows, layout, weights, h_LCU)
 
 
 def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Array) -> Any:
-    x_ND, layout, weights, h_LCU = residuals
-    num_rows = x_ND.shape[0]
-    dx_LCD, dweights = _backward(
-        take_any_rows(x_ND, layout.rows_LC), h_LCU, take_rows(dy_ND, layout.rows_LC), weights, activation
-    )
+    x, rows, layout, weights, h_LCU = residuals
+    num_rows, src_N = dy_ND.shape[0], None if rows is None else rows.src_M
+    x_LCD, dy_LCD = take_mapped_rows(x, src_N, layout.rows_LC), take_rows(dy_ND, layout.rows_LC)
+    dx_LCD, dweights = _backward(x_LCD, h_LCU, dy_LCD, weights, activation)
     dx_ND = take_any_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
         tiles_L = _overflow_tiles(layout, slots)
@@ -132,14 +136,18 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
         def tile(i: jax.Array, carry: tuple[jax.Array, Weights]) -> tuple[jax.Array, Weights]:
             bits_ND, dweights = carry
             group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
-            mine, x_BD = _of(weights, group), take_rows(x_ND, rows_B)
+            mine, x_BD = _of(weights, group), take_mapped_rows(x, src_N, rows_B)
             dx_BD, dmine = _backward(x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation)
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
             return _put_rows(bits_ND, rows_B, dx_BD), dweights
 
         bits_ND, dweights = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), tile, (bits(dx_ND), dweights))
         dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
-    return dx_ND, None, jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
+    dweights = jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
+    if rows is None:
+        return dx_ND, None, None, dweights
+    dx_TD = sum_rows(dx_ND, rows.src_M, rows.slot_TK, rows.complete).astype(x.dtype)
+    return dx_TD, None, None, dweights
 
 
 _grouped_mlp.defvjp(_forward, _grouped_mlp_bwd)
@@ -155,11 +163,15 @@ def grouped_mlp(
     *,
     activation: str,
     slots: int,
+    rows: RowMap | None = None,
 ) -> jax.Array:
     """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups hold anything.
 
     slots: rows of each group that take the batched product; rows beyond them are exact but slower. A fair share of
-    the rows plus a quarter is a good value.
+    the rows plus a quarter is a good value. rows: x is [T, D]; see `grouped_matmul`.
     """
-    weights = Weights(w_up_LDU, w_down_LFD, b_up_LU, b_down_LD)
-    return _grouped_mlp(x_ND, group_sizes_L, weights, activation, min(slots, x_ND.shape[0]))
+    weights, num_rows = (
+        Weights(w_up_LDU, w_down_LFD, b_up_LU, b_down_LD),
+        (x_ND if rows is None else rows.src_M).shape[0],
+    )
+    return _grouped_mlp(x_ND, group_sizes_L, rows, weights, activation, min(slots, num_rows))

@@ -6,6 +6,7 @@ They are each other's inverse: src_M[slot_TK[t, k]] == t wherever slot_TK[t, k] 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,24 @@ class Implementation(NamedTuple):
 
     gather_rows: Callable[..., jax.Array]
     gather_sum: Callable[..., jax.Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["src_M", "slot_TK"], meta_fields=["complete"])
+@dataclass(frozen=True)
+class RowMap:
+    """The map of a `dispatch` that is left to what reads its rows. complete: promises that no choice was dropped."""
+
+    src_M: jax.Array
+    slot_TK: jax.Array
+    complete: bool = False
+
+    def check(self, num_tokens: int) -> None:
+        """ValueError if it does not fit so many tokens."""
+        for name, index, ndim in (("src", self.src_M, 1), ("slot", self.slot_TK, 2)):
+            if index.ndim != ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+                raise ValueError(f"{name} {index.dtype} {index.shape}: must be integers {('[M]', '[T, K]')[ndim - 1]}")
+        if self.slot_TK.shape[0] != num_tokens:
+            raise ValueError(f"slot {self.slot_TK.shape}: must have a line for each of the {num_tokens} tokens")
 
 
 MODULES: dict[Name, str] = {
@@ -61,16 +80,16 @@ def dispatch(
     return _dispatch(x_TD, src_M, slot_TK, complete, implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sum_rows(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, implementation: Any) -> jax.Array:
-    return _run(implementation, "gather_sum", y_MD, slot_TK)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _sum_rows(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> jax.Array:
+    return _run(implementation, "gather_sum", y_MD, slot_TK, complete=complete)
 
 
-def _sum_rows_fwd(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, implementation: Any) -> Any:
-    return _sum_rows(y_MD, src_M, slot_TK, implementation), (src_M, jnp.zeros(0, y_MD.dtype))
+def _sum_rows_fwd(y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, complete: bool, implementation: Any) -> Any:
+    return _sum_rows(y_MD, src_M, slot_TK, complete, implementation), (src_M, jnp.zeros(0, y_MD.dtype))
 
 
-def _sum_rows_bwd(implementation: Any, residuals: tuple[jax.Array, jax.Array], dout_TD: jax.Array) -> Any:
+def _sum_rows_bwd(complete: bool, implementation: Any, residuals: tuple[jax.Array, ...], dout_TD: jax.Array) -> Any:
     src_M, of_dtype = residuals
     return _run(implementation, "gather_rows", dout_TD.astype(of_dtype.dtype), src_M), None, None
 
@@ -79,13 +98,18 @@ _sum_rows.defvjp(_sum_rows_fwd, _sum_rows_bwd)
 
 
 def sum_rows(
-    y_MD: jax.Array, src_M: jax.Array, slot_TK: jax.Array, *, implementation: Name | Implementation | None = None
+    y_MD: jax.Array,
+    src_M: jax.Array,
+    slot_TK: jax.Array,
+    complete: bool = False,
+    *,
+    implementation: Name | Implementation | None = None,
 ) -> jax.Array:
     """Sum of each token's rows, float32: out_TD[t] = sum_k y_MD[slot_TK[t, k]]. The transpose of `dispatch`.
 
-    The gradient of an empty row is that of some token.
+    The gradient of an empty row is that of some token. complete: promises that no choice was dropped.
     """
-    return _sum_rows(y_MD, src_M, slot_TK, implementation)
+    return _sum_rows(y_MD, src_M, slot_TK, complete, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -17,6 +17,11 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(x, index, axis=0, mode="clip")
 
 
+def take_mapped_rows(x: jax.Array, src_M: jax.Array | None, index: jax.Array) -> jax.Array:
+    """x[src_M[index]], or x[index] without a map: one gather of rows; some row where an index is out of range."""
+    return take_any_rows(x, index if src_M is None else take_any_rows(src_M, index))
+
+
 def gather_rows(x_TD: jax.Array, src_M: jax.Array, scale_M: jax.Array | None = None) -> jax.Array:
     """x_TD[src_M] (times scale_M) [M, D]; some row where src_M == T."""
     rows_MD = take_any_rows(x_TD, src_M)

@@ -1,6 +1,6 @@
 """The grouped matmul and its gradients against the `ragged_dot` oracle, on the named shapes and on any group sizes.
 
-Legend: N rows sorted by group, D inner, F outer dimension, E groups.
+Legend: N rows sorted by group, D inner, F outer dimension, E groups; T tokens, K choices a token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, reference, xla
 from kernels_pallas.shapes import MODELS, ROUTINGS, group_sizes
+from kernels_pallas.token_permute import RowMap, dispatch
 
 ORACLE = Implementation(reference.grouped_matmul, reference.weight_gradient)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # of the largest value; bfloat16 is rounded once
@@ -61,6 +62,100 @@ def test_named_shapes(name: str, dtype: Any) -> None:
         sizes = jnp.asarray(group_sizes(routing, n, e))
         ours, expected = (run(i, False, x, w, dy, sizes) for i in (None, ORACLE))
         assert_close(ours, expected, n, TOLERANCE[dtype], routing)
+
+
+def row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_dropped: int = 0) -> RowMap:
+    """Any assignment of the choices but the `num_dropped` last to rows inside the groups; the other rows are empty."""
+    rng = np.random.default_rng(num_tokens + num_inside)
+    num_choices = num_tokens * k
+    kept = rng.permutation(num_choices)[: min(num_choices - num_dropped, num_inside)]
+    row_of = rng.permutation(num_inside)[: kept.size]
+    src_M, slot_N = np.full(num_rows, num_tokens, np.int32), np.full(num_choices, num_rows, np.int32)
+    src_M[row_of], slot_N[kept] = kept // k, row_of
+    complete = kept.size == num_choices
+    return RowMap(jnp.asarray(src_M), jnp.asarray(slot_N.reshape(num_tokens, k)), complete)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def run_tokens(
+    implementation: Any,
+    dispatched: bool,
+    transpose_rhs: bool,
+    x_TD: jax.Array,
+    w: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+    rows: RowMap,
+) -> Any:
+    """(y of the rows that are not empty, dx, dw), with and without a dispatch before."""
+
+    def f(x_TD: jax.Array, w: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"transpose_rhs": transpose_rhs, "implementation": implementation}
+        if dispatched:
+            x_ND = dispatch(x_TD, rows.src_M, rows.slot_TK, rows.complete)
+            return grouped_matmul(x_ND, w, sizes, **options)
+        return grouped_matmul(x_TD, w, sizes, rows=rows, **options)
+
+    full_N1 = (rows.src_M < x_TD.shape[0])[:, None]
+    y, vjp = jax.vjp(f, x_TD, w)
+    return jnp.where(full_N1, y, 0), *vjp(jnp.where(full_N1, dy, 0))
+
+
+def tokens_of(rows: RowMap, d: int, dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(7).normal(size=(rows.slot_TK.shape[0], d)), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("name", MODELS)
+def test_named_shapes_of_tokens(name: str, dtype: Any) -> None:
+    """Rows that are not written; every routing."""
+    shape = MODELS[name].scaled(width=32, experts=16, rows=600)
+    n, e = shape.num_rows, shape.num_experts
+    _, w, dy = operands(n, shape.hidden_size, shape.moe_intermediate_size, e, dtype)
+    rows = row_map(shape.num_tokens, shape.num_experts_per_tok, n, n)
+    x = tokens_of(rows, shape.hidden_size, dtype)
+    for routing in ROUTINGS:
+        sizes = jnp.asarray(group_sizes(routing, n, e))
+        ours, expected = (run_tokens(i, False, False, x, w, dy, sizes, rows) for i in ("xla", ORACLE))
+        assert_close(ours, expected, n, TOLERANCE[dtype], routing)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 80) | st.just(0), min_size=5, max_size=5),
+    st.integers(0, 30),
+    st.booleans(),
+)
+def test_any_group_sizes_of_tokens(sizes: list[int], num_dropped: int, transpose_rhs: bool) -> None:
+    """As a dispatch and the product of its rows; dropped choices, empty rows and rows beyond the groups too."""
+    _, w, dy = operands(400, 8, 16, 5, jnp.float32, transpose_rhs)
+    rows = row_map(90, 3, sum(sizes), 400, num_dropped)
+    x, sizes_E = tokens_of(rows, 8, jnp.float32), jnp.asarray(sizes, jnp.int32)
+    ours, expected = (run_tokens("xla", d, transpose_rhs, x, w, dy, sizes_E, rows) for d in (False, True))
+    assert_close(ours, expected, 400, 1e-5, str(sizes))
+
+
+def test_gradient_of_tokens_has_no_scatter() -> None:
+    """XLA:CPU scatters row by row, and float scatters on GPU add in no fixed order."""
+    rows, sizes = row_map(20, 3, 60, 60), jnp.array([40, 20], jnp.int32)
+    f = lambda x, w: grouped_matmul(x, w, sizes, rows=rows).sum()  # noqa: E731
+    jaxpr = str(jax.make_jaxpr(jax.grad(f))(jnp.ones((20, 8)), jnp.ones((2, 8, 8))))
+    assert "f32[20,8]" in jaxpr
+    assert "f32[20,8] = scatter" not in jaxpr
+
+
+@pytest.mark.parametrize(
+    ("src", "slot", "complaint"),
+    [
+        (jnp.zeros((8, 1), jnp.int32), jnp.zeros((4, 2), jnp.int32), r"src int32 \(8, 1\): must be integers \[M\]"),
+        (jnp.zeros(8), jnp.zeros((4, 2), jnp.int32), "src float32"),
+        (jnp.zeros(8, jnp.int32), jnp.zeros(8, jnp.int32), r"slot int32 \(8,\): must be integers \[T, K\]"),
+        (jnp.zeros(8, jnp.int32), jnp.zeros((3, 2), jnp.int32), "a line for each of the 4 tokens"),
+    ],
+)
+def test_row_maps_are_checked(src: jax.Array, slot: jax.Array, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        grouped_matmul(jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.array([5, 3], jnp.int32), rows=RowMap(src, slot))
 
 
 @dtypes

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.grouped_mlp import grouped_mlp, reference
+from kernels_pallas.token_permute import RowMap, dispatch
 
 N, L, D, F = 400, 4, 12, 20
 GROUPS = {
@@ -91,6 +92,34 @@ def test_bfloat16_stays_near_float32() -> None:
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         a32, b32 = np.asarray(a, np.float32), np.asarray(b)
         assert np.linalg.norm(a32 - b32) < 1e-2 * np.linalg.norm(b32)
+
+
+@pytest.mark.parametrize("slots", [40, 1000])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
+    """Values and gradients are those of a dispatch before, which is not in the program."""
+    num_tokens, k = N // 2, 2
+    order = np.random.default_rng(2).permutation(N).astype(np.int32)
+    rows = RowMap(jnp.asarray(order // k), jnp.asarray(np.argsort(order).reshape(-1, k), jnp.int32), complete=True)
+    x, w_up, w_down, _, _ = arrays("swiglu", False, dtype)
+    assert x is not None and w_up is not None and w_down is not None
+    dy_ND = jnp.asarray(np.random.default_rng(1).normal(size=(N, D)), dtype)
+
+    @partial(jax.jit, static_argnums=0)
+    def both(dispatched: bool, x: jax.Array, sizes_L: jax.Array) -> Any:
+        def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+            x = dispatch(x, rows.src_M, rows.slot_TK, True) if dispatched else x
+            at = None if dispatched else rows
+            return grouped_mlp(x, sizes_L, *weights, None, None, activation="swiglu", slots=slots, rows=at)
+
+        y, vjp = jax.vjp(f, x, w_up, w_down)
+        return y, *vjp(dy_ND)
+
+    for name in ("balanced", "uneven", "one group"):
+        sizes_L = jnp.asarray(GROUPS[name], jnp.int32)
+        for a, b in zip(*(both(dispatched, x[:num_tokens], sizes_L) for dispatched in (False, True)), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def test_one_group() -> None:

@@ -71,6 +71,28 @@ def test_grouped_matmul(sizes: tuple[int, ...], n: int, columns: int) -> None:
     assert_close(ours[: sum(sizes)], gm_reference.grouped_matmul(x, w, sizes_E)[: sum(sizes)])
 
 
+@needs_quick_interpreter
+@pytest.mark.parametrize(("columns", "transpose_rhs"), [(256, False), pytest.param(128, True, marks=pytest.mark.slow)])
+def test_rows_by_index(columns: int, transpose_rhs: bool) -> None:
+    """Tokens that are not dispatched: values and both gradients; an empty row, and rows beyond the groups."""
+    num_tokens, d = NUM_ROWS // 2, 128
+    src, slot = permutation(num_tokens, 2)
+    inside = jnp.arange(NUM_ROWS) < INSIDE
+    rows = tp.RowMap(jnp.where(inside, src, num_tokens), jnp.where(slot < INSIDE, slot, NUM_ROWS))
+    full, sizes = rows.src_M < num_tokens, jnp.asarray(SIZES, jnp.int32)
+    x, w = normal(0, (num_tokens, d)), normal(1, (3, columns, d) if transpose_rhs else (3, d, columns))
+    dy = jnp.where(full[:, None], normal(2, (NUM_ROWS, columns)), 0)
+
+    def both(implementation: Any) -> Any:
+        f = partial(gm.grouped_matmul, rows=rows, transpose_rhs=transpose_rhs, implementation=implementation)
+        y, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+        return y[full], *vjp(dy)
+
+    for a, b in zip(both(MATMUL), both("xla"), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b)
+
+
 @needs_new_interpreter
 def test_gradients() -> None:
     """Of the input and the weights; whatever lies in rows beyond the groups stays there."""

@@ -404,6 +404,33 @@ def test_plain_function_as_experts() -> None:
     assert not jax.tree.leaves(nnx.state(layer, nnx.Param))
 
 
+class Given(nnx.Module):
+    """A user's experts: they are given rows."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+
+    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+        assert rows_ND.shape == (2 * T, D)
+        y_ND: jax.Array = self.experts(rows_ND, group_sizes_L, expected_rows)
+        return y_ND
+
+
+def test_our_experts_gather_rows_that_a_users_are_given() -> None:
+    """On one device no rows are written for ours; values and gradients are the same."""
+    ours = make("softmax")
+    users = make("softmax", experts=Given(ours.experts))
+    x, g = inputs()
+    a, b = run(ours, x, g), run(users, x, g)
+    assert_same(a.y, b.y)
+    assert_same(a.dx, b.dx)
+    for name in ("w_up", "w_down"):
+        assert_same(a.dparams["experts"][name], b.dparams["experts"]["experts"][name])
+    arrived = ours.exchange.dispatch(x, jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
+    assert arrived.x is x
+    assert arrived.rows_MD.shape == (2 * T, D)
+
+
 @pytest.mark.parametrize("split", [None, (2, 2, 2)])
 def test_jitter_in_training_only(split: tuple[int, int, int] | None) -> None:
     mesh = None if split is None else make_mesh(split)
