@@ -109,6 +109,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every kind of step against max(computing, link, disk)."""
+    if 0 not in a.rates or not {"ahead", "host"} <= set(a.kinds):
+        sys.exit("two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing alone take")
     sys.argv += ["--folder", str(folder)]  # what the ranks are started with
     cache_dir = a.cache_dir or str(folder / "compiled")
     rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
