@@ -65,6 +65,10 @@ def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, in
     return list(itertools.pairwise(round(i * width / count) for i in range(count + 1 if count else 0)))
 
 
+def _is_number(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.number)
+
+
 class _Line(NamedTuple):
     """An equation of the traced function; what it reads is a name (int) or a literal.
 
@@ -172,7 +176,9 @@ class _Program:
             return None
         first = self.lines[max(products, key=lambda i: (latest[i], -i))]
         known = {name: at for at, line in enumerate(self.lines) for name in line.outputs}
-        return max((x for x in first.inputs if not isinstance(x, Literal)), key=lambda name: known.get(name, -1))
+        inputs = zip(first.inputs, first.eqn.invars, strict=True)
+        numbers = (name for name, var in inputs if not isinstance(name, Literal) and _is_number(var.aval))
+        return max(numbers, key=lambda name: known.get(name, -1))
 
     def _latest(self) -> list[int]:
         """For each line the last all-to-all that it is or waits for, -1 without one."""
@@ -304,7 +310,7 @@ def interleave(
             can_start = order.zero_of(given[0])
             given = [order.after(x) for x in given]
         if line.gives_way:
-            numbers = (i for i, x in enumerate(given) if jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.number))
+            numbers = (i for i, x in enumerate(given) if jnp.ndim(x) and _is_number(x))
             smallest = min(numbers, key=lambda i: given[i].nbytes)
             given[smallest] = order.behind(given[smallest], can_start)
         with jax.named_scope(line.scope):
