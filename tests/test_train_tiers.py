@@ -120,8 +120,10 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     folders = [killed / "records", killed / "records" / "process-1"]
     num_records = [sum(path.name[0].isdigit() for path in (folder / "moments").iterdir()) for folder in folders]
     assert min(num_records) > 0
-    run_split(runs, start_python, killed, 1, 1, *NVME, "--num-steps", STEPS + 6)
+    often = ("--checkpoint.every-steps", 2, "--checkpoint.keep", 2)
+    run_split(runs, start_python, killed, 1, 1, *NVME, *often, "--num-steps", STEPS + 6)
     assert resumes(killed)[-1] == STEPS
+    assert not folders[1].exists()  # no kept step needs what process 1 had
     run_split(runs, start_python, on_host, 1, 1, *HOST, "--num-steps", STEPS + 6)
     ours, expected = dict(losses(killed)), dict(losses(on_host))
     assert ours == pytest.approx(expected, rel=1e-5, abs=0)

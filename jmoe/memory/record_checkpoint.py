@@ -8,6 +8,7 @@ version, a hard link does it. `durable-K.json` says that process K is done. A st
 folder any more.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -164,6 +165,21 @@ class RecordCheckpoints:
             for pins in (store.path / PINS).iterdir():
                 if pins.name not in steps:
                     shutil.rmtree(pins)
+        self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
+
+    def _free_processes(self, folders: list[Path]) -> None:
+        """Free the records of processes that there are no more, once none of the kept steps `folders` names them."""
+        own = next(iter(self.stores.values())).path.parent
+        root = own.parent if self.process else own
+        pins = [Path(path) for kept in folders for listed in _lists(kept).values() for path in listed["pins"].values()]
+        for place in root.glob("process-*"):
+            number = place.name.removeprefix("process-")
+            named = any(path.is_relative_to(place.absolute()) for path in pins)
+            if number.isdigit() and int(number) >= self.num_processes and not named:
+                with contextlib.suppress(FileNotFoundError):  # another process of this machine does the same
+                    place.rename(root / f"freed-{number}")  # a part of it could be taken for a store
+        for place in root.glob("freed-*"):
+            shutil.rmtree(place, ignore_errors=True)
 
     def _drain(self, folder: Path) -> bool:
         before = _step_before(folder)

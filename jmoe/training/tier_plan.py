@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from jmoe.config import TrainConfig
 from jmoe.memory.host_memory import available_bytes
@@ -99,27 +100,32 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tiers=chosen)
 
 
-def tiers_summary(config: TrainConfig, stats: ExpertStats, log: MetricsLog) -> str:
-    """What the planner predicted beside what was measured; also written to the log."""
-    steps = read_metrics(log.path)
-    measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
-    predicted_s = training_plan(config).step_s()
+def moved(stats: ExpertStats) -> dict[str, float]:
+    """What the tiers of all processes have done together, and the longest wait; every process calls this."""
     stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store is not None]
-    moved = {
-        "predicted_step_s": predicted_s,
-        "measured_step_s": measured_s,
+    sums = {
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
         "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
         "host_bytes": sum(store.host.num_bytes for store in stores),
-        "waited_s": stats.waited_s,
         "updates": stats.updates,
         "replayed_steps": stats.replayed_steps,
     }
-    log.write_event("tiers", len(steps), **moved)
-    whose = f"process 0 of {jax.process_count()}: " if jax.process_count() > 1 else ""
+    own = np.array([*sums.values(), stats.waited_s])
+    every = np.asarray(process_allgather(own.view(np.uint8))).reshape(-1, own.nbytes).view(own.dtype)  # JAX has 32 bits
+    return {name: int(total) for name, total in zip(sums, every.sum(axis=0), strict=False)} | {
+        "waited_s": float(every[:, -1].max())
+    }
+
+
+def tiers_summary(config: TrainConfig, moved: dict[str, float], log: MetricsLog) -> str:
+    """What the planner predicted beside what was measured and `moved`; also written to the log."""
+    steps = read_metrics(log.path)
+    measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
+    predicted_s = training_plan(config).step_s()
+    log.write_event("tiers", len(steps), predicted_step_s=predicted_s, measured_step_s=measured_s, **moved)
     return (
-        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); {whose}"
+        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); "
         f"{moved['nvme_read_bytes'] / 1e9:.2f} GB read from and {moved['nvme_written_bytes'] / 1e9:.2f} GB written to "
-        f"NVMe; {stats.updates} updates of experts, {stats.replayed_steps} missed steps made up for; "
-        f"{stats.waited_s:.1f} s waited"
+        f"NVMe; {moved['updates']} updates of experts, {moved['replayed_steps']} missed steps made up for; "
+        f"{moved['waited_s']:.1f} s waited"
     )

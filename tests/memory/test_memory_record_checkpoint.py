@@ -415,3 +415,48 @@ def test_killed_at_any_moment_resumes_bit_for_bit(
     stores = open_stores(tmp_path / "local")
     assert content(stores) == expected(last)
     close({}, stores)
+
+
+def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path) -> None:
+    """Once no step that is kept names them; what another run or user has there stays."""
+    root = tmp_path / "records"
+    places = [root, root / "process-1"]
+
+    def stores_of(process: int, num_processes: int) -> dict[str, VersionStore]:
+        owned = range(process, NUM_RECORDS, num_processes)
+        stores = {
+            name: VersionStore.open(places[process] / name, layout, NUM_RECORDS, fingerprint="a", owned=owned)
+            for name, layout in LAYOUTS.items()
+        }
+        for store in stores.values():
+            store.fill(lambda index, views: [view.fill(index) for view in views.values()])
+        return stores
+
+    def save(step: int, processes: list[RecordCheckpoints], kept: list[int]) -> Path:
+        folder = tmp_path / "checkpoints" / str(step) / ITEM
+        folder.mkdir(parents=True)
+        for records in processes:
+            records.write_list(folder, records.pin(step))
+        for records in processes:
+            records.committed(folder, kept)
+            records.wait()
+        return folder
+
+    two = [RecordCheckpoints(stores_of(process, 2), process=process, num_processes=2) for process in range(2)]
+    first = save(1, two, [1])
+    before = {key: value for records in two for key, value in content(dict(records.stores)).items()}
+    for records in two:
+        records.close()
+        close({}, dict(records.stores))
+    (root / "process-notes").mkdir()
+    one = RecordCheckpoints(stores_of(0, 1))
+    one.restore(first)
+    assert content(dict(one.stores)) == before
+    save(2, [one], [1, 2])
+    assert (root / "process-1").is_dir()
+    save(3, [one], [2, 3])
+    assert not (root / "process-1").exists() and not list(root.glob("freed-*"))
+    assert (root / "process-notes").is_dir()
+    assert content(dict(one.stores)) == before
+    one.close()
+    close({}, dict(one.stores))
