@@ -18,7 +18,7 @@ from jmoe.planning.roofline import distinct_experts
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
-PASSES = 4  # products of an expert's weights with a token: forward, again for the backward pass, two gradients
+PASSES = 3  # products of a weight with a token: forward, two gradients
 UPDATE_BYTES = 52  # moved in memory for a parameter's update: 28 by AdamW itself, 24 to and from its records
 
 
@@ -65,6 +65,7 @@ class TrainedModel:
     num_devices: int = 1
     devices_per_host: int = 1
     received_bytes: int = 0
+    remat: bool = False  # layers are computed again for the backward pass, also where nothing is streamed
 
     @property
     def all_parameters(self) -> int:
@@ -156,18 +157,23 @@ class TrainingPlan:
         return max(over_link, disk * self.model.devices_per_host)
 
     @property
+    def passes(self) -> int:
+        """Products of a weight with a token; a streamed layer is computed again for its backward pass."""
+        return PASSES + (self.placement.streamed or self.model.remat)
+
+    @property
     def break_even_tokens(self) -> float:
         """Tokens an expert needs in a step for its computing to take as long as its transfers."""
-        return self.transfer_s * self.machine.flops / (2 * PASSES * self.model.expert_parameters)
+        return self.transfer_s * self.machine.flops / (2 * self.passes * self.model.expert_parameters)
 
     def step_s(self, *, overlapped: bool = True) -> float:
         """Seconds of a step: computing or transfers, whichever takes longer; their sum if nothing overlaps."""
         model, machine = self.model, self.machine
-        flops = 2 * PASSES * model.expert_parameters * model.num_layers * model.step_tokens * model.num_experts_per_tok
+        choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
+        flops = 2 * self.passes * model.expert_parameters * choices + model.dense_flops * self.passes / PASSES
         experts = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.num_devices + experts * model.expert_parameters
-        device_flops = (flops + model.dense_flops) / model.num_devices
-        compute_s = device_flops / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
+        compute_s = flops / model.num_devices / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
         transfer_s = experts * self.transfer_s
         return max(compute_s, transfer_s) if overlapped else compute_s + transfer_s
 

@@ -45,6 +45,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         num_devices=devices,
         devices_per_host=inside,
         received_bytes=compute_bytes * model.hidden_size * received if config.remat == "none" else 0,
+        remat=config.remat == "layer",
     )
 
 

@@ -91,6 +91,17 @@ def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
     assert computing.step_s() == pytest.approx(plan.step_s(overlapped=False) - plan.step_s())
 
 
+def test_a_streamed_layer_is_computed_twice_forward() -> None:
+    fast = replace(MACHINE, memory_bytes_per_s=1e18, link_bytes_per_s=1e18)
+    resident = replace(NVME, experts="device", optimizer="device", gradients="device")
+    host = replace(NVME, experts="host", optimizer="host", gradients="host")
+    ordinary, streamed, remat = (
+        plan_training(model, place, fast).step_s()
+        for model, place in ((MODEL, resident), (MODEL, host), (replace(MODEL, remat=True), resident))
+    )
+    assert streamed == pytest.approx(4 / 3 * ordinary) == pytest.approx(remat)
+
+
 def test_break_even() -> None:
     plan = plan_training(MODEL, NVME, MACHINE)
     tokens = plan.break_even_tokens * MODEL.num_experts / MODEL.num_experts_per_tok
