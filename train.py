@@ -34,7 +34,7 @@ from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
-from jmoe.training.tier_plan import moved, tiers_summary, training_plan, with_chosen_tiers
+from jmoe.training.tier_plan import tier_totals, tiers_summary, training_plan, with_chosen_tiers
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -197,7 +197,7 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
     if corpus.tokenizer is not None and run.config.evaluation.sample_tokens:
         with run.watchdog.waiting_for("sample"):
             sample = sample_text(run.program, state, corpus.tokenizer, corpus.eot, run.config, run.mesh)
-    by_tiers = {} if run.config.tiers.on_device else moved(run.program.expert_stats())
+    totals = {} if run.config.tiers.on_device else tier_totals(run.program.expert_stats())
     if run.log is None:
         return
     write_report(run.output_dir)
@@ -212,8 +212,8 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
         expert_load=recent_expert_load(run.log.path),
         sample=sample,
     )
-    if by_tiers:
-        say(tiers_summary(run.config, by_tiers, run.log))
+    if totals:
+        say(tiers_summary(run.config, totals, run.log))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -101,7 +101,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tiers=chosen)
 
 
-def moved(stats: ExpertStats) -> dict[str, float]:
+def tier_totals(stats: ExpertStats) -> dict[str, float]:
     """What the tiers of all processes have done together, and the longest wait; every process calls this."""
     stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store is not None]
     sums = {
@@ -118,15 +118,15 @@ def moved(stats: ExpertStats) -> dict[str, float]:
     }
 
 
-def tiers_summary(config: TrainConfig, moved: dict[str, float], log: MetricsLog) -> str:
-    """What the planner predicted beside what was measured and `moved`; also written to the log."""
+def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
+    """What the planner predicted beside what was measured and `tier_totals`; also written to the log."""
     steps = read_metrics(log.path)
     measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
     predicted_s = training_plan(config).step_s()
-    log.write_event("tiers", len(steps), predicted_step_s=predicted_s, measured_step_s=measured_s, **moved)
+    log.write_event("tiers", len(steps), predicted_step_s=predicted_s, measured_step_s=measured_s, **totals)
     return (
         f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); "
-        f"{moved['nvme_read_bytes'] / 1e9:.2f} GB read from and {moved['nvme_written_bytes'] / 1e9:.2f} GB written to "
-        f"NVMe; {moved['updates']} updates of experts, {moved['replayed_steps']} missed steps made up for; "
-        f"{moved['waited_s']:.1f} s waited"
+        f"{totals['nvme_read_bytes'] / 1e9:.2f} GB read from and {totals['nvme_written_bytes'] / 1e9:.2f} GB written "
+        f"to NVMe; {totals['updates']} updates of experts, {totals['replayed_steps']} missed steps made up for; "
+        f"{totals['waited_s']:.1f} s waited"
     )

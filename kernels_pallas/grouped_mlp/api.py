@@ -30,7 +30,7 @@ def grouped_mlp(
     """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups hold anything.
 
     slots: rows of each group that `xla` takes in one batched product; rows beyond them are exact but slower. A fair
-    share of the rows plus a quarter is a good value.
+    share of the rows plus an eighth is a good value.
     rows: x is [T, D], not dispatched: row n is x[rows.src_M[n]], as `dispatch` would write it; `xla` does not.
     """
     if rows is not None:

@@ -168,10 +168,8 @@ def grouped_mlp(
     """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups hold anything.
 
     slots: rows of each group that take the batched product; rows beyond them are exact but slower. A fair share of
-    the rows plus a quarter is a good value. rows: x is [T, D]; see `grouped_matmul`.
+    the rows plus an eighth is a good value. rows: x is [T, D]; see `grouped_matmul`.
     """
-    weights, num_rows = (
-        Weights(w_up_LDU, w_down_LFD, b_up_LU, b_down_LD),
-        (x_ND if rows is None else rows.src_M).shape[0],
-    )
+    weights = Weights(w_up_LDU, w_down_LFD, b_up_LU, b_down_LD)
+    num_rows = (x_ND if rows is None else rows.src_M).shape[0]
     return _grouped_mlp(x_ND, group_sizes_L, rows, weights, activation, min(slots, num_rows))
