@@ -10,16 +10,13 @@ and backwards, and run inside `shard_map`. Buffers have a fixed size; what finds
 `OneDevice` sends nothing. `PerDevice` sends one row for every assignment. `PerNode` sends one row for every (token,
 node) across nodes, and one partial sum back.
 
-What a device receives can be kept (`keeping`), so that a later run of the same exchange need not send it again.
-
 Sums are float32. The first two add over k. `PerNode` adds over k inside a node, rounds that sum to the rows' dtype for
 its way back (nothing to round in float32), then adds over nodes.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,44 +52,8 @@ class Arrived:
             return dispatch(self.x, self.rows.src_M, self.rows.slot_TK, self.rows.complete)
 
 
-Keep = Callable[[jax.Array], jax.Array]
-
-
-class Received:
-    """What an exchange receives and its backward pass needs: `exchange.keeping(received)` notes it in `arrays`.
-
-    known: such arrays of an earlier run. They then stand in for what is received, so that nobody need send it; only
-    gradients go their way, to whom the rows came from.
-    """
-
-    def __init__(self, known: Sequence[jax.Array] = ()) -> None:
-        self.arrays: list[jax.Array] = []
-        self._known = known
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self._known:
-            known = self._known[len(self.arrays)]
-            x = _stand_in(x, known) if jnp.issubdtype(x.dtype, jnp.floating) else known
-        self.arrays.append(x)
-        return x
-
-
-@jax.custom_jvp
-def _stand_in(x: jax.Array, known: jax.Array) -> jax.Array:
-    """`known`, whose gradient is x's."""
-    return known
-
-
-@_stand_in.defjvp
-def _stand_in_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    return primals[1], tangents[0]
-
-
 class Exchange(Protocol):
     """The movement of tokens to experts and back; see this module."""
-
-    def keeping(self, keep: Keep) -> Self:
-        """The same, with everything that its backward pass needs of what is received passed through `keep`."""
 
     def dispatch(
         self,
@@ -108,10 +69,6 @@ class Exchange(Protocol):
         """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing."""
 
 
-def _as_it_is(x: jax.Array) -> jax.Array:
-    return x
-
-
 def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """(order, rank): the stable sort of the assignments by expert, and each assignment's place in it."""
     order_N, rank_N = sort_by_expert(idx_N, num_experts)
@@ -121,9 +78,6 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 @dataclass(frozen=True)
 class OneDevice:
     """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts that gather."""
-
-    def keeping(self, keep: Keep) -> Self:
-        return self
 
     def dispatch(
         self,
@@ -152,10 +106,6 @@ class PerDevice:
     all_to_all: AllToAll
     num_devices: int
     capacity_factor: float | None
-    keep: Keep = _as_it_is
-
-    def keeping(self, keep: Keep) -> Self:
-        return replace(self, keep=keep)
 
     def dispatch(
         self,
@@ -201,8 +151,8 @@ class PerDevice:
             send_MD = dispatch(x_TD, token_M, slot_TK)
         with jax.named_scope("all_to_all"):
             recv_RCD, recv_RL = self.all_to_all((send_MD.reshape(num_devices, rows, -1), kept_RL))
-            recv_RCD = self.keep(saved(recv_RCD, "expert_rows"))
-            recv_RL = self.keep(saved_residual(recv_RL, "routing"))
+            recv_RCD = saved(recv_RCD, "expert_rows")
+            recv_RL = saved_residual(recv_RL, "routing")
         with jax.named_scope("sort_by_expert"):
             sort = _sort_of_arrivals(recv_RL, rows)
             rows_MD = dispatch(recv_RCD.reshape(send_MD.shape), sort[0], sort[1][:, None], True)
@@ -217,7 +167,7 @@ class PerDevice:
         with jax.named_scope("all_to_all_back"):
             back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
         with jax.named_scope("combine"):
-            return combine(self.keep(saved(back_MD, "expert_out")), topk_weights_TK, token_M, slot_TK)
+            return combine(saved(back_MD, "expert_out"), topk_weights_TK, token_M, slot_TK)
 
 
 def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -241,10 +191,6 @@ class PerNode:
     num_nodes: int
     nodes_per_token: float
     capacity_factor: float | None
-    keep: Keep = _as_it_is
-
-    def keeping(self, keep: Keep) -> Self:
-        return replace(self, keep=keep, inside=self.inside.keeping(keep))
 
     def dispatch(
         self,
@@ -266,8 +212,8 @@ class PerNode:
         with jax.named_scope("all_to_all_across"):
             recv = self.across(jax.tree.map(lambda a: a.reshape(num_nodes, rows, -1), send))
             recv_MD, weights_MK, idx_MK = (a.reshape(num_nodes * rows, -1) for a in recv)
-            weights_MK = self.keep(saved(weights_MK, "routing"))
-            idx_MK = self.keep(saved_residual(idx_MK, "routing")).astype(jnp.int32)
+            weights_MK = saved(weights_MK, "routing")
+            idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32)
         sizes = (idx_MK.reshape(-1, 1) == jnp.arange(node_size, dtype=jnp.int32)).sum(axis=0, dtype=jnp.int32)
         fair_rows, most_rows = num_tokens * k / self.inside.num_devices, num_nodes * rows * k
         device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, worst_case)

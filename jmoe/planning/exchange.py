@@ -96,11 +96,12 @@ def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None,
     return min(most_rows, -(-ceil(factor * fair_rows) // 8) * 8)
 
 
-def received_rows(num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None) -> int:
-    """Of a device's buffers: the rows that come to its experts, and as many that come back; 0 on one device."""
+def expert_rows(num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None) -> int:
+    """Rows of a device's buffers, for the experts that are there; num_tokens: its own."""
     assignments = num_tokens * num_experts_per_tok
-    rows = buffer_rows(assignments / num_devices, assignments, capacity_factor)
-    return 2 * num_devices * rows if num_devices > 1 else 0
+    if num_devices == 1:
+        return assignments
+    return num_devices * buffer_rows(assignments / num_devices, assignments, capacity_factor)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ class Machine:
 class TrainedModel:
     """What is trained, on how many devices, in hosts of how many, that share the experts out.
 
-    dense_flops: of a step, everything but the experts. activation_bytes: kept or in use at once, by all devices.
-    received_bytes: of rows that a streamed step keeps for its way back, on all devices (`planning.exchange`).
+    dense_flops: of a step, everything but the experts. activation_bytes: layers' inputs and what is in use at once, by
+    all devices. kept_bytes: what the layers keep besides for the backward pass of one of the micro-batches, on all
+    devices; 0: they are computed again. A streamed step keeps that of all its micro-batches.
     """
 
     num_layers: int
@@ -64,8 +65,8 @@ class TrainedModel:
     gradient_bytes: int  # of an expert's gradient, of each parameter, where it is kept
     num_devices: int = 1
     devices_per_host: int = 1
-    received_bytes: int = 0
-    remat: bool = False  # layers are computed again for the backward pass, also where nothing is streamed
+    kept_bytes: int = 0
+    micro_batches: int = 1
 
     @property
     def all_parameters(self) -> int:
@@ -158,8 +159,8 @@ class TrainingPlan:
 
     @property
     def passes(self) -> int:
-        """Products of a weight with a token; a streamed layer is computed again for its backward pass."""
-        return PASSES + (self.placement.streamed or self.model.remat)
+        """Products of a weight with a token; a layer that keeps nothing is computed again for its backward pass."""
+        return PASSES + (not self.model.kept_bytes)
 
     @property
     def break_even_tokens(self) -> float:
@@ -237,6 +238,8 @@ def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, in
         layer_bytes = 2 * (model.compute_bytes + 4)
         yield "device", "dense layers made whole", layer_bytes * model.dense_parameters // model.num_layers
     yield "device", "activations", model.activation_bytes // devices
+    times = model.micro_batches if place.streamed else 1
+    yield "device", "kept for the backward pass", model.kept_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * here
     if not place.streamed:
         yield "device", "experts: weights", 4 * model.device_parameters
@@ -244,7 +247,6 @@ def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, in
         yield "device", "experts: gradients", 4 * model.device_parameters
         yield "device", "experts: in use", 2 * model.compute_bytes * layer
         return
-    yield "device", "rows received from other devices", model.received_bytes // devices
     slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)
     yield "device", "experts: weights", 4 * slots * layer
     # gradients of the layer that computes and of the one on its way to its tier; both in the dtype of the products too

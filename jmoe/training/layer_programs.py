@@ -6,9 +6,9 @@ same for gradients.
 
 Every program serves all layers of its kind: it is given the stacked dense parameters and the layer's number. A layer
 with experts is cut in two on its way forward, once its tokens are where their experts are: what has arrived says which
-experts have to be there. Its backward pass is one program, which computes the layer again from its input and keeps to
-the choices that were made. What the exchange has received is handed to it, so that nothing is sent twice; where that
-is not kept, it is sent again (`remat = layer`, buffers for the worst case).
+experts have to be there. Its backward pass is one program, which is handed what both parts have kept
+(`training.residuals`), so that nothing is multiplied or sent twice. Where nothing is kept (`remat = layer`, buffers for
+the worst case) it runs the layer again from its input, and keeps to the choices that were made.
 
 On several devices a program is one `shard_map` over all of them. A layer's dense parameters come to it whole, as one
 buffer; beside its own work it gathers the buffer of the layer that runs next, and on the way back it sums the gradients
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.exchange import Arrived, Received
 from jmoe.collectives.fusion import (
     all_gather_rows_local,
     pack,
@@ -53,8 +52,10 @@ from jmoe.training.dense_update import (
     without_stacks,
 )
 from jmoe.training.layer_values import Ahead, Beside, Experts, Layer, Routed, Sums
+from jmoe.training.residuals import keeping, pulled
 from jmoe.training.reverse_scan import Kind
 from jmoe.training.step import PureDecoder, TrainState
+from kernels_pallas.saved import saved_residual
 
 
 class _Part:
@@ -127,18 +128,20 @@ class LayerPrograms:
         self.split = make(lambda tokens_BS: (tokens_BS[:, :-1], tokens_BS[:, 1:]), split, out=split)
         self.prepare = make(self._prepare, specs, out=(outside, rows, one), static="first")
         self.embed = make(self._embed, outside, split, out=split)
-        self.dense = make(self._dense_layer, dense, one, split, one, ahead, out=(split, beside))
-        self.route = make(self._route, sparse, one, split, one, one, out=split, static=("train", "worst_case"))
+        keeps = "keeps"
+        self.dense = make(self._dense_layer, dense, one, split, one, ahead, out=(split, split, beside), static=keeps)
+        options = ("train", "worst_case", keeps)
+        self.route = make(self._route, sparse, one, split, one, one, out=split, static=options)
         with_experts = (sparse, one, split, split, one, ahead)
-        self.add_experts = make(self._add_experts, *with_experts, out=(split, split, beside))
+        self.add_experts = make(self._add_experts, *with_experts, out=(split, split, beside), static=keeps)
         self.totals = make(self._totals, split, out=one)
         self.zeros = make(self._zeros, specs, outside, out=split)
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
-        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split)
-        kept = (split, split, beside)
-        self.moe_gradients = make(self._moe_gradients, *moe, out=kept, static="worst_case", donate=5)
-        no_moe = (dense, one, split, split, split, one, ahead, split)
-        self.dense_gradients = make(self._dense_gradients, *no_moe, out=kept, donate=4)
+        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split, split)
+        found = (split, split, beside)
+        self.moe_gradients = make(self._moe_gradients, *moe, out=found, static="worst_case", donate=5)
+        no_moe = (dense, one, split, split, split, one, ahead, split, split)
+        self.dense_gradients = make(self._dense_gradients, *no_moe, out=found, donate=4)
         self.embed_gradients = make(self._embed_gradients, outside, split, split, split, out=split, donate=3)
         self.expert_gradients = make(self._expert_gradients, split, out=split, static="dtype", donate=0)
         self.reduce = make(self._reduce, split, out=split)
@@ -216,10 +219,23 @@ class LayerPrograms:
         return x_BSD
 
     def _dense_layer(
-        self, stack: Any, whole_RC: jax.Array | None, x_BSD: jax.Array, layer: Layer, ahead: Ahead | None
-    ) -> tuple[jax.Array, Beside]:
+        self,
+        stack: Any,
+        whole_RC: jax.Array | None,
+        x_BSD: jax.Array,
+        layer: Layer,
+        ahead: Ahead | None,
+        *,
+        keeps: bool,
+    ) -> tuple[jax.Array, Any, Beside]:
+        """(the layer's output, what it keeps, what it did beside)."""
+
+        def run(*args: Any) -> tuple[jax.Array, Any]:
+            return keeping(self._run_dense, args, wanted=(0, 2)) if keeps else (self._run_dense(*args), None)
+
         params = self._params(stack, whole_RC, layer)
-        return self._beside(self._run_dense, (params, layer, x_BSD), x_BSD, ahead)
+        (y_BSD, kept), beside = self._beside(run, (params, layer, x_BSD), x_BSD, ahead)
+        return y_BSD, kept, beside
 
     def _run_dense(self, params: Any, layer: Layer, x_BSD: jax.Array) -> jax.Array:
         assert self._dense is not None
@@ -240,12 +256,22 @@ class LayerPrograms:
         *,
         train: bool,
         worst_case: bool,
+        keeps: bool,
+    ) -> tuple[Routed, Any]:
+        """(a layer until its tokens are where their experts are, what it keeps)."""
+        run = partial(self._run_route, train=train, worst_case=worst_case)
+        args = self._params(stack, whole_RC, layer), _at(bias, layer.number), layer, x_BSD
+        return keeping(run, args, wanted=(0, 3)) if keeps else (run(*args), None)
+
+    def _run_route(
+        self, params: Any, bias: Any, layer: Layer, x_BSD: jax.Array, *, worst_case: bool, **options: Any
     ) -> Routed:
-        """A layer until its tokens are where their experts are."""
-        module = self._moe_module(self._params(stack, whole_RC, layer), _at(bias, layer.number))
-        x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=train)
-        received = Received()
-        arrived = self._dispatch(module, h_TD, routing, worst_case, received)
+        module = self._moe_module(params, bias)
+        x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, **options)
+        moe = module.moe
+        assert moe is not None
+        with jax.named_scope("moe"):
+            arrived = dispatch_local(h_TD, routing, moe.exchange, worst_case=worst_case, pieces=moe.pieces)
         stats = MoEStats(
             routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, num_dropped(arrived)
         )
@@ -257,7 +283,6 @@ class LayerPrograms:
             sum(sizes[1:], sizes[0]),
             routing.topk_idx_TK,
             jax.tree.map(lambda value: value[None], stats),
-            received.arrays,
         )
 
     def _moe_module(self, params: Any, bias: Any) -> DecoderLayer:
@@ -272,6 +297,7 @@ class LayerPrograms:
         h_TD = module.feed_forward_norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
         with jax.named_scope("router"):
             routing = module.moe.router(h_TD, key=self._key(layer, train), train=train, **options)
+            routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
         return x_BSD, h_TD, routing
 
     def _key(self, layer: Layer, train: bool) -> jax.Array | None:
@@ -285,15 +311,6 @@ class LayerPrograms:
         key = jax.random.fold_in(jax.random.fold_in(key, device), layer.accumulation)
         return jax.random.split(key, config.model.num_moe_layers)[layer.number]
 
-    def _dispatch(
-        self, module: DecoderLayer, h_TD: jax.Array, routing: Routing, worst_case: bool, received: Received
-    ) -> list[Arrived]:
-        moe = module.moe
-        assert moe is not None
-        with jax.named_scope("moe"):
-            exchange = moe.exchange.keeping(received)
-            return dispatch_local(h_TD, routing, exchange, worst_case=worst_case, pieces=moe.pieces)
-
     def _add_experts(
         self,
         stack: Any,
@@ -302,37 +319,30 @@ class LayerPrograms:
         routed: Routed,
         layer: Layer,
         ahead: Ahead | None,
-    ) -> tuple[jax.Array, list[jax.Array], Beside]:
-        """(the layer's output, from the experts that its tokens chose; what was received for it; what it did beside).
+        *,
+        keeps: bool,
+    ) -> tuple[jax.Array, Any, Beside]:
+        """(the layer's output, from the experts that its tokens chose; what it keeps; what it did beside).
 
         The other experts may be anything finite.
         """
-        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)
 
-        def run(params: Any, experts: Experts, x_BSD: jax.Array, h_TD: jax.Array, arrived: Any) -> Any:
-            received = Received()
-            y_BSD = self._run_experts(self._moe_module(params, bias), experts, x_BSD, h_TD, arrived, received)
-            return y_BSD, received.arrays
+        def run(*args: Any) -> tuple[jax.Array, Any]:
+            return keeping(self._run_experts, args, wanted=(0, 1, 2)) if keeps else (self._run_experts(*args), None)
 
-        args = self._params(stack, whole_RC, layer), experts, routed.x_BSD, routed.h_TD, routed.arrived
-        (y_BSD, received), beside = self._beside(run, args, routed.x_BSD, ahead)
-        return y_BSD, received, beside
+        args = self._params(stack, whole_RC, layer), experts, routed
+        (y_BSD, kept), beside = self._beside(run, args, routed.x_BSD, ahead)
+        return y_BSD, kept, beside
 
-    def _run_experts(
-        self,
-        module: DecoderLayer,
-        experts: Experts,
-        x_BSD: jax.Array,
-        h_TD: jax.Array,
-        arrived: Sequence[Arrived],
-        received: Received,
-    ) -> jax.Array:
+    def _run_experts(self, params: Any, experts: Experts, routed: Routed) -> jax.Array:
+        bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)  # it has done its work
+        module, x_BSD = self._moe_module(params, bias), routed.x_BSD
         assert module.moe is not None
         module.moe.experts = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
         with jax.named_scope("moe"):
-            y_TD = combine_local(arrived, module.moe.experts, module.moe.exchange.keeping(received))
+            y_TD = combine_local(routed.arrived, module.moe.experts, module.moe.exchange)
             if module.shared_expert is not None:
-                y_TD = y_TD + module.shared(h_TD)
+                y_TD = y_TD + module.shared(routed.h_TD)
         return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype)
 
     def _totals(self, stats: Sequence[Sequence[MoEStats]]) -> tuple[jax.Array, jax.Array]:
@@ -412,33 +422,41 @@ class LayerPrograms:
         ahead: Ahead | None,
         pending_RG: jax.Array | None,
         topk_idx_TK: jax.Array,
-        known: list[jax.Array],
+        routed: Routed | None,
+        kept: Any,
         *,
         worst_case: bool,
     ) -> tuple[jax.Array, Sums, Beside]:
-        """(dx, summed gradients of the layer, what it did beside) from a layer's input.
+        """(dx, summed gradients of the layer, what it did beside).
 
-        known: what both parts of its way forward received; none: it is sent again.
+        routed, kept: of `route`, and of `route` and `add_experts`; None: the layer runs again from its input.
         """
+        counts_E, bias = counts_NAE[layer.number, layer.accumulation], _at(bias, layer.number)
+        losses = partial(self._auxiliary, counts_E)
 
-        def run(given: Any, params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-            bias, layer, counts_E, topk_idx_TK, known = given
-            received = Received(known)
-            module = self._moe_module(params, bias)
-            x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, train=True, topk_idx_TK=topk_idx_TK)
-            balance, z = auxiliary_losses(self.config, routing.probs_sum_E, routing.z_sum, counts_E)
-            arrived = self._dispatch(module, h_TD, routing, worst_case, received)
-            return self._run_experts(module, experts, x_BSD, h_TD, arrived, received), balance + z
+        def pull(params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array, routed: Routed, kept: Any) -> Any:
+            dparams, dexperts, drouted = pulled(kept[1], (params, experts, routed), dy_BSD)
+            drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
+            dparams_before, dx_BSD = pulled(kept[0], (params, bias, layer, x_BSD), drouted)
+            return jax.tree.map(jnp.add, dparams_before, dparams), dexperts, dx_BSD
 
-        def backward(given: Any, params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array) -> Any:
-            _, pull = jax.vjp(partial(run, given), params, experts, x_BSD)
+        def run(idx: jax.Array, params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+            routed = self._run_route(params, bias, layer, x_BSD, worst_case=worst_case, train=True, topk_idx_TK=idx)
+            return self._run_experts(params, experts, routed), losses(routed.stats)
+
+        def again(params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array, idx: jax.Array) -> Any:
+            _, pull = jax.vjp(partial(run, idx), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
-        counts_E = counts_NAE[layer.number, layer.accumulation]
-        given = _at(bias, layer.number), layer, counts_E, topk_idx_TK, known
-        args = given, self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD
-        (dparams, dexperts, dx_BSD), beside = self._beside(backward, args, dy_BSD, ahead, pending_RG)
+        args = self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD
+        function, rest = (again, (topk_idx_TK,)) if kept is None else (pull, (routed, kept))
+        (dparams, dexperts, dx_BSD), beside = self._beside(function, (*args, *rest), dy_BSD, ahead, pending_RG)
         return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts), beside
+
+    def _auxiliary(self, counts_E: jax.Array, stats: MoEStats) -> jax.Array:
+        """This device's part of a layer's balance and z losses; counts_E: of all devices."""
+        balance, z = auxiliary_losses(self.config, stats.probs_sum_E[0], stats.z_sum[0], counts_E)
+        return balance + z
 
     def _dense_gradients(
         self,
@@ -450,12 +468,17 @@ class LayerPrograms:
         layer: Layer,
         ahead: Ahead | None,
         pending_RG: jax.Array | None,
+        kept: Any,
     ) -> tuple[jax.Array, Sums, Beside]:
-        def backward(params: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array) -> Any:
+        def pull(params: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
+            return pulled(kept, (params, layer, x_BSD), dy_BSD)
+
+        def again(params: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array, _: None) -> Any:
             return jax.vjp(lambda params, x: self._run_dense(params, layer, x), params, x_BSD)[1](dy_BSD)
 
-        args = self._params(stack, whole_RC, layer), layer, x_BSD, dy_BSD
-        (dparams, dx_BSD), beside = self._beside(backward, args, dy_BSD, ahead, pending_RG)
+        args = self._params(stack, whole_RC, layer), layer, x_BSD, dy_BSD, kept
+        function = again if kept is None else pull
+        (dparams, dx_BSD), beside = self._beside(function, args, dy_BSD, ahead, pending_RG)
         return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams), beside
 
     def _embed_gradients(self, outside: Any, tokens_BS: jax.Array, dx_BSD: jax.Array, grads: Any) -> Any:

@@ -14,7 +14,7 @@ Experts = Mapping[str, jax.Array]  # the experts of a layer, [E, ...] each
 class Routed(NamedTuple):
     """A layer with experts, half done: its tokens' rows are where their experts are.
 
-    arrived_E: how many for each expert, int32. stats: this device's, [R] each. received: of its rows and their maps.
+    arrived_E: how many for each expert, int32. stats: this device's, [R] each.
     """
 
     x_BSD: jax.Array
@@ -23,7 +23,6 @@ class Routed(NamedTuple):
     arrived_E: jax.Array
     topk_idx_TK: jax.Array
     stats: MoEStats
-    received: list[jax.Array]
 
 
 class Layer(NamedTuple):

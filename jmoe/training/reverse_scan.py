@@ -32,28 +32,7 @@ from jmoe.collectives.fusion import (
 )
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
 from jmoe.models.decoder import Layer, Plan, Stacks
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Known:
-    """Stands for a residual that is not kept: one of the layer's inputs."""
-
-    index: int
-
-
-def _without(residuals: Any, known: list[Any]) -> Any:
-    """`residuals` with a `_Known` for each array that is one of `known`."""
-
-    def strip(leaf: Any) -> Any:
-        return next((_Known(i) for i, k in enumerate(known) if k is leaf), leaf)
-
-    return jax.tree.map(strip, residuals)
-
-
-def _with(residuals: Any, known: list[Any]) -> Any:
-    is_known = lambda leaf: isinstance(leaf, _Known)  # noqa: E731
-    return jax.tree.map(lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known)
+from jmoe.training.residuals import with_known, without
 
 
 def _at(tree: Any, index: Any) -> Any:
@@ -295,7 +274,7 @@ class _Scan:
             return (y, [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)]), stats
 
         (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
-        return y, stats, _without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
+        return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
 
     def _in_order(self, found: list[tuple[_Unit, Any, Any]]) -> Any:
         """Statistics of all layers with experts, stacked in their order."""
@@ -381,5 +360,5 @@ class _Scan:
     ) -> tuple[jax.Array, Any, jax.Array]:
         layers, levels = self.kinds[kind], self.config.levels
         known = [*unpack(whole, layers.parts, levels), *rest, *jax.tree.leaves(extra)]
-        dparams, drest, dx = _with(residuals, known)((dx, dstats))
+        dparams, drest, dx = with_known(residuals, known)((dx, dstats))
         return pack_gradients(dparams, layers.parts, levels), drest, dx

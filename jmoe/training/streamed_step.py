@@ -4,9 +4,9 @@ Legend: A accumulation steps, B batch, S sequence, D hidden, V vocabulary, E exp
 layers, R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients.
 
 Layers go 0 … N-1 and back, each for all accumulation steps at once, so that its experts are fetched once a pass. Of a
-layer only its input and its router's choices are kept for the backward pass, and what it has received from other
-devices, which would cost the link once more (unless `remat = layer`). Gradients of experts are applied when
-the expert is fetched next: by then the global norm is known, and the update hides under other layers' work.
+layer what the ordinary step keeps is kept for the backward pass, of all accumulation steps; with `remat = layer` only
+its input and its router's choices. Gradients of experts are applied when the expert is fetched next: by then the global
+norm is known, and the update hides under other layers' work.
 
 On several devices that is one of two prefetches (MoESys section 3.2): while layer i computes, its successor's experts
 arrive from the tiers below, and its dense parameters from the other devices. Every device has experts of its own, every
@@ -44,14 +44,15 @@ _Also = tuple[Ahead | None, jax.Array | None]
 
 @dataclass
 class _Passed:
-    """A layer on the way forward, for the way back: its inputs and choices, one of each accumulation step.
+    """A layer on the way forward, for the way back: its inputs and what it keeps, one of each accumulation step.
 
-    received: as `LayerPrograms.moe_gradients` takes it; the choices and this only of a layer with experts.
+    kept: as its gradients' program takes it. choices, routed, chosen_P: only of a layer with experts.
     """
 
     xs: list[jax.Array]
+    kept: list[Any] = field(default_factory=list)
     choices: list[jax.Array] = field(default_factory=list)
-    received: list[list[jax.Array]] = field(default_factory=list)
+    routed: list[Routed | None] = field(default_factory=list)
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
@@ -59,7 +60,7 @@ class _Passed:
 class _Run:
     """A pass on its way: what all layers share. whole_RC: the buffer of the layer that comes next.
 
-    outside, flat: of `LayerPrograms.prepare`. keeps: what layers receive, for the way back.
+    outside, flat: of `LayerPrograms.prepare`. keeps: what layers need on the way back.
     """
 
     outside: Any
@@ -301,42 +302,48 @@ class StreamedProgram:
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, sparse in enumerate(self._sparse):
             run.passed.append(_Passed(xs))
-            forward = self._forward_experts if sparse else self._forward_dense
-            xs = forward(state, run, i, xs, train=train)
+            xs = (
+                self._forward_experts(state, run, i, xs, train=train)
+                if sparse
+                else self._forward_dense(state, run, i, xs)
+            )
         return run, xs
 
-    def _forward_dense(
-        self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array], *, train: bool
-    ) -> list[jax.Array]:
+    def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array]) -> list[jax.Array]:
         ys, stack, whole_RC, ahead = [], state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
         for x in xs:
-            y, beside = self._done(self.programs.dense(stack, whole_RC, x, self._layers[i], ahead))
+            args = stack, whole_RC, x, self._layers[i], ahead
+            y, kept, beside = self._done(self.programs.dense(*args, keeps=run.keeps))
             if ahead is not None:
                 run.whole_RC, ahead = beside.whole_RC, None
             ys.append(y)
+            run.passed[-1].kept.append(kept)
         return ys
 
     def _forward_experts(
         self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array], *, train: bool
     ) -> list[jax.Array]:
         programs, experts, stack, whole_RC = self.programs, self._state, state.params[STACKS[True]], run.whole_RC
-        here, options = run.passed[-1], {"train": train, "worst_case": run.worst_case}
+        here, options = run.passed[-1], {"train": train, "worst_case": run.worst_case, "keeps": run.keeps}
         layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a)) for a in range(len(xs))]
-        routed: list[Routed] = [
+        found = [
             self._done(programs.route(stack, whole_RC, x, layer, state.router_bias, **options))
             for x, layer in zip(xs, layers, strict=True)
         ]
+        routed: list[Routed] = [r for r, _ in found]
         run.stats.append([r.stats for r in routed])
         here.choices = [r.topk_idx_TK for r in routed]
         here.chosen_P = np.any([self._on_host(r.arrived_E) > 0 for r in routed], axis=0)
         slot = self._joined(experts.fetch(len(run.stats) - 1, here.chosen_P))
         ys, ahead = [], self._ahead(run, i + 1)
-        for r, layer in zip(routed, layers, strict=True):
-            y, received, beside = self._done(programs.add_experts(stack, whole_RC, slot, r, layer, ahead))
+        for (r, before), layer in zip(found, layers, strict=True):
+            args = stack, whole_RC, slot, r, layer, ahead
+            y, kept, beside = self._done(programs.add_experts(*args, keeps=run.keeps))
             if ahead is not None:
                 run.whole_RC, ahead = beside.whole_RC, None
             ys.append(y)
-            here.received.append([*r.received, *received] if run.keeps else [])
+            here.kept.append((before, kept) if run.keeps else None)
+            here.routed.append(r if run.keeps else None)
         jax.block_until_ready(ys)
         del slot
         experts.release()
@@ -366,6 +373,7 @@ class StreamedProgram:
                 grads.rows_G[pending[0]].append(beside.sum_G)
             run.whole_RC = beside.whole_RC
             pending = None if sums.rows_RG is None else (sparse, sums.rows_RG)
+            run.passed.pop()  # what it kept is needed no more
         if pending is not None:
             grads.rows_G[pending[0]].append(self._done(self.programs.reduce(pending[1])))
         for rows_G in grads.rows_G.values():
@@ -377,8 +385,8 @@ class StreamedProgram:
     ) -> tuple[Sums, Beside]:
         """Of one layer; changes `dxs`."""
         found, stack = Beside(None, None), state.params[STACKS[False]]
-        for a, x in enumerate(run.passed[i].xs):
-            args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], *also
+        for a, (x, kept) in enumerate(zip(run.passed[i].xs, run.passed[i].kept, strict=True)):
+            args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], *also, kept
             dxs[a], sums, beside = self._done(self.programs.dense_gradients(*args))
             found, also = (found if a else beside), (None, None)
         return sums, found
@@ -398,10 +406,10 @@ class StreamedProgram:
         number = sum(self._sparse[:i])
         slot = self._joined(experts.fetch(number, here.chosen_P))
         found = Beside(None, None)
-        for a, (x, idx, received) in enumerate(zip(here.xs, here.choices, here.received, strict=True)):
+        for a, (x, idx, routed, kept) in enumerate(zip(here.xs, here.choices, here.routed, here.kept, strict=True)):
             layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
             args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
-            gradients = programs.moe_gradients(*args, idx, received, worst_case=run.worst_case)
+            gradients = programs.moe_gradients(*args, idx, routed, kept, worst_case=run.worst_case)
             dxs[a], sums, beside = self._done(gradients)
             found, also = (found if a else beside), (None, None)
         square, kept = programs.expert_gradients(sums.experts, dtype=self.tiers.gradient_dtype)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from jmoe.config import TrainConfig
+from jmoe.config import ModelConfig, TrainConfig
+from jmoe.layers.experts import up_columns
 from jmoe.memory.host_memory import available_bytes
-from jmoe.planning.exchange import received_rows
+from jmoe.planning.exchange import expert_rows
 from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
 from jmoe.training.expert_state import ExpertStats
 from jmoe.training.metrics import MetricsLog, read_metrics
@@ -29,8 +30,6 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     flops = model.flops_per_token(config.sequence_length) - expert_flops
     inside = max(1, mesh.expert_intra)
     devices = mesh.expert_inter * inside
-    received = received_rows(part // devices, model.num_experts_per_tok, devices, model.capacity_factor)
-    received *= devices * config.gradient_accumulation_steps * model.num_moe_layers
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -44,9 +43,28 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
-        received_bytes=compute_bytes * model.hidden_size * received if config.remat == "none" else 0,
-        remat=config.remat == "layer",
+        kept_bytes=compute_bytes * kept_elements(config.model, part, devices) if config.remat == "none" else 0,
+        micro_batches=config.gradient_accumulation_steps,
     )
+
+
+def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int) -> int:
+    """What all layers keep for the backward pass besides their inputs (`models.decoder.SAVED`), on all devices.
+
+    That is queries, keys, values and attention's output, hidden states, and what the first products of feed-forwards
+    make; with experts also the normed tokens, their rows where they are sent, and what comes back.
+    """
+    hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
+    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    rows = num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    up, dense_up, shared_up = (
+        up_columns(size, model.hidden_act)
+        for size in (model.moe_intermediate_size, model.intermediate_size, model.shared_expert_intermediate_size)
+    )
+    sent = rows if num_devices > 1 else num_tokens
+    sparse = num_tokens * (2 * hidden + shared_up) + rows * (up + hidden) + sent * hidden
+    dense = (layers - model.num_moe_layers) * num_tokens * dense_up
+    return layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
 
 
 def machine(config: TrainConfig) -> Machine:

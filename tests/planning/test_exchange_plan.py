@@ -10,10 +10,10 @@ import pytest
 
 from jmoe.planning.exchange import (
     buffer_rows,
+    expert_rows,
     index_bytes,
     nodes_per_token,
     plan_exchange,
-    received_rows,
     traffic,
 )
 
@@ -123,8 +123,8 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
         plan(**options)
 
 
-def test_rows_received() -> None:
-    """Every assignment there and back, times the room for imbalance."""
-    assert received_rows(1024, 2, 4, 1.0) == 2 * 1024 * 2
-    assert received_rows(1024, 2, 4, None) == 2 * 2 * 1024 * 2
-    assert received_rows(1024, 2, 1, None) == 0
+def test_rows_of_a_devices_experts() -> None:
+    """Every assignment, times the room for imbalance."""
+    assert expert_rows(1024, 2, 4, 1.0) == 1024 * 2
+    assert expert_rows(1024, 2, 4, None) == 2 * 1024 * 2
+    assert expert_rows(1024, 2, 1, None) == 1024 * 2

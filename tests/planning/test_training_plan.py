@@ -38,13 +38,15 @@ def test_bytes_by_tier() -> None:
     assert "it fits" in str(plan)
 
 
-def test_rows_that_a_streamed_step_keeps() -> None:
-    def kept(place: Placement) -> int:
-        return sum(n for _, kind, n in plan_training(spread, place, MACHINE).rows if kind.startswith("rows received"))
+def test_what_is_kept_for_the_backward_pass() -> None:
+    """A streamed step runs a layer for all micro-batches at once, and so keeps what all of them need."""
 
-    spread = replace(MODEL, num_devices=2, received_bytes=8 * GB)
+    def kept(place: Placement) -> int:
+        return sum(n for _, kind, n in plan_training(spread, place, MACHINE).rows if kind.startswith("kept for"))
+
+    spread = replace(MODEL, num_devices=2, kept_bytes=2 * GB, micro_batches=4)
     assert kept(NVME) == 4 * GB
-    assert kept(replace(NVME, experts="device", optimizer="device")) == 0
+    assert kept(replace(NVME, experts="device", optimizer="device")) == 1 * GB
 
 
 def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
@@ -91,15 +93,17 @@ def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
     assert computing.step_s() == pytest.approx(plan.step_s(overlapped=False) - plan.step_s())
 
 
-def test_a_streamed_layer_is_computed_twice_forward() -> None:
+def test_a_layer_that_keeps_nothing_is_computed_twice_forward() -> None:
     fast = replace(MACHINE, memory_bytes_per_s=1e18, link_bytes_per_s=1e18)
     resident = replace(NVME, experts="device", optimizer="device", gradients="device")
     host = replace(NVME, experts="host", optimizer="host", gradients="host")
-    ordinary, streamed, remat = (
-        plan_training(model, place, fast).step_s()
-        for model, place in ((MODEL, resident), (MODEL, host), (replace(MODEL, remat=True), resident))
+    ordinary, streamed, remat, remat_streamed = (
+        plan_training(replace(MODEL, kept_bytes=kept_bytes), place, fast).step_s()
+        for kept_bytes in (1, 0)
+        for place in (resident, host)
     )
-    assert streamed == pytest.approx(4 / 3 * ordinary) == pytest.approx(remat)
+    assert streamed == pytest.approx(ordinary)
+    assert remat == pytest.approx(4 / 3 * ordinary) == pytest.approx(remat_streamed)
 
 
 def test_break_even() -> None:

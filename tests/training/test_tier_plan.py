@@ -25,7 +25,9 @@ def test_parameters_add_up(name: str) -> None:
 def test_auto_becomes_a_tier(tmp_path: Path) -> None:
     def run(**machine: int) -> TrainConfig:
         tiers = TiersConfig(experts="auto", optimizer="auto", path=str(tmp_path / "not" / "there"))
-        return with_chosen_tiers(dataclasses.replace(TINY, tiers=tiers, machine=MachineConfig(**machine)))
+        return with_chosen_tiers(
+            dataclasses.replace(TINY, remat="layer", tiers=tiers, machine=MachineConfig(**machine))
+        )
 
     roomy = run(device_bytes=10**12)
     assert roomy.tiers.on_device
