@@ -18,12 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jmoe.runtime import start_anew
+
+if __name__ == "__main__":
+    start_anew()
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import tiers_two_nodes
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig

@@ -66,7 +66,7 @@ class TieredStore:
 
     One of the two; of either this process may own some records only (`owned`). cache_bytes: all the host memory used
     for records, allocated at once; what the cache rule (`LFUCache`) does not let in passes through some staging slots
-    of it, two per thread, at most a quarter. So at most that many records outside the cache can be held open or be
+    of it, two per thread, at most a third. So at most that many records outside the cache can be held open or be
     read ahead at one time. threads: reads at one time. bandwidth_limit_bytes_per_s by tier: "nvme" for reads, "host"
     for records handed out (bytes count when their handle closes). wait_limit_s: no call waits longer; `TimeoutError`
     names record and file.
@@ -292,7 +292,7 @@ class TieredStore:
         if slots >= len(self.owned):
             return len(self.owned), int(len(self.owned) < self.num_records)  # a cache of less than all records has one
         check(slots >= 2, "cache_bytes", cache_bytes, f"must hold at least two records of {record_bytes} bytes")
-        staging_slots = min(2 * threads, max(1, slots // 4))
+        staging_slots = min(2 * threads, max(1, slots // 3))
         return slots - staging_slots, staging_slots
 
     def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]:

@@ -22,6 +22,7 @@ from jmoe.training.expert_state import ExpertState, Owned, Stores, layouts
 
 ExpertArrays = dict[str, NDArray[np.float32]]
 OfLayer = Callable[[int], ExpertArrays]  # layer -> arrays [P, ...] by name
+THREADS = 2  # that read, and as many that write, of each kind of record
 
 
 class ExpertStores:
@@ -94,6 +95,8 @@ class ExpertStores:
         return TieredStore(
             versions,
             cache_bytes=self._cache_bytes(versions.layout.record_bytes),
+            threads=THREADS,
+            write_threads=THREADS,
             beta=tiers.beta,
             decay_every_steps=tiers.decay_every_steps,
             wait_limit_s=self._config.distributed.step_timeout_s,

@@ -456,10 +456,10 @@ def test_limited_reads_are_all_counted(store: RecordStore) -> None:
 
 
 def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
-    """8 layers of 3 records: disk -> 7 slots of host memory -> 4 slots of a ring; the bytes of every tier add up."""
+    """8 layers of 3 records: disk -> 8 slots of host memory -> 4 slots of a ring; the bytes of every tier add up."""
     layers, per_layer = 8, 3
     slots = [[np.zeros((3, 1000), np.float32) for _ in range(per_layer)] for _ in range(4)]
-    with TieredStore(store, cache_bytes=7 * RECORD_BYTES, threads=2) as tiers:
+    with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=2) as tiers:
 
         def load(layer: int, slot: int) -> int:
             records = range(layer * per_layer, (layer + 1) * per_layer)
@@ -483,5 +483,5 @@ def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
     assert loaded.num_bytes == stats.host.num_bytes == stats.host.transfers * RECORD_BYTES
     assert 5 * layers <= loaded.transfers <= 5 * layers + 4
     assert stats.cache.hits + stats.cache.misses == stats.host.transfers
-    assert stats.cache.hits >= 4 * 5  # 6 of the 7 slots are the cache and keep their records, round after round
+    assert stats.cache.hits >= 4 * 5  # 6 of the 8 slots are the cache and keep their records, round after round
     assert stats.nvme.num_bytes >= stats.cache.misses * RECORD_BYTES
