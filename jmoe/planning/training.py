@@ -8,9 +8,10 @@ of one device and of the host that it is in, and knows nothing of the network be
 """
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jmoe.planning.capacity import RESERVE
 from jmoe.planning.roofline import distinct_experts
@@ -90,6 +91,14 @@ class TrainedModel:
         return self.step_tokens * self.num_experts_per_tok / (self.active_experts * self.num_devices)
 
 
+class Traffic(NamedTuple):
+    """Bytes, of one expert: between device and host, and from and to NVMe."""
+
+    link_bytes: float
+    read_bytes: float
+    written_bytes: float
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where each kind of state is; the last three as in the configuration, `host_cache_bytes` resolved."""
@@ -108,7 +117,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """rows: (tier, kind, bytes); moved: bytes of a step (read from, written to) the tiers below the device."""
+    """rows: (tier, kind, bytes)."""
 
     model: TrainedModel
     placement: Placement
@@ -129,54 +138,62 @@ class TrainingPlan:
 
     # Time
 
-    def expert_traffic(self) -> tuple[float, float, float]:
-        """Bytes of a step for one expert that is chosen: (over the link, read from NVMe, written to it)."""
+    def expert_traffic(self) -> tuple[Traffic, Traffic]:
+        """Of a step for one expert that is chosen, on the way forward, where it is updated too, and on the way back."""
         model, place = self.model, self.placement
         weights, moments, gradients = (n * model.expert_parameters for n in (4, 8, model.gradient_bytes))
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = sum(size for tier, size in kinds if tier == "nvme")
         all_records = model.num_layers * model.num_experts // model.num_devices * on_disk
         missed = 1 - min(1.0, place.host_cache_bytes / all_records) if all_records else 0.0
-        # weights come twice, forward and backward, and go once; but the last layers' stay for the way back
-        again = 1 - min(1.0, place.device_layers / model.num_layers)
-        link = read = written = 0.0
-        for (tier, size), times in zip(kinds, (1 + again, 1.0, 1.0), strict=True):
-            if tier != "device":
-                link += size * (times + 1)
-            if tier == "nvme":
-                read += size * times * missed
-                written += size * missed
-        return link, read, written
+        again = 1 - min(1.0, place.device_layers / model.num_layers)  # the last layers' weights are still there
+
+        def traffic(times: Sequence[tuple[float, float]]) -> Traffic:
+            """times: how often each kind comes and goes."""
+            link = read = written = 0.0
+            for (tier, size), (comes, goes) in zip(kinds, times, strict=True):
+                link += size * (comes + goes) * (tier != "device")
+                read += size * comes * missed * (tier == "nvme")
+                written += size * goes * missed * (tier == "nvme")
+            return Traffic(link, read, written)
+
+        return traffic([(1, 1), (1, 1), (1, 0)]), traffic([(again, 0), (0, 0), (0, 1)])
 
     @property
-    def transfer_s(self) -> float:
-        """Seconds that an expert's transfers of a step take, on the slowest way."""
-        link, read, written = self.expert_traffic()
-        machine = self.machine
-        over_link = 0.0 if machine.shared else link / machine.link_bytes_per_s
-        disk = read / machine.nvme_read_bytes_per_s + written / machine.nvme_write_bytes_per_s
-        return max(over_link, disk * self.model.devices_per_host)
+    def transfer_s(self) -> tuple[float, float]:
+        """Seconds that an expert's transfers take forward and back, each on its slowest way."""
+        machine, seconds = self.machine, []
+        for traffic in self.expert_traffic():
+            over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
+            disk = traffic.read_bytes / machine.nvme_read_bytes_per_s
+            disk += traffic.written_bytes / machine.nvme_write_bytes_per_s
+            seconds.append(max(over_link, disk * self.model.devices_per_host))
+        return seconds[0], seconds[1]
 
     @property
-    def passes(self) -> int:
-        """Products of a weight with a token; a layer that keeps nothing is computed again for its backward pass."""
-        return PASSES + (not self.model.kept_bytes)
+    def passes(self) -> tuple[int, int]:
+        """Products of a weight with a token, forward and back; a layer that keeps nothing is computed again."""
+        return 1, PASSES - 1 + (not self.model.kept_bytes)
 
     @property
     def break_even_tokens(self) -> float:
-        """Tokens an expert needs in a step for its computing to take as long as its transfers."""
-        return self.transfer_s * self.machine.flops / (2 * self.passes * self.model.expert_parameters)
+        """Tokens an expert needs in a step for its computing to take as long as its transfers, both ways."""
+        flops = 2 * self.model.expert_parameters  # of a token and a pass
+        both = zip(self.transfer_s, self.passes, strict=True)
+        return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     def step_s(self, *, overlapped: bool = True) -> float:
-        """Seconds of a step: computing or transfers, whichever takes longer; their sum if nothing overlaps."""
+        """Seconds of a step: each way computing or transfers, whichever takes longer; or else their sum."""
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
-        flops = 2 * self.passes * model.expert_parameters * choices + model.dense_flops * self.passes / PASSES
+        flops = 2 * model.expert_parameters * choices + model.dense_flops / PASSES  # of a pass
         experts = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.num_devices + experts * model.expert_parameters
-        compute_s = flops / model.num_devices / machine.flops + updated * UPDATE_BYTES / machine.memory_bytes_per_s
-        transfer_s = experts * self.transfer_s
-        return max(compute_s, transfer_s) if overlapped else compute_s + transfer_s
+        compute_s = [passes * flops / model.num_devices / machine.flops for passes in self.passes]
+        compute_s[0] += updated * UPDATE_BYTES / machine.memory_bytes_per_s
+        transfers_s = [experts * seconds for seconds in self.transfer_s]
+        longer = max if overlapped else operator.add
+        return sum(longer(*both) for both in zip(compute_s, transfers_s, strict=True))
 
     def advice(self) -> list[str]:
         """What to change for it to fit; nothing if it does."""
