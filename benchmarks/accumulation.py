@@ -119,7 +119,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     tokens = [row["tokens"] for row in rows]
     axes.plot(tokens, [row["ratio"] for row in rows], "o-", label="measured")
     axes.plot(tokens, [row["predicted"] for row in rows], "--", label="predicted")
-    axes.set(xscale="log", xlabel="tokens of a step", ylabel="speed, host / device", ylim=(0, 1.15))
+    top = 1.1 * max(1.0, *(row["ratio"] for row in rows))
+    axes.set(xscale="log", xlabel="tokens of a step", ylabel="speed, host / device", ylim=(0, top))
     axes.set_xticks(tokens, [f"{n // 1024}K" for n in tokens])
     axes.minorticks_off()
     axes.axhline(0.9, color="grey", linewidth=0.8)

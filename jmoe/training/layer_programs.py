@@ -37,7 +37,7 @@ from jmoe.collectives.fusion import (
 from jmoe.collectives.schedule import interleave
 from jmoe.config import TrainConfig
 from jmoe.layers.moe import MoEStats, combine_local, dispatch_local, num_dropped
-from jmoe.layers.router import RouterBias, Routing
+from jmoe.layers.router import Routing
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, EXPERTS_PATH, REPLICATED, split_over
 from jmoe.models.decoder import DecoderLayer
 from jmoe.training.dense_update import (
@@ -52,24 +52,11 @@ from jmoe.training.dense_update import (
     without_stacks,
 )
 from jmoe.training.layer_values import Ahead, Beside, Experts, Layer, Routed, Sums
+from jmoe.training.parts import Part, without_experts
 from jmoe.training.residuals import keeping, pulled
 from jmoe.training.reverse_scan import Kind
 from jmoe.training.step import PureDecoder, TrainState
 from kernels_pallas.saved import saved_residual
-
-
-class _Part:
-    """A module of the decoder as a function of its parameters in nested dictionaries."""
-
-    def __init__(self, module: nnx.Module) -> None:
-        split: Any = nnx.split(module, nnx.Param, RouterBias)
-        self.graph, params, bias = split
-        self.params, self.bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
-        self._params, self._bias = jax.tree.structure(params), jax.tree.structure(bias)
-
-    def __call__(self, params: Any, bias: Any = ()) -> Any:
-        state = jax.tree.unflatten(self._params, jax.tree.leaves(params))
-        return nnx.merge(self.graph, state, jax.tree.unflatten(self._bias, jax.tree.leaves(bias)))
 
 
 def _at(tree: Any, index: jax.Array) -> Any:
@@ -79,13 +66,6 @@ def _at(tree: Any, index: jax.Array) -> Any:
 def _zeros_of(tree: Any) -> Any:
     """float32, of one device."""
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
-
-
-def without_experts(tree: Any) -> Any:
-    """The parameters but the experts'."""
-    layers = tree["moe_layers"]
-    rest = {name: part for name, part in layers["moe"].items() if name != EXPERTS_PATH}
-    return tree | {"moe_layers": layers | {"moe": rest}}
 
 
 class LayerPrograms:
@@ -103,12 +83,12 @@ class LayerPrograms:
         self._scan = model.reverse_scan()
         self._num_tokens = num_tokens(config)
         decoder: Any = nnx.eval_shape(model.build)
-        self._experts = _Part(decoder.moe_layers.moe.experts)
+        self._experts = Part(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
-        self._moe = _Part(decoder.moe_layers)
-        self._dense = _Part(decoder.dense_layers) if decoder.dense_layers is not None else None
+        self._moe = Part(decoder.moe_layers)
+        self._dense = Part(decoder.dense_layers) if decoder.dense_layers is not None else None
         decoder.dense_layers = decoder.moe_layers = None
-        self._outside = _Part(decoder)
+        self._outside = Part(decoder)
         self.experts: dict[str, jax.ShapeDtypeStruct] = self._experts.params  # of all layers, [N, E, ...]
         self._compile()
 
@@ -131,8 +111,9 @@ class LayerPrograms:
         keeps = "keeps"
         self.dense = make(self._dense_layer, dense, one, split, one, ahead, out=(split, split, beside), static=keeps)
         options = ("train", "worst_case", keeps)
-        self.route = make(self._route, sparse, one, split, one, one, out=split, static=options)
-        with_experts = (sparse, one, split, split, one, ahead)
+        routed = (split, split, one)
+        self.route = make(self._route, sparse, one, split, one, one, ahead, out=routed, static=options)
+        with_experts = (sparse, one, split, split, one, ahead, one)
         self.add_experts = make(self._add_experts, *with_experts, out=(split, split, beside), static=keeps)
         self.totals = make(self._totals, split, out=one)
         self.zeros = make(self._zeros, specs, outside, out=split)
@@ -198,16 +179,20 @@ class LayerPrograms:
         begin: jax.Array,
         ahead: Ahead | None,
         pending_RG: jax.Array | None = None,
+        begun: Sequence[jax.Array] = (),
     ) -> tuple[Any, Beside]:
-        """A layer's own work and that for its neighbours. begin: known when the latter may begin."""
+        """A layer's own work and that for its neighbours. begin: known when the latter may begin.
+
+        begun: of the layer ahead, the parts that are gathered already.
+        """
         scan = self._scan
         if scan is None or (ahead is None and pending_RG is None):
             return function(*args), Beside(None, None)
         row_C = None if ahead is None else _at(ahead.flat_NC, ahead.number)
-        gathers = scan.gathers(row_C)
+        gathers = scan.gathers(row_C)[len(begun) :]
         reductions = [] if pending_RG is None else scan.reductions(pending_RG)
         result, done = interleave(function, args, gathers + reductions, scan.schedule, ALL, begin)
-        whole_RC = None if row_C is None else scan.whole(done[: len(gathers)], row_C)
+        whole_RC = None if row_C is None else scan.whole([*begun, *done[: len(gathers)]], row_C)
         sum_G = None if pending_RG is None else jnp.concatenate([jnp.zeros(0), *done[len(gathers) :]])
         return result, Beside(whole_RC, sum_G)
 
@@ -253,15 +238,26 @@ class LayerPrograms:
         x_BSD: jax.Array,
         layer: Layer,
         bias: Any,
+        ahead: Ahead | None,
         *,
         train: bool,
         worst_case: bool,
         keeps: bool,
-    ) -> tuple[Routed, Any]:
-        """(a layer until its tokens are where their experts are, what it keeps)."""
-        run = partial(self._run_route, train=train, worst_case=worst_case)
+    ) -> tuple[Routed, Any, list[jax.Array]]:
+        """(a layer until its tokens are where their experts are, what it keeps, parts gathered of the layer ahead)."""
+        route = partial(self._run_route, train=train, worst_case=worst_case)
+
+        def run(*args: Any) -> tuple[Routed, Any]:
+            return keeping(route, args, wanted=(0, 3)) if keeps else (route(*args), None)
+
         args = self._params(stack, whole_RC, layer), _at(bias, layer.number), layer, x_BSD
-        return keeping(run, args, wanted=(0, 3)) if keeps else (run(*args), None)
+        if self._scan is None or ahead is None:
+            return *run(*args), []
+        row_C, model = _at(ahead.flat_NC, ahead.number), self.config.model
+        gathers, dense = self._scan.gathers(row_C), row_C.size * self.mesh.size
+        early = len(gathers) * dense // (dense + model.num_experts_per_tok * model.expert_parameters)
+        found, begun = interleave(run, args, gathers[:early], self._scan.schedule, ALL, x_BSD)
+        return *found, begun
 
     def _run_route(
         self, params: Any, bias: Any, layer: Layer, x_BSD: jax.Array, *, worst_case: bool, **options: Any
@@ -319,19 +315,20 @@ class LayerPrograms:
         routed: Routed,
         layer: Layer,
         ahead: Ahead | None,
+        begun: Sequence[jax.Array],
         *,
         keeps: bool,
     ) -> tuple[jax.Array, Any, Beside]:
         """(the layer's output, from the experts that its tokens chose; what it keeps; what it did beside).
 
-        The other experts may be anything finite.
+        The other experts may be anything finite. begun: of `route`.
         """
 
         def run(*args: Any) -> tuple[jax.Array, Any]:
             return keeping(self._run_experts, args, wanted=(0, 1, 2)) if keeps else (self._run_experts(*args), None)
 
         args = self._params(stack, whole_RC, layer), experts, routed
-        (y_BSD, kept), beside = self._beside(run, args, routed.x_BSD, ahead)
+        (y_BSD, kept), beside = self._beside(run, args, routed.x_BSD, ahead, begun=begun)
         return y_BSD, kept, beside
 
     def _run_experts(self, params: Any, experts: Experts, routed: Routed) -> jax.Array:

@@ -34,8 +34,9 @@ from jmoe.models.decoder import Decoder
 from jmoe.training.dense_update import STACKS, Gradients
 from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks
 from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
-from jmoe.training.layer_programs import LayerPrograms, without_experts
+from jmoe.training.layer_programs import LayerPrograms
 from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
+from jmoe.training.parts import without_experts
 from jmoe.training.step import Program, TrainState, make_program
 
 # Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
@@ -326,21 +327,23 @@ class StreamedProgram:
         programs, experts, stack, whole_RC = self.programs, self._state, state.params[STACKS[True]], run.whole_RC
         here, options = run.passed[-1], {"train": train, "worst_case": run.worst_case, "keeps": run.keeps}
         layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a)) for a in range(len(xs))]
+        ahead = self._ahead(run, i + 1)
+        aheads = [ahead if a == 0 else None for a in range(len(xs))]
         found = [
-            self._done(programs.route(stack, whole_RC, x, layer, state.router_bias, **options))
-            for x, layer in zip(xs, layers, strict=True)
+            self._done(programs.route(stack, whole_RC, x, layer, state.router_bias, ahead, **options))
+            for x, layer, ahead in zip(xs, layers, aheads, strict=True)
         ]
-        routed: list[Routed] = [r for r, _ in found]
+        routed: list[Routed] = [r for r, _, _ in found]
         run.stats.append([r.stats for r in routed])
         here.choices = [r.topk_idx_TK for r in routed]
         here.chosen_P = np.any([self._on_host(r.arrived_E) > 0 for r in routed], axis=0)
         slot = self._joined(experts.fetch(len(run.stats) - 1, here.chosen_P))
-        ys, ahead = [], self._ahead(run, i + 1)
-        for (r, before), layer in zip(found, layers, strict=True):
-            args = stack, whole_RC, slot, r, layer, ahead
+        ys = []
+        for (r, before, begun), layer, ahead in zip(found, layers, aheads, strict=True):
+            args = stack, whole_RC, slot, r, layer, ahead, begun
             y, kept, beside = self._done(programs.add_experts(*args, keeps=run.keeps))
             if ahead is not None:
-                run.whole_RC, ahead = beside.whole_RC, None
+                run.whole_RC = beside.whole_RC
             ys.append(y)
             here.kept.append((before, kept) if run.keeps else None)
             here.routed.append(r if run.keeps else None)
