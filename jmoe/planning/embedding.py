@@ -70,7 +70,8 @@ def traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Tra
     columns: the ids to every device, T H / R activations to each and their gradients back. rows: the same for the rows
     that `rounds` rounds have room for. A parallel head: T hidden states with labels and weights to all devices, across
     nodes first and then inside, R T times three numbers of the softmax, and gradients back; a tied table in columns
-    becomes one in parts of the vocabulary and its gradient the reverse. A whole parameter goes around a ring.
+    becomes one in parts of the vocabulary and its gradient the reverse. A whole parameter goes around a ring
+    of the devices of a node, and a part of it around one of the nodes.
     """
     p, q, r, v = plan.num_nodes, plan.devices_per_node, plan.num_devices, vocabulary
     c, tokens = v.activation_bytes, v.num_tokens
@@ -89,10 +90,8 @@ def traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Tra
         block_bytes += 2 * table * c / r**2 if v.tied and plan.kind == "columns" else 0
     elif not v.tied or plan.kind != "replicated":
         ring_bytes += table * (c + MASTER_BYTES if v.sharded else 2 * MASTER_BYTES)
-    ring_bytes *= (r - 1) / r
-    away = 1 / q if p > 1 else 0.0  # of the devices on a ring, those whose neighbour is on another node
-    across_bytes += (p - 1) * q * block_bytes + away * ring_bytes
-    inside_bytes += (q - 1) * block_bytes + (1 - away) * ring_bytes
+    across_bytes += (p - 1) * q * block_bytes + (p - 1) / p / q * ring_bytes
+    inside_bytes += (q - 1) * block_bytes + (q - 1) / q * ring_bytes
     return Traffic(round(across_bytes), round(inside_bytes))
 
 
