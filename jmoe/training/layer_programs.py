@@ -68,6 +68,11 @@ def _zeros_of(tree: Any) -> Any:
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
 
+def _keeping_if(keeps: bool, function: Callable[..., Any], wanted: Sequence[int]) -> Callable[..., tuple[Any, Any]]:
+    """The function with what its backward pass keeps beside its result; None if that is nothing."""
+    return lambda *args: keeping(function, args, wanted) if keeps else (function(*args), None)
+
+
 class LayerPrograms:
     """The compiled functions of one run, by what they do.
 
@@ -118,7 +123,7 @@ class LayerPrograms:
         self.totals = make(self._totals, split, out=one)
         self.zeros = make(self._zeros, specs, outside, out=split)
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
-        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split, split)
+        moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split)
         found = (split, split, beside)
         self.moe_gradients = make(self._moe_gradients, *moe, out=found, static="worst_case", donate=5)
         no_moe = (dense, one, split, split, split, one, ahead, split, split)
@@ -214,10 +219,7 @@ class LayerPrograms:
         keeps: bool,
     ) -> tuple[jax.Array, Any, Beside]:
         """(the layer's output, what it keeps, what it did beside)."""
-
-        def run(*args: Any) -> tuple[jax.Array, Any]:
-            return keeping(self._run_dense, args, wanted=(0, 2)) if keeps else (self._run_dense(*args), None)
-
+        run = _keeping_if(keeps, self._run_dense, wanted=(0, 2))
         params = self._params(stack, whole_RC, layer)
         (y_BSD, kept), beside = self._beside(run, (params, layer, x_BSD), x_BSD, ahead)
         return y_BSD, kept, beside
@@ -244,12 +246,11 @@ class LayerPrograms:
         worst_case: bool,
         keeps: bool,
     ) -> tuple[Routed, Any, list[jax.Array]]:
-        """(a layer until its tokens are where their experts are, what it keeps, parts gathered of the layer ahead)."""
-        route = partial(self._run_route, train=train, worst_case=worst_case)
+        """(a layer until its tokens are where their experts are, what it keeps, parts gathered of the layer ahead).
 
-        def run(*args: Any) -> tuple[Routed, Any]:
-            return keeping(route, args, wanted=(0, 3)) if keeps else (route(*args), None)
-
+        The parts are some of the buffer's columns, [R, ...] each: as many as attention multiplies of the layer.
+        """
+        run = _keeping_if(keeps, partial(self._run_route, train=train, worst_case=worst_case), wanted=(0, 3))
         args = self._params(stack, whole_RC, layer), _at(bias, layer.number), layer, x_BSD
         if self._scan is None or ahead is None:
             return *run(*args), []
@@ -323,10 +324,7 @@ class LayerPrograms:
 
         The other experts may be anything finite. begun: of `route`.
         """
-
-        def run(*args: Any) -> tuple[jax.Array, Any]:
-            return keeping(self._run_experts, args, wanted=(0, 1, 2)) if keeps else (self._run_experts(*args), None)
-
+        run = _keeping_if(keeps, self._run_experts, wanted=(0, 1, 2))
         args = self._params(stack, whole_RC, layer), experts, routed
         (y_BSD, kept), beside = self._beside(run, args, routed.x_BSD, ahead, begun=begun)
         return y_BSD, kept, beside
@@ -419,22 +417,22 @@ class LayerPrograms:
         ahead: Ahead | None,
         pending_RG: jax.Array | None,
         topk_idx_TK: jax.Array,
-        routed: Routed | None,
-        kept: Any,
+        kept: tuple[Routed, Any, Any] | None,
         *,
         worst_case: bool,
     ) -> tuple[jax.Array, Sums, Beside]:
         """(dx, summed gradients of the layer, what it did beside).
 
-        routed, kept: of `route`, and of `route` and `add_experts`; None: the layer runs again from its input.
+        kept: what `route` found and kept, and what `add_experts` kept; None: the layer runs again from its input.
         """
         counts_E, bias = counts_NAE[layer.number, layer.accumulation], _at(bias, layer.number)
         losses = partial(self._auxiliary, counts_E)
 
-        def pull(params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array, routed: Routed, kept: Any) -> Any:
-            dparams, dexperts, drouted = pulled(kept[1], (params, experts, routed), dy_BSD)
+        def pull(params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
+            routed, of_route, of_experts = kept
+            dparams, dexperts, drouted = pulled(of_experts, (params, experts, routed), dy_BSD)
             drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
-            dparams_before, dx_BSD = pulled(kept[0], (params, bias, layer, x_BSD), drouted)
+            dparams_before, dx_BSD = pulled(of_route, (params, bias, layer, x_BSD), drouted)
             return jax.tree.map(jnp.add, dparams_before, dparams), dexperts, dx_BSD
 
         def run(idx: jax.Array, params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -445,9 +443,9 @@ class LayerPrograms:
             _, pull = jax.vjp(partial(run, idx), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
-        args = self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD
-        function, rest = (again, (topk_idx_TK,)) if kept is None else (pull, (routed, kept))
-        (dparams, dexperts, dx_BSD), beside = self._beside(function, (*args, *rest), dy_BSD, ahead, pending_RG)
+        function, last = (again, topk_idx_TK) if kept is None else (pull, kept)
+        args = self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD, last
+        (dparams, dexperts, dx_BSD), beside = self._beside(function, args, dy_BSD, ahead, pending_RG)
         return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts), beside
 
     def _auxiliary(self, counts_E: jax.Array, stats: MoEStats) -> jax.Array:

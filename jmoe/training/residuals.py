@@ -37,7 +37,7 @@ def with_known(residuals: Any, known: Sequence[Any]) -> Any:
     return jax.tree.map(lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known)
 
 
-def floating(tree: Any) -> list[jax.Array]:
+def _floating(tree: Any) -> list[jax.Array]:
     """The leaves that have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
@@ -55,7 +55,7 @@ def keeping(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[
         for place, arg in zip(wanted, given, strict=True):
             whole[place] = arg
         result = jax.checkpoint(function, policy=policy, prevent_cse=False)(*whole)
-        return floating(result), result
+        return _floating(result), result
 
     _, pull, result = jax.vjp(apply, *(args[i] for i in wanted), has_aux=True)
     return result, jax.tree.map(lambda leaf: leaf[None], without(pull, jax.tree.leaves(args)))
@@ -64,4 +64,4 @@ def keeping(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[
 def pulled(kept: Any, args: Sequence[Any], cotangents: Any) -> Any:
     """The gradients by the `wanted` arguments; args: as `keeping` had them, cotangents: like its result."""
     pull = with_known(jax.tree.map(lambda leaf: leaf[0], kept), jax.tree.leaves(args))
-    return pull(floating(cotangents))
+    return pull(_floating(cotangents))

@@ -47,13 +47,12 @@ _Also = tuple[Ahead | None, jax.Array | None]
 class _Passed:
     """A layer on the way forward, for the way back: its inputs and what it keeps, one of each accumulation step.
 
-    kept: as its gradients' program takes it. choices, routed, chosen_P: only of a layer with experts.
+    kept: as its gradients' program takes it. choices, chosen_P: only of a layer with experts.
     """
 
     xs: list[jax.Array]
     kept: list[Any] = field(default_factory=list)
     choices: list[jax.Array] = field(default_factory=list)
-    routed: list[Routed | None] = field(default_factory=list)
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
@@ -67,6 +66,7 @@ class _Run:
     outside: Any
     flat: dict[bool, jax.Array]
     whole_RC: jax.Array | None
+    train: bool
     worst_case: bool
     keeps: bool
     passed: list[_Passed] = field(default_factory=list)
@@ -299,15 +299,11 @@ class StreamedProgram:
         outside, flat, whole_RC = self._done(programs.prepare(state.params, first=self._sparse[0]))
         # buffers for the worst case are as large as all devices' tokens: too much to keep of every layer
         keeps = train and not worst_case and self.config.remat == "none"
-        run = _Run(outside, flat, whole_RC, worst_case, keeps)
+        run = _Run(outside, flat, whole_RC, train, worst_case, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, sparse in enumerate(self._sparse):
             run.passed.append(_Passed(xs))
-            xs = (
-                self._forward_experts(state, run, i, xs, train=train)
-                if sparse
-                else self._forward_dense(state, run, i, xs)
-            )
+            xs = (self._forward_experts if sparse else self._forward_dense)(state, run, i, xs)
         return run, xs
 
     def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -321,11 +317,9 @@ class StreamedProgram:
             run.passed[-1].kept.append(kept)
         return ys
 
-    def _forward_experts(
-        self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array], *, train: bool
-    ) -> list[jax.Array]:
+    def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array]) -> list[jax.Array]:
         programs, experts, stack, whole_RC = self.programs, self._state, state.params[STACKS[True]], run.whole_RC
-        here, options = run.passed[-1], {"train": train, "worst_case": run.worst_case, "keeps": run.keeps}
+        here, options = run.passed[-1], {"train": run.train, "worst_case": run.worst_case, "keeps": run.keeps}
         layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a)) for a in range(len(xs))]
         ahead = self._ahead(run, i + 1)
         aheads = [ahead if a == 0 else None for a in range(len(xs))]
@@ -345,8 +339,7 @@ class StreamedProgram:
             if ahead is not None:
                 run.whole_RC = beside.whole_RC
             ys.append(y)
-            here.kept.append((before, kept) if run.keeps else None)
-            here.routed.append(r if run.keeps else None)
+            here.kept.append((r, before, kept) if run.keeps else None)
         jax.block_until_ready(ys)
         del slot
         experts.release()
@@ -409,10 +402,10 @@ class StreamedProgram:
         number = sum(self._sparse[:i])
         slot = self._joined(experts.fetch(number, here.chosen_P))
         found = Beside(None, None)
-        for a, (x, idx, routed, kept) in enumerate(zip(here.xs, here.choices, here.routed, here.kept, strict=True)):
+        for a, (x, idx, kept) in enumerate(zip(here.xs, here.choices, here.kept, strict=True)):
             layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
             args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
-            gradients = programs.moe_gradients(*args, idx, routed, kept, worst_case=run.worst_case)
+            gradients = programs.moe_gradients(*args, idx, kept, worst_case=run.worst_case)
             dxs[a], sums, beside = self._done(gradients)
             found, also = (found if a else beside), (None, None)
         square, kept = programs.expert_gradients(sums.experts, dtype=self.tiers.gradient_dtype)
