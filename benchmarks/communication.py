@@ -14,9 +14,20 @@ Bytes are those that a node sends: by the interface's counter, with all headers,
 `jmoe.planning.exchange.traffic`.
 
 fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link. XLA:CPU has as many threads as
-cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=4.
+cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=4. The ranks
+run in the environment that `train.py` gives itself (`jmoe.runtime`).
 embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jmoe.runtime import start_anew
+
+if __name__ == "__main__":
+    start_anew()
 
 import argparse
 import json
@@ -24,18 +35,14 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import embedding, steps
 from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes

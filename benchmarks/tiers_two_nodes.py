@@ -2,11 +2,14 @@
 
 Two processes, each a node of its own (`benchmarks.two_nodes`) with half of the experts. The steps that are compared
 take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything in host
-memory, which without a link limit is what computing alone takes.
+memory, which without a link limit is what computing alone takes. `disk_s` is what the disk, which both share, needs for
+a step's bytes at the rates measured: to read and then to write; with --disk-bytes-per-s, a limit for each, the longer
+of the two.
 """
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.communication import NODES, Clock, launch
+from benchmarks.slow_disk import SlowDisk
 from benchmarks.two_nodes import ADDRESSES
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -26,6 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0, 200], help="Mbit/s, both directions; 0: no link")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument(
+        "--disk-bytes-per-s", type=int, default=0, help="limit of the disk for reads, and for writes; 0: none"
+    )
     parser.add_argument("--chunk-bytes", type=int, default=0, help="default: what the link carries in 20 ms")
     parser.add_argument("--schedule", default="chunks")
     parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
@@ -88,6 +95,13 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
             steps.run(number, clock, counts=number >= 2)
     for steps in found.values():
         steps.session.program.close()
+
+    def disk_s(read: int, written: int) -> float:
+        if a.rank != 0:
+            return 0.0
+        ways = read / rates[0], written / rates[1]
+        return max(ways) if a.disk_bytes_per_s else sum(ways)
+
     return [
         {
             "mbit_per_s": rate,
@@ -98,9 +112,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
             "link_s": median(steps.sent) * 8e-6 / rate if rate else 0.0,
             "read_bytes": median(read for read, _ in steps.moved),
             "written_bytes": median(written for _, written in steps.moved),
-            "disk_s": median(read / rates[0] + written / rates[1] for read, written in steps.moved)
-            if a.rank == 0
-            else 0,
+            "disk_s": median(disk_s(read, written) for read, written in steps.moved),
             "disk_bytes_per_s": rates,
         }
         for kind, steps in found.items()
@@ -111,9 +123,12 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every kind of step against max(computing, link, disk)."""
     if 0 not in a.rates or not {"ahead", "host"} <= set(a.kinds):
         sys.exit("two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing alone take")
+    if a.disk_bytes_per_s < 0:
+        sys.exit(f"--disk-bytes-per-s {a.disk_bytes_per_s}: must be at least 0, bytes a second; 0 is no limit")
     sys.argv += ["--folder", str(folder)]  # what the ranks are started with
     cache_dir = a.cache_dir or str(folder / "compiled")
-    rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
+    with SlowDisk(folder, a.disk_bytes_per_s) if a.disk_bytes_per_s else nullcontext():
+        rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
     compute_s = next(row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host")
     for row in rows:
         row["bound_s"] = max(compute_s, row["link_s"], row["disk_s"])

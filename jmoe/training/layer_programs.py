@@ -125,11 +125,11 @@ class LayerPrograms:
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
         moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split)
         found = (split, split, beside)
-        self.moe_gradients = make(self._moe_gradients, *moe, out=found, static="worst_case", donate=5)
+        squared, static = (*found, split), ("worst_case", "last")
+        self.moe_gradients = make(self._moe_gradients, *moe, out=squared, static=static, donate=5)
         no_moe = (dense, one, split, split, split, one, ahead, split, split)
         self.dense_gradients = make(self._dense_gradients, *no_moe, out=found, donate=4)
         self.embed_gradients = make(self._embed_gradients, outside, split, split, split, out=split, donate=3)
-        self.expert_gradients = make(self._expert_gradients, split, out=split, static="dtype", donate=0)
         self.reduce = make(self._reduce, split, out=split)
         update = partial(finish_local, self.config, self._model)
         self.finish = make(update, state, split, split, split, split, one, out=(state, one), donate=0)
@@ -420,10 +420,12 @@ class LayerPrograms:
         kept: tuple[Routed, Any, Any] | None,
         *,
         worst_case: bool,
-    ) -> tuple[jax.Array, Sums, Beside]:
-        """(dx, summed gradients of the layer, what it did beside).
+        last: bool,
+    ) -> tuple[jax.Array, Sums, Beside, jax.Array | None]:
+        """(dx, summed gradients of the layer, what it did beside, this device's sum of squares of the experts').
 
-        kept: what `route` found and kept, and what `add_experts` kept; None: the layer runs again from its input.
+        kept: what `route` found and kept, and what `add_experts` kept; None: the layer runs again from its input. last:
+        no accumulation step follows, so the experts' gradients are as they are to be kept, and their square is known.
         """
         counts_E, bias = counts_NAE[layer.number, layer.accumulation], _at(bias, layer.number)
         losses = partial(self._auxiliary, counts_E)
@@ -443,10 +445,16 @@ class LayerPrograms:
             _, pull = jax.vjp(partial(run, idx), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
-        function, last = (again, topk_idx_TK) if kept is None else (pull, kept)
-        args = self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD, last
+        function, rest = (again, topk_idx_TK) if kept is None else (pull, kept)
+        args = self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD, rest
         (dparams, dexperts, dx_BSD), beside = self._beside(function, args, dy_BSD, ahead, pending_RG)
-        return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts), beside
+        sums = self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts)
+        if not last:
+            return dx_BSD, sums, beside, None
+        assert sums.experts is not None
+        square = sum((jnp.square(g).sum() for g in sums.experts.values()), jnp.zeros((), jnp.float32))
+        kept_as = {name: g.astype(self.config.tiers.gradient_dtype) for name, g in sums.experts.items()}
+        return dx_BSD, sums._replace(experts=kept_as), beside, square[None]
 
     def _auxiliary(self, counts_E: jax.Array, stats: MoEStats) -> jax.Array:
         """This device's part of a layer's balance and z losses; counts_E: of all devices."""
@@ -479,11 +487,6 @@ class LayerPrograms:
     def _embed_gradients(self, outside: Any, tokens_BS: jax.Array, dx_BSD: jax.Array, grads: Any) -> Any:
         _, pull = jax.vjp(lambda outside: self._embed(outside, tokens_BS), outside)
         return self._added_outside(grads, pull(dx_BSD)[0])
-
-    def _expert_gradients(self, dexperts: Experts, *, dtype: str) -> tuple[jax.Array, Experts]:
-        """(this device's sum of squares, the gradients in the dtype they are kept in)."""
-        square = sum((jnp.square(g).sum() for g in dexperts.values()), jnp.zeros((), jnp.float32))
-        return square[None], {name: g.astype(dtype) for name, g in dexperts.items()}
 
     def _reduce(self, rows_RG: jax.Array) -> jax.Array:
         return reduce_scatter_rows_local(rows_RG, self._model.levels)

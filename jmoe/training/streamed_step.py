@@ -401,19 +401,19 @@ class StreamedProgram:
         programs, experts, here, stack = self.programs, self._state, run.passed[i], state.params[STACKS[True]]
         number = sum(self._sparse[:i])
         slot = self._joined(experts.fetch(number, here.chosen_P))
-        found = Beside(None, None)
+        found, square = Beside(None, None), None
         for a, (x, idx, kept) in enumerate(zip(here.xs, here.choices, here.kept, strict=True)):
             layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
             args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
-            gradients = programs.moe_gradients(*args, idx, kept, worst_case=run.worst_case)
-            dxs[a], sums, beside = self._done(gradients)
+            options = {"worst_case": run.worst_case, "last": a == len(here.xs) - 1}
+            dxs[a], sums, beside, square = self._done(programs.moe_gradients(*args, idx, kept, **options))
             found, also = (found if a else beside), (None, None)
-        square, kept = programs.expert_gradients(sums.experts, dtype=self.tiers.gradient_dtype)
+        assert square is not None and sums.experts is not None
         jax.block_until_ready(dxs)
         del slot
         experts.release()
-        by_device = zip(*(self._mine(g) for g in kept.values()), strict=True)
-        experts.keep(number, here.chosen_P, [dict(zip(kept, parts, strict=True)) for parts in by_device])
+        by_device = zip(*(self._mine(g) for g in sums.experts.values()), strict=True)
+        experts.keep(number, here.chosen_P, [dict(zip(sums.experts, parts, strict=True)) for parts in by_device])
         return sums._replace(experts=None), found, square
 
     def _hidden(self, state: TrainState, tokens_BS: jax.Array) -> tuple[Any, jax.Array]:
