@@ -3,6 +3,8 @@
 Legend: B sequences (all devices), S sequence length, V vocabulary.
 """
 
+from itertools import islice
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,11 @@ def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
 def held_out_loss(program: Program, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> float:
     """Mean negative log-likelihood in nats over every held-out token."""
     batch = config.batch_size // config.gradient_accumulation_steps
+    windows = held_out_windows(corpus, config.sequence_length, batch)
     total = 0.0
-    for tokens, weights in held_out_windows(corpus, config.sequence_length, batch):
-        total += float(program.evaluate(state, _put(tokens, mesh), _put(weights, mesh)))
+    while some := list(islice(windows, program.evaluation_batches)):
+        batches = [(_put(tokens, mesh), _put(weights, mesh)) for tokens, weights in some]
+        total += sum(map(float, program.evaluate(state, batches)))
     return total / (len(corpus.held_out_tokens) - 1)
 
 

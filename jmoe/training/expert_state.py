@@ -144,7 +144,8 @@ class ExpertState:
     """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
 
     `begin(order)` says in which order layers will be used; for each of them, in turn, `fetch(layer, experts)` gives
-    the slot's arrays by device, with these experts' present weights in them, and `release()` gives the slot back. What
+    the slot's arrays by device, with these experts' present weights in them, `fetch_more(experts)` gives them with
+    others beside, in place of the arrays given before, and `release()` gives the slot back. What
     the ring's thread fetches ahead are the experts that the layer's tokens chose last time; a choice that nobody
     foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends
     a step, and lets the ring's thread update what is in the slots. Of several processes each has its own: nothing here
@@ -189,6 +190,7 @@ class ExpertState:
         self._present: list[NDArray[np.bool_]] = [np.zeros(num_owned, np.bool_) for _ in self._slots]
         self._layer_in: list[int | None] = [None for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(num_layers))
+        self._fetched = (0, 0)  # the layer that `fetch` gave last, and its slot
         self._writer = ThreadPoolExecutor(1, "gradients")
         self._writing: list[Future[None]] = []
         self._ring = Ring(self._order, len(self._slots), self._load, wait_limit_s=wait_limit_s)
@@ -218,7 +220,14 @@ class ExpertState:
         """The weights of the pass's next layer, by device; those chosen are there and up to date."""
         acquired, slot = self._ring.acquire()
         assert acquired == layer, (acquired, layer)
-        self._chosen[layer] = chosen_P
+        self._fetched = acquired, slot
+        self._chosen[layer] = False
+        return self.fetch_more(chosen_P)
+
+    def fetch_more(self, chosen_P: NDArray[np.bool_]) -> list[Stacks]:
+        """The layer fetched last, not released yet, with more experts that are chosen."""
+        layer, slot = self._fetched
+        self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
         self._bring(layer, slot, np.flatnonzero(chosen_P))
         self._waited_s += time.perf_counter() - begun

@@ -7,7 +7,7 @@ the gradient of that part, and gradients are reduced once. No collective lies on
 exchange and the parameter gathers, whose transposes are themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,9 @@ class TrainState:
     step: jax.Array
 
 
+Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
+
+
 @dataclass(frozen=True)
 class Program:
     """The jitted functions of one run. `state_shape` has the shapes and shardings of the state.
@@ -67,14 +70,15 @@ class Program:
     to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh.
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
     embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
-    its own; whole: the saved state with all of that, of `whole_shape`. expert_stats: what moved between tiers
-    (`expert_state.ExpertStats`); None where nothing does. close: end threads.
+    its own; whole: the saved state with all of that, of `whole_shape`. evaluation_batches: how many batches `evaluate`
+    is best given at once. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does.
+    close: end threads.
     """
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
     step_worst_case: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
+    evaluate: Callable[[TrainState, Sequence[Batch]], list[jax.Array]]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
     saved_shape: TrainState
@@ -85,6 +89,7 @@ class Program:
     whole_shape: TrainState
     whole: Callable[[TrainState], TrainState]
     records: RecordCheckpoints | None = None
+    evaluation_batches: int = 1
     expert_stats: Callable[[], Any] = lambda: None
     close: Callable[[], None] = lambda: None
 
@@ -410,8 +415,8 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
     step(state, tokens [A, B, S + 1]) -> (state, metrics); the state is donated. `metrics["ok"]` is False, and the
     state unchanged, if the loss or gradient norm is not finite or a dropless buffer overflowed (`overflow`; then
-    `step_worst_case` runs the same step with room for every token). evaluate(state, tokens [B, S + 1], weights
-    [B, S]) -> summed negative log-likelihood in nats. next_logits(state, tokens [devices, S], position) -> [V].
+    `step_worst_case` runs the same step with room for every token). evaluate(state, batches) -> the summed negative
+    log-likelihood of each batch in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
     model = PureDecoder(config, mesh)
     layers = model.reverse_scan()
@@ -448,13 +453,14 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         body = _make_step(config, model, worst_case, layers)
         return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
 
+    one = sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED)
     shape = _placed_shape(initial, state_shardings)
     to_saved, from_saved, saved_shape = _saved_form(model, init, shape)
     return Program(
         init=jax.jit(initial, out_shardings=state_shardings),
         step=step(worst_case=False),
         step_worst_case=step(worst_case=True),
-        evaluate=sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED),
+        evaluate=lambda state, batches: [jax.block_until_ready(one(state, *batch)) for batch in batches],
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
         saved_shape=saved_shape,

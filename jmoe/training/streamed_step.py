@@ -37,7 +37,7 @@ from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
 from jmoe.training.layer_programs import LayerPrograms
 from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
 from jmoe.training.parts import without_experts
-from jmoe.training.step import Program, TrainState, make_program
+from jmoe.training.step import Batch, Program, TrainState, make_program
 
 # Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
 _Also = tuple[Ahead | None, jax.Array | None]
@@ -115,6 +115,7 @@ class StreamedProgram:
             step=self.step,
             step_worst_case=partial(self.step, worst_case=True),
             evaluate=self.evaluate,
+            evaluation_batches=len(self._layers) * self.config.gradient_accumulation_steps,
             next_logits=self.next_logits,
             saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
             to_saved=self.to_saved,
@@ -302,7 +303,7 @@ class StreamedProgram:
         run = _Run(outside, flat, whole_RC, train, worst_case, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, sparse in enumerate(self._sparse):
-            run.passed.append(_Passed(xs))
+            run.passed = [*(run.passed if train else ()), _Passed(xs)]
             xs = (self._forward_experts if sparse else self._forward_dense)(state, run, i, xs)
         return run, xs
 
@@ -318,11 +319,21 @@ class StreamedProgram:
         return ys
 
     def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        programs, experts, stack, whole_RC = self.programs, self._state, state.params[STACKS[True]], run.whole_RC
+        """Experts are fetched for all accumulation steps at once, but for one of the many batches of an evaluation."""
+        each, whole_RC, ys = len(xs) if run.train else 1, run.whole_RC, []
+        for first in range(0, len(xs), each):
+            ys += self._forward_group(state, run, i, whole_RC, xs[first : first + each], first)
+        self._state.release()
+        return ys
+
+    def _forward_group(
+        self, state: TrainState, run: _Run, i: int, whole_RC: jax.Array | None, xs: Sequence[jax.Array], first: int
+    ) -> list[jax.Array]:
+        """Of a layer with experts, for those of its inputs from number `first` on."""
+        programs, experts, stack = self.programs, self._state, state.params[STACKS[True]]
         here, options = run.passed[-1], {"train": run.train, "worst_case": run.worst_case, "keeps": run.keeps}
-        layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a)) for a in range(len(xs))]
-        ahead = self._ahead(run, i + 1)
-        aheads = [ahead if a == 0 else None for a in range(len(xs))]
+        layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(first + a)) for a in range(len(xs))]
+        aheads = [self._ahead(run, i + 1) if first + a == 0 else None for a in range(len(xs))]
         found = [
             self._done(programs.route(stack, whole_RC, x, layer, state.router_bias, ahead, **options))
             for x, layer, ahead in zip(xs, layers, aheads, strict=True)
@@ -331,7 +342,8 @@ class StreamedProgram:
         run.stats.append([r.stats for r in routed])
         here.choices = [r.topk_idx_TK for r in routed]
         here.chosen_P = np.any([self._on_host(r.arrived_E) > 0 for r in routed], axis=0)
-        slot = self._joined(experts.fetch(len(run.stats) - 1, here.chosen_P))
+        number = sum(self._sparse[:i])
+        slot = self._joined(experts.fetch_more(here.chosen_P) if first else experts.fetch(number, here.chosen_P))
         ys = []
         for (r, before, begun), layer, ahead in zip(found, layers, aheads, strict=True):
             args = stack, whole_RC, slot, r, layer, ahead, begun
@@ -340,10 +352,7 @@ class StreamedProgram:
                 run.whole_RC = beside.whole_RC
             ys.append(y)
             here.kept.append((r, before, kept) if run.keeps else None)
-        jax.block_until_ready(ys)
-        del slot
-        experts.release()
-        return ys
+        return jax.block_until_ready(ys)  # the slot may change then
 
     def _on_host(self, array: jax.Array) -> NDArray[Any]:
         """What lies on this process's devices."""
@@ -416,23 +425,23 @@ class StreamedProgram:
         experts.keep(number, here.chosen_P, [dict(zip(sums.experts, parts, strict=True)) for parts in by_device])
         return sums._replace(experts=None), found, square
 
-    def _hidden(self, state: TrainState, tokens_BS: jax.Array) -> tuple[Any, jax.Array]:
+    def _hidden(self, state: TrainState, inputs: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
         """(what is outside the layers, whole; the last hidden states)."""
         self._state.begin(range(self._num_layers))
-        run, (x_BSD,) = self._forward(state, [tokens_BS], train=False, worst_case=True)
-        return run.outside, x_BSD
+        run, xs = self._forward(state, inputs, train=False, worst_case=True)
+        return run.outside, xs
 
-    def evaluate(self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
-        """Summed negative log-likelihood in nats."""
-        tokens_BS, weights_BS = jax.device_put((tokens_BS, weights_BS), self._batch_place)
-        inputs_BS, labels_BS = self._done(self.programs.split(tokens_BS))
-        outside, x_BSD = self._hidden(state, inputs_BS)
-        nll: jax.Array = self._done(self.programs.nll(outside, x_BSD, labels_BS, weights_BS))
-        return nll
+    def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+        """Summed negative log-likelihood of each batch in nats; the experts are fetched once for all of them."""
+        batches = [jax.device_put(batch, self._batch_place) for batch in batches]
+        inputs, labels = zip(*(self._done(self.programs.split(tokens)) for tokens, _ in batches), strict=True)
+        outside, xs = self._hidden(state, inputs)
+        each = zip(xs, labels, (weights for _, weights in batches), strict=True)
+        return [self._done(self.programs.nll(outside, *args)) for args in each]
 
     def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
         """[V], after the token at `position` of the first sequence."""
-        outside, x_BSD = self._hidden(state, jax.device_put(tokens_BS, self._batch_place))
+        outside, (x_BSD,) = self._hidden(state, [jax.device_put(tokens_BS, self._batch_place)])
         logits_V: jax.Array = self._done(self.programs.logits(outside, x_BSD, position))
         return logits_V
 

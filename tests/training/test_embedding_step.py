@@ -131,7 +131,7 @@ def test_evaluation_and_logits(embedding: str, tied: bool) -> None:
     for each in (one, ours):
         rows = NamedSharding(each.state_shape.step.sharding.mesh, BATCH)  # type: ignore[union-attr]
         placed = from_host(state, each)
-        loss = each.evaluate(placed, jax.device_put(tokens, rows), jax.device_put(weights, rows))
+        (loss,) = each.evaluate(placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))])
         same = jax.device_put(np.tile(tokens[:1, :-1], (rows.mesh.size, 1)), rows)
         found.append(jax.device_get((loss, each.next_logits(placed, same, jnp.int32(3)))))
     assert_same(found[1], found[0])

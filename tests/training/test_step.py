@@ -361,7 +361,7 @@ def test_evaluation_and_logits() -> None:
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(tokens[:, 1:]))
     ours, mesh, _ = program((1, 2, 4))
     placed, rows = place(state, ours), NamedSharding(mesh, BATCH)
-    value = ours.evaluate(placed, jax.device_put(tokens, rows), jax.device_put(weights, rows))
+    (value,) = ours.evaluate(placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))])
     np.testing.assert_allclose(jax.block_until_ready(value), (nll * jnp.asarray(weights)).sum(), rtol=1e-5)
     same = jax.device_put(np.tile(tokens[:1, :-1], (8, 1)), rows)
     for position in (0, 17):

@@ -16,7 +16,7 @@ import pytest
 from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.training.expert_state import ExpertState
-from jmoe.training.step import TrainState
+from jmoe.training.step import Batch, TrainState
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
 
 B, S, E, N, STEPS = 2, 8, 8, 3, 6
@@ -53,12 +53,17 @@ def batch(config: TrainConfig, step: int) -> jax.Array:
     return jnp.asarray(tokens.reshape(config.gradient_accumulation_steps, -1, config.sequence_length + 1))
 
 
+def held_out_batches(config: TrainConfig) -> list[Batch]:
+    tokens = [batch(config, step)[0] for step in (97, 98, 99)]
+    return [(t, jnp.full(t[:, 1:].shape, 1.0 + i)) for i, t in enumerate(tokens)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     losses: list[float]
     metrics: list[dict[str, Any]]
     state: TrainState
-    held_out: float
+    held_out: list[float]
     stats: Any
 
 
@@ -87,8 +92,7 @@ def train(
                 program.to_saved(state)
             if step + 1 == reopen_after:
                 state = program.from_saved(jax.tree.map(jnp.array, program.to_saved(state)))
-        tokens = batch(config, 99)[0]
-        held_out = float(program.evaluate(state, tokens, jnp.ones(tokens[:, 1:].shape)))
+        held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
         whole = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
         return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
     finally:
@@ -185,6 +189,28 @@ def test_only_chosen_experts_move(on_host: Trained) -> None:
     chosen = sum(int((m["counts"] > 0).sum()) for m in on_host.metrics)
     assert chosen < STEPS * N * E
     assert on_host.stats.gradients.host.transfers == 2 * chosen  # written once, read once
+
+
+def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
+    tiers = dataclasses.replace(HOST, device_layers=1)
+    program = make_tiered_program(dataclasses.replace(CONFIG, tiers=tiers), make_mesh((1, 1, 1), jax.devices()[:1]))
+    try:
+        state, batches = program.init(), held_out_batches(CONFIG)
+
+        def evaluate(*some: Batch) -> tuple[list[float], int]:
+            before = program.expert_stats().weights.host.transfers
+            losses = [float(nll) for nll in program.evaluate(state, some)]
+            return losses, program.expert_stats().weights.host.transfers - before
+
+        alone = [evaluate(batch) for batch in batches]
+        together, fetched = evaluate(*batches)
+        assert program.evaluation_batches >= len(batches)
+        assert together == [losses[0] for losses, _ in alone]
+        assert len(set(together)) == len(batches)
+        most = (N + 1) * E  # the next pass's first layer is fetched ahead
+        assert 0 < fetched <= most < sum(transfers for _, transfers in alone)
+    finally:
+        program.close()
 
 
 def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
