@@ -127,7 +127,7 @@ def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
 def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
     """Once the choices are known, reads and copies that have not begun do not begin."""
     with RecordStore.pack(tmp_path, LAYOUT, LAYERS * E, fill, fingerprint="a") as packed:
-        slow = {"nvme": LAYOUT.record_bytes / 0.05}  # 50 ms a record
+        slow = {"nvme": LAYOUT.record_bytes / 0.2}  # 200 ms a record
         with TieredStore(packed, cache_bytes=8 * LAYOUT.record_bytes, bandwidth_limit_bytes_per_s=slow) as records:
             slots = HostSlots(20, FIELDS)
             residency = ChosenExperts(slots, records, LAYERS, E)

@@ -260,15 +260,15 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
 
 
 def test_waits_in_time_do_nothing() -> None:
-    with Watchdog(0.5) as watchdog:
+    with Watchdog(2.0) as watchdog:
         for step in range(4):
             with watchdog.waiting_for("training step", step):
-                time.sleep(0.2)
-        time.sleep(0.6)  # between waits there is no limit
+                time.sleep(0.6)
+        time.sleep(2.2)  # between waits there is no limit
         with watchdog.waiting_for("evaluation", timeout_s=60):
             for step in range(3):
-                with watchdog.waiting_for("held-out batch", step, timeout_s=1):
-                    time.sleep(0.25)
+                with watchdog.waiting_for("held-out batch", step):
+                    time.sleep(0.8)
 
 
 # Where the processes are
