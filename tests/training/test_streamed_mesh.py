@@ -168,7 +168,7 @@ def test_nothing_is_sent_twice(mesh: MeshConfig, remat: Any, forward: int, backw
     """As many all-to-alls as in the ordinary step, as long as there is memory to keep what is needed; it is planned."""
     mesh = dataclasses.replace(mesh, embedding="replicated")
     model = dataclasses.replace(SPREAD.model, capacity_factor=2.0)
-    config = dataclasses.replace(SPREAD, model=model, mesh=mesh, remat=remat, batch_size=8, tiers=HOST)
+    config = dataclasses.replace(SPREAD, model=model, mesh=mesh, remat=remat, batch_size=32, tiers=HOST)
     shape = (1, mesh.expert_inter, mesh.expert_intra)
     devices = make_mesh(shape, jax.devices()[: math.prod(shape)])
     layers = config.model.num_moe_layers
