@@ -33,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk-bytes-per-s", type=int, default=0, help="limit of the disk for reads, and for writes; 0: none"
     )
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
     parser.add_argument("--chunk-bytes", type=int, default=0, help="default: what the link carries in 20 ms")
     parser.add_argument("--schedule", default="chunks")
     parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
@@ -90,9 +91,9 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     found = {kind: Steps(config_of(a, a.folder / kind, place, **KINDS[kind]), mesh) for kind in a.kinds}
     rates = disk_rates(found["ahead"].session.program, a.folder / "rates", 3) if a.rank == 0 else (0.0, 0.0)
     clock.barrier()
-    for number in range(a.rounds + 2):
+    for number in range(a.warm_up + a.rounds):
         for steps in found.values():
-            steps.run(number, clock, counts=number >= 2)
+            steps.run(number, clock, counts=number >= a.warm_up)
     for steps in found.values():
         steps.session.program.close()
 
