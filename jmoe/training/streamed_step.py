@@ -307,22 +307,26 @@ class StreamedProgram:
             xs = (self._forward_experts if sparse else self._forward_dense)(state, run, i, xs)
         return run, xs
 
-    def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        ys, stack, whole_RC, ahead = [], state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
-        for x in xs:
+    def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
+        stack, whole_RC, ahead = state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
+        ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
+        for a, x in enumerate(xs):
             args = stack, whole_RC, x, self._layers[i], ahead
             y, kept, beside = self._done(self.programs.dense(*args, keeps=run.keeps))
             if ahead is not None:
                 run.whole_RC, ahead = beside.whole_RC, None
-            ys.append(y)
+            ys[a] = y
             run.passed[-1].kept.append(kept)
         return ys
 
-    def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
         """Experts are fetched for all accumulation steps at once, but for one of the many batches of an evaluation."""
-        each, whole_RC, ys = len(xs) if run.train else 1, run.whole_RC, []
+        whole_RC, each, ys = run.whole_RC, len(xs), list(xs)
+        if not run.train:
+            each, ys = 1, xs  # its inputs are needed no more
         for first in range(0, len(xs), each):
-            ys += self._forward_group(state, run, i, whole_RC, xs[first : first + each], first)
+            group = slice(first, first + each)
+            ys[group] = self._forward_group(state, run, i, whole_RC, xs[group], first)
         self._state.release()
         return ys
 
