@@ -420,10 +420,9 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     """
     model = PureDecoder(config, mesh)
     layers = model.reverse_scan()
-    step_spec: Any = REPLICATED
-    state_specs = TrainState(
-        model.specs, model.specs, model.specs, jax.tree.map(lambda _: REPLICATED, model.bias_shapes), step_spec
-    )
+    one: Any = REPLICATED
+    bias_specs = jax.tree.map(lambda _: one, model.bias_shapes)
+    state_specs = TrainState(model.specs, model.specs, model.specs, bias_specs, one)
     state_shardings = shardings(state_specs, mesh)
 
     def init() -> TrainState:
@@ -453,14 +452,14 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         body = _make_step(config, model, worst_case, layers)
         return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
 
-    one = sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED)
+    nll = sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED)
     shape = _placed_shape(initial, state_shardings)
     to_saved, from_saved, saved_shape = _saved_form(model, init, shape)
     return Program(
         init=jax.jit(initial, out_shardings=state_shardings),
         step=step(worst_case=False),
         step_worst_case=step(worst_case=True),
-        evaluate=lambda state, batches: [jax.block_until_ready(one(state, *batch)) for batch in batches],
+        evaluate=lambda state, batches: [jax.block_until_ready(nll(state, *batch)) for batch in batches],
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
         saved_shape=saved_shape,
