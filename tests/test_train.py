@@ -85,7 +85,7 @@ def test_completed_run(runs: TrainRuns) -> None:
 def test_text_folder(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     """The text itself instead of its shards: the tokenizer is trained and cached beside the run."""
     command = runs.command(tmp_path, "--num-steps", 24, "--data.held-out-bytes", 20000, data=runs.text)
-    done = run_python(command, runs.environment(), timeout=100)
+    done = run_python(command, runs.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "data").rglob("tokenizer*.json"))
     values = [loss for _, loss in losses(tmp_path)]
@@ -99,7 +99,7 @@ def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path, run_python: Run)
             file.write(json.dumps({"name": path.name, "body": path.read_text()}) + "\n")
     dense = ("--model.num-experts", 0, "--model.intermediate-size", 64, "--optimizer.schedule", "cosine")
     command = runs.command(tmp_path / "run", "--num-steps", 30, "--data.field", "body", *dense, data=lines)
-    done = run_python(command, runs.environment(), timeout=100)
+    done = run_python(command, runs.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     values = [loss for _, loss in losses(tmp_path / "run")]
     assert len(values) == 30
@@ -109,7 +109,7 @@ def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path, run_python: Run)
 
 def test_profile(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     command = runs.command(tmp_path, "--num-steps", 6, "--profile.steps", "3:5")
-    done = run_python(command, runs.environment(), timeout=100)
+    done = run_python(command, runs.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
     content = trace.read_bytes()
@@ -177,7 +177,7 @@ def test_completed_run_again(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     runs.from_checkpoint(REFERENCE_STEPS, tmp_path)
     shutil.copy(runs.reference[0] / "metrics.jsonl", tmp_path)
     before = losses(tmp_path)
-    done = run_python(runs.command(tmp_path, "--num-steps", REFERENCE_STEPS), runs.environment(), timeout=100)
+    done = run_python(runs.command(tmp_path, "--num-steps", REFERENCE_STEPS), runs.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     first, again = (
         screen.partition("held-out text")[2].partition("sample")[0] for screen in (runs.reference[1], done.stdout)
@@ -195,7 +195,7 @@ def test_another_mesh_and_back(runs: TrainRuns, reference: dict[int, float], tmp
     runs.from_checkpoint(40, tmp_path)
     for devices, end, mesh in ((4, 47, ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)), (1, 54, ())):
         command = runs.command(tmp_path, "--num-steps", end, *mesh)
-        done = run_python(command, runs.environment(devices), timeout=150)
+        done = run_python(command, runs.environment(devices), timeout=300)
         assert done.returncode == 0, done.stderr
         assert f"{devices} cpu device(s)" in done.stdout
     assert resumes(tmp_path) == [40, 47]
@@ -239,7 +239,7 @@ def test_two_processes_stop_together_and_go_on_as_one(
     assert losses(tmp_path)[-1][0] == stop - 1
     assert f"stopped by a signal after step {stop};" in logs[0].read_text()
 
-    done = run_python(runs.command(tmp_path, "--num-steps", stop + 5), runs.environment(), timeout=100)
+    done = run_python(runs.command(tmp_path, "--num-steps", stop + 5), runs.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert resumes(tmp_path) == [20, stop]
     got = dict(losses(tmp_path))
@@ -348,7 +348,7 @@ def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_p
 
     largest.unlink()
     assert _files(tmp_path / "checkpoints" / "20") == intact
-    done = run_python(command, runs.environment(), timeout=100)
+    done = run_python(command, runs.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert (
         f"warning: checkpoint {newest} is incomplete: {largest.relative_to(newest)} is missing; skipped" in done.stderr
@@ -380,7 +380,7 @@ def test_full_disk(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     one = sum(f.stat().st_size for f in (runs.reference[0] / "checkpoints" / "20").rglob("*") if f.is_file())
     command = runs.command(tmp_path, "--num-steps", 30)
     with _tmpfs(tmp_path / "checkpoints", int(1.6 * one)):
-        done = run_python(command, runs.environment(), timeout=100)
+        done = run_python(command, runs.environment(), timeout=300)
         assert done.returncode == 1
         (message,) = (line for line in done.stderr.splitlines() if line.startswith("train.py: "))
         assert message.startswith(f"train.py: checkpoint of step 10 in {tmp_path / 'checkpoints'} was not written: ")
@@ -389,7 +389,7 @@ def test_full_disk(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
         assert committed(tmp_path) == [5]
         size = f"remount,size={10 * one}"
         subprocess.run(("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=30)
-        done = run_python(command, runs.environment(), timeout=100)
+        done = run_python(command, runs.environment(), timeout=300)
         assert done.returncode == 0, done.stderr
         assert "resuming from step 5 " in done.stdout
         assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
@@ -401,7 +401,7 @@ def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path, run_python: Ru
     """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named."""
     runs.from_checkpoint(20, tmp_path)
     options = ("--num-steps", 40, "--optimizer.weight-decay", 1e10, "--checkpoint.every-steps", 1)
-    done = run_python(runs.command(tmp_path, *options), runs.environment(), timeout=100)
+    done = run_python(runs.command(tmp_path, *options), runs.environment(), timeout=300)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (message,) = (line for line in done.stderr.splitlines() if "gradient norm not finite in " in line)

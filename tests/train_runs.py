@@ -64,7 +64,7 @@ class TrainRuns:
         folder = self.folder / "shards"
         limits = ("--vocab-size", "512", "--held-out-bytes", "20000")
         arguments = ("-m", "jmoe.training.data", self.text, "--out", folder, *limits)
-        done = self._run_python(arguments, timeout=100)
+        done = self._run_python(arguments, timeout=300)
         assert done.returncode == 0, done.stderr
         return folder
 
@@ -78,7 +78,7 @@ class TrainRuns:
         """(output folder, screen) of an uninterrupted run on one device that kept every checkpoint."""
         output_dir = self.folder / "reference"
         command = self.command(output_dir, "--num-steps", REFERENCE_STEPS, "--checkpoint.keep", 1000)
-        done = self._run_python(command, self.environment(), timeout=150)
+        done = self._run_python(command, self.environment(), timeout=300)
         assert done.returncode == 0, done.stderr
         return output_dir, done.stdout
 
@@ -125,7 +125,7 @@ def unfinished(output_dir: Path) -> set[Path]:
     return set((output_dir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
-def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], log: Path, timeout_s: float = 120) -> None:
+def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], log: Path, timeout_s: float = 300) -> None:
     """Wait for `ready()`; the test fails with the log when the process ends before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not ready():
