@@ -137,7 +137,7 @@ def test_killed_run_resumes_bit_identically(
     commits += committed(tmp_path)[-1:]
 
     third = start_python(command, tmp_path / "log-3", environment)
-    assert "after training" in end_of(third, tmp_path / "log-3", 100)
+    assert "after training" in end_of(third, tmp_path / "log-3", 300)
     assert third.returncode == 0
     # resumed from the last commit, and said so
     assert resumes(tmp_path) == commits
@@ -161,7 +161,7 @@ def test_signals_save_and_resume(
         process = start_python(runs.command(tmp_path, *ENDLESS), log, runs.environment())
         wait_until(lambda before=before: len(losses(tmp_path)) >= before + 7, process, log)
         process.send_signal(number)
-        screen = end_of(process, log, 30)
+        screen = end_of(process, log, 120)
         assert process.returncode == 0, screen
         stops.append(committed(tmp_path)[-1])
         assert f"stopped by a signal after step {stops[-1]};" in screen
@@ -233,7 +233,7 @@ def test_two_processes_stop_together_and_go_on_as_one(
     wait_until(lambda: len(losses(tmp_path)) >= 4, pair[0], logs[0])
     pair[1].send_signal(signal.SIGTERM)
     for process, log in zip(pair, logs, strict=True):
-        screen = end_of(process, log, 30)
+        screen = end_of(process, log, 120)
         assert process.returncode == 0, screen
     stop = committed(tmp_path)[-1]
     assert losses(tmp_path)[-1][0] == stop - 1
@@ -257,7 +257,7 @@ def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_pyt
     )
     wait_until(lambda: committed(tmp_path), survivor, logs[0])
     victim.kill()
-    screen = end_of(survivor, logs[0], 40)
+    screen = end_of(survivor, logs[0], 120)
     assert survivor.returncode != 0
     assert "rank 1: no sign of life" in screen, screen
 
@@ -294,7 +294,7 @@ def test_bad_options(tmp_path: Path, runs: TrainRuns, start_python: Start) -> No
         command = ["train.py", *options, "--output-dir", tmp_path / "run"]
         processes[name] = start_python(command, tmp_path / name, runs.environment())
     for name, (_, message) in BAD_OPTIONS.items():
-        screen = " ".join(end_of(processes[name], tmp_path / name, 100).replace("│", " ").split())
+        screen = " ".join(end_of(processes[name], tmp_path / name, 300).replace("│", " ").split())
         assert processes[name].returncode not in (0, None), name
         assert message in screen, name
         assert "Traceback" not in screen, name
