@@ -115,6 +115,7 @@ class StreamedProgram:
             step=self.step,
             step_worst_case=partial(self.step, worst_case=True),
             evaluate=self.evaluate,
+            # as many hidden states as a training step keeps of its layers' inputs
             evaluation_batches=len(self._layers) * self.config.gradient_accumulation_steps,
             next_logits=self.next_logits,
             saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
@@ -303,7 +304,9 @@ class StreamedProgram:
         run = _Run(outside, flat, whole_RC, train, worst_case, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, sparse in enumerate(self._sparse):
-            run.passed = [*(run.passed if train else ()), _Passed(xs)]
+            if not train:
+                run.passed.clear()  # there is no way back
+            run.passed.append(_Passed(xs))
             xs = (self._forward_experts if sparse else self._forward_dense)(state, run, i, xs)
         return run, xs
 
@@ -321,9 +324,8 @@ class StreamedProgram:
 
     def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
         """Experts are fetched for all accumulation steps at once, but for one of the many batches of an evaluation."""
-        whole_RC, each, ys = run.whole_RC, len(xs), list(xs)
-        if not run.train:
-            each, ys = 1, xs  # its inputs are needed no more
+        whole_RC, each = run.whole_RC, len(xs) if run.train else 1
+        ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
         for first in range(0, len(xs), each):
             group = slice(first, first + each)
             ys[group] = self._forward_group(state, run, i, whole_RC, xs[group], first)
