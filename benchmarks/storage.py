@@ -53,8 +53,11 @@ def on_threads(work: Work, buffers: RecordBuffers, num_records: int) -> float:
     return time.perf_counter() - start_s
 
 
-def fio(files: list[Path], record_bytes: int, threads: int, write: bool) -> float:
-    """Seconds that fio takes for these files: whole records, O_DIRECT, as many at a time, flushed as ours are."""
+def fio(files: list[Path], record_bytes: int, threads: int, write: bool, huge_pages: bool) -> float:
+    """Seconds that fio takes for these files: whole records, O_DIRECT, as many at a time, flushed as ours are.
+
+    huge_pages: its memory too comes from malloc, which then asks for transparent huge pages.
+    """
     links = files[0].parent / "fio"
     links.mkdir()
     for n, path in enumerate(files):
@@ -73,7 +76,8 @@ def fio(files: list[Path], record_bytes: int, threads: int, write: bool) -> floa
     }
     options |= {"ioengine": "psync", "direct": 1, "thread": 1, "group_reporting": 1, "scramble_buffers": 0}
     command = ["fio", "--name=records", "--output-format=json", *(f"--{k}={v}" for k, v in options.items())]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
     assert moved["io_bytes"] == len(files) * record_bytes, moved["io_bytes"]
     shutil.rmtree(links)
@@ -90,15 +94,15 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """read, in_place, replace: GB/s of the store with its checksums, and the median ratio to fio or to in_place.
 
     in_place: records written over where they are, each flushed, which is what fio does. replace: new versions, with
-    all renames and folder flushes. In turn. read_huge_pages: into memory as `TieredStore` has it.
+    all renames and folder flushes. In turn. huge_pages: of the memory on both sides; `TieredStore` has them.
     """
     has_fio = shutil.which("fio") is not None
     rows = []
-    for record_bytes, threads in ((12 << 20, 1), (12 << 20, 4), (1 << 20, 4)):
+    sizes = ((12 << 20, 1, True), (12 << 20, 4, True), (12 << 20, 4, False), (1 << 20, 4, False))
+    for record_bytes, threads, huge_pages in sizes:
         num_records = total_bytes // record_bytes // threads * threads
         with open_store(folder / "store", record_bytes, num_records) as it:
-            buffers = RecordBuffers(threads, record_bytes, huge_pages=False)  # fio has none either
-            huge = RecordBuffers(threads, record_bytes)
+            buffers = RecordBuffers(threads, record_bytes, huge_pages=huge_pages)
             scratch = [folder / f"plain-{index}" for index in range(num_records)]
             for path in scratch:
                 write_file(path, buffers.slot(0), it.io)
@@ -112,12 +116,11 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
             for _ in range(rounds):
                 files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][:num_records]
                 took = {"read": on_threads(it.read_into, buffers, num_records)}
-                took["read_huge_pages"] = on_threads(it.read_into, huge, num_records)
                 if has_fio:
-                    took["fio_read"] = fio(files, record_bytes, threads, write=False)
+                    took["fio_read"] = fio(files, record_bytes, threads, write=False, huge_pages=huge_pages)
                 took["in_place"] = on_threads(in_place, buffers, num_records)
                 if has_fio:
-                    took["fio_write"] = fio(scratch, record_bytes, threads, write=True)
+                    took["fio_write"] = fio(scratch, record_bytes, threads, write=True, huge_pages=huge_pages)
                 before_bytes = written_bytes()
                 took["replace"] = on_threads(it.write, buffers, num_records)
                 start_s = time.perf_counter()
@@ -127,7 +130,8 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
                 for name, seconds in took.items():
                     times.setdefault(name, []).append(seconds)
             writes = it.stats().writes - before.writes
-            row: dict[str, Any] = {"record_bytes": record_bytes, "threads": threads, "io": it.io, "fio": has_fio}
+            row: dict[str, Any] = {"record_bytes": record_bytes, "threads": threads, "huge_pages": huge_pages}
+            row |= {"io": it.io, "fio": has_fio}
             for name, seconds in times.items():
                 row[f"{name}_gb_per_s"] = round(num_records * record_bytes / statistics.median(seconds) / 1e9, 3)
             pairs = [("read", "fio_read"), ("in_place", "fio_write")] if has_fio else []

@@ -1,6 +1,7 @@
 """Training with experts on NVMe: python benchmarks/training_tiers.py step | traffic | replay | two_nodes
 
-step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate)
+step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
+         as many bytes a second by itself, does to a step that needs no disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 replay   seconds to make up for 1, 10 and 100 missed steps of an expert, beside those to fetch it
 two_nodes  as step, in two processes with a limited link between them; needs root
@@ -11,9 +12,14 @@ Prints one JSON object as its last line. Legend: E experts of a layer, N layers 
 import argparse
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +42,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.training.expert_state import ExpertState, ExpertStats
+from jmoe.training.expert_stores import THREADS
 from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
 
@@ -136,27 +143,56 @@ def disk_rates(program: StreamedProgram, folder: Path, rounds: int) -> tuple[flo
     return median(reads), median(writes)
 
 
+@contextmanager
+def fio_beside(folder: Path, read_rate: float, write_rate: float) -> Iterator[None]:
+    """fio reads and writes in place at these rates, in bytes/s, past the page cache, in blocks of 4 MiB."""
+    folder.mkdir(exist_ok=True)
+    common = {"directory": folder, "bs": "4m", "size": "256m", "ioengine": "psync", "direct": 1, "thread": 1}
+    jobs: list[dict[str, Any]] = [
+        {"name": "read", "rw": "read", "rate": int(read_rate)},
+        {"name": "write", "rw": "write", "rate": int(write_rate), "fdatasync": 1},
+    ]
+    options = [f"--{key}={value}" for job in jobs for key, value in (job | common).items()]
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    command = ["fio", *options, "--time_based", "--runtime=600"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    try:
+        time.sleep(1.0)  # it lays out its files the first time
+        yield
+        assert process.poll() is None, f"fio ended with {process.returncode}"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """With fetching ahead, without, and with everything in host memory, in alternation."""
+    """With fetching ahead, without, and with everything in host memory, also beside fio; in alternation."""
     kinds = {
         "ahead": config_of(a, folder / "ahead", experts="nvme", optimizer="nvme", device_layers=2),
         "not_ahead": config_of(a, folder / "not_ahead", experts="nvme", optimizer="nvme", device_layers=1),
         "host": config_of(a, folder, experts="host", optimizer="host", gradients="host"),
     }
     sessions = {name: Session.open(config) for name, config in kinds.items()}
+    if shutil.which("fio"):
+        sessions["host_beside_io"] = sessions["host"]
     read_rate, write_rate = disk_rates(sessions["ahead"].program, folder / "rates", 3)
-    seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in kinds}
+    seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in sessions}
+    rates = (1e6, 1e6)
     for number in range(a.rounds + 2):
         for name, session in sessions.items():
-            measured = session.step(number)
+            with fio_beside(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
+                measured = session.step(number)
+            if name == "ahead":
+                rates = measured[1] / measured[0], measured[2] / measured[0]
             if number >= 2:
                 seen[name].append(measured)
-    for session in sessions.values():
-        session.program.close()
+    for name in kinds:
+        sessions[name].program.close()
     step_s = {name: median(s for s, _, _ in steps) for name, steps in seen.items()}
     read_bytes, written_bytes = (median(step[i] for step in seen["ahead"]) for i in (1, 2))
     disk_s = read_bytes / read_rate + written_bytes / write_rate
     bound_s = max(step_s["host"], disk_s)
+    beside_io_s = step_s.get("host_beside_io", step_s["host"])
     return {
         "step_s": step_s,
         "disk_s": disk_s,
@@ -166,15 +202,18 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "write_bytes_per_s": write_rate,
         "ahead_against_bound": step_s["ahead"] / bound_s,
         "not_ahead_against_bound": step_s["not_ahead"] / bound_s,
+        "io_slows_computing": beside_io_s / step_s["host"],
+        "ahead_against_bound_beside_io": step_s["ahead"] / max(beside_io_s, disk_s),
     }
 
 
 def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """With a cache for the same share of the experts in use."""
+    """With a cache for the same share of the experts in use, beside what is being read and written."""
     result = {}
     for name, experts in (("all", a.experts), ("half", a.experts // 2)):
         record_bytes = 16 * 3 * a.hidden_size * a.intermediate_size
-        cache_bytes = int(a.cache * a.layers * experts) * (record_bytes + 4 * 4096)
+        slots = int(a.cache * a.layers * experts) + 4 * THREADS
+        cache_bytes = slots * (record_bytes + 4 * 4096)
         session = Session.open(
             config_of(a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)
         )
