@@ -126,6 +126,8 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sys.exit("two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing alone take")
     if a.disk_bytes_per_s < 0:
         sys.exit(f"--disk-bytes-per-s {a.disk_bytes_per_s}: must be at least 0, bytes a second; 0 is no limit")
+    if a.warm_up < 0 or a.rounds < 1:
+        sys.exit(f"--warm-up {a.warm_up}, --rounds {a.rounds}: must be at least 0 and 1")
     sys.argv += ["--folder", str(folder)]  # what the ranks are started with
     cache_dir = a.cache_dir or str(folder / "compiled")
     with SlowDisk(folder, a.disk_bytes_per_s) if a.disk_bytes_per_s else nullcontext():
