@@ -3,11 +3,8 @@
 Axes: R bytes of a record.
 """
 
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from benchmarks import fio
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.direct_io import write_file
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
@@ -53,37 +51,6 @@ def on_threads(work: Work, buffers: RecordBuffers, num_records: int) -> float:
     return time.perf_counter() - start_s
 
 
-def fio(files: list[Path], record_bytes: int, threads: int, write: bool, huge_pages: bool) -> float:
-    """Seconds that fio takes for these files: whole records, O_DIRECT, as many at a time, flushed as ours are.
-
-    huge_pages: its memory too comes from malloc, which then asks for transparent huge pages.
-    """
-    links = files[0].parent / "fio"
-    links.mkdir()
-    for n, path in enumerate(files):
-        os.link(path, links / f"{n % threads}.{n // threads}")
-    options = {
-        "rw": "write" if write else "read",
-        "directory": links,
-        "filename_format": "$jobnum.$filenum",
-        "nrfiles": len(files) // threads,
-        "filesize": record_bytes,
-        "size": len(files) // threads * record_bytes,
-        "bs": record_bytes,
-        "numjobs": threads,
-        "file_service_type": "sequential",
-        "fdatasync": int(write),
-    }
-    options |= {"ioengine": "psync", "direct": 1, "thread": 1, "group_reporting": 1, "scramble_buffers": 0}
-    command = ["fio", "--name=records", "--output-format=json", *(f"--{k}={v}" for k, v in options.items())]
-    environment = os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
-    assert moved["io_bytes"] == len(files) * record_bytes, moved["io_bytes"]
-    shutil.rmtree(links)
-    return float(moved["runtime"]) / 1000
-
-
 def written_bytes() -> int:
     """What this process has sent to storage, by the kernel's count."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -96,7 +63,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
     in_place: records written over where they are, each flushed, which is what fio does. replace: new versions, with
     all renames and folder flushes. In turn. huge_pages: of the memory on both sides; `TieredStore` has them.
     """
-    has_fio = shutil.which("fio") is not None
+    has_fio = fio.is_here()
     rows = []
     sizes = ((12 << 20, 1, True), (12 << 20, 4, True), (12 << 20, 4, False), (1 << 20, 4, False))
     for record_bytes, threads, huge_pages in sizes:
@@ -117,10 +84,10 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
                 files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][:num_records]
                 took = {"read": on_threads(it.read_into, buffers, num_records)}
                 if has_fio:
-                    took["fio_read"] = fio(files, record_bytes, threads, write=False, huge_pages=huge_pages)
+                    took["fio_read"] = fio.seconds(files, record_bytes, threads, write=False, huge_pages=huge_pages)
                 took["in_place"] = on_threads(in_place, buffers, num_records)
                 if has_fio:
-                    took["fio_write"] = fio(scratch, record_bytes, threads, write=True, huge_pages=huge_pages)
+                    took["fio_write"] = fio.seconds(scratch, record_bytes, threads, write=True, huge_pages=huge_pages)
                 before_bytes = written_bytes()
                 took["replace"] = on_threads(it.write, buffers, num_records)
                 start_s = time.perf_counter()

@@ -12,14 +12,10 @@ Prints one JSON object as its last line. Legend: E experts of a layer, N layers 
 import argparse
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks import tiers_two_nodes
+from benchmarks import fio, tiers_two_nodes
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.version_store import VersionStore
@@ -143,28 +139,6 @@ def disk_rates(program: StreamedProgram, folder: Path, rounds: int) -> tuple[flo
     return median(reads), median(writes)
 
 
-@contextmanager
-def fio_beside(folder: Path, read_rate: float, write_rate: float) -> Iterator[None]:
-    """fio reads and writes in place at these rates, in bytes/s, past the page cache, in blocks of 4 MiB."""
-    folder.mkdir(exist_ok=True)
-    common = {"directory": folder, "bs": "4m", "size": "256m", "ioengine": "psync", "direct": 1, "thread": 1}
-    jobs: list[dict[str, Any]] = [
-        {"name": "read", "rw": "read", "rate": int(read_rate)},
-        {"name": "write", "rw": "write", "rate": int(write_rate), "fdatasync": 1},
-    ]
-    options = [f"--{key}={value}" for job in jobs for key, value in (job | common).items()]
-    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    command = ["fio", *options, "--time_based", "--runtime=600"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-    try:
-        time.sleep(1.0)  # it lays out its files the first time
-        yield
-        assert process.poll() is None, f"fio ended with {process.returncode}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """With fetching ahead, without, and with everything in host memory, also beside fio; in alternation."""
     kinds = {
@@ -173,14 +147,14 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "host": config_of(a, folder, experts="host", optimizer="host", gradients="host"),
     }
     sessions = {name: Session.open(config) for name, config in kinds.items()}
-    if shutil.which("fio"):
+    if fio.is_here():
         sessions["host_beside_io"] = sessions["host"]
     read_rate, write_rate = disk_rates(sessions["ahead"].program, folder / "rates", 3)
     seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in sessions}
-    rates = (1e6, 1e6)
+    rates = (0.0, 0.0)  # bytes/s read and written by the step with fetching ahead, which comes first
     for number in range(a.rounds + 2):
         for name, session in sessions.items():
-            with fio_beside(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
+            with fio.beside(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
                 measured = session.step(number)
             if name == "ahead":
                 rates = measured[1] / measured[0], measured[2] / measured[0]
@@ -192,8 +166,7 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     read_bytes, written_bytes = (median(step[i] for step in seen["ahead"]) for i in (1, 2))
     disk_s = read_bytes / read_rate + written_bytes / write_rate
     bound_s = max(step_s["host"], disk_s)
-    beside_io_s = step_s.get("host_beside_io", step_s["host"])
-    return {
+    result = {
         "step_s": step_s,
         "disk_s": disk_s,
         "read_bytes": read_bytes,
@@ -202,9 +175,11 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "write_bytes_per_s": write_rate,
         "ahead_against_bound": step_s["ahead"] / bound_s,
         "not_ahead_against_bound": step_s["not_ahead"] / bound_s,
-        "io_slows_computing": beside_io_s / step_s["host"],
-        "ahead_against_bound_beside_io": step_s["ahead"] / max(beside_io_s, disk_s),
     }
+    if beside_io_s := step_s.get("host_beside_io"):
+        result["io_slows_computing"] = beside_io_s / step_s["host"]
+        result["ahead_against_bound_beside_io"] = step_s["ahead"] / max(beside_io_s, disk_s)
+    return result
 
 
 def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -212,7 +187,7 @@ def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result = {}
     for name, experts in (("all", a.experts), ("half", a.experts // 2)):
         record_bytes = 16 * 3 * a.hidden_size * a.intermediate_size
-        slots = int(a.cache * a.layers * experts) + 4 * THREADS
+        slots = int(a.cache * a.layers * experts) + 4 * THREADS  # two under way for each that reads or writes
         cache_bytes = slots * (record_bytes + 4 * 4096)
         session = Session.open(
             config_of(a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)

@@ -420,9 +420,9 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     """
     model = PureDecoder(config, mesh)
     layers = model.reverse_scan()
-    one: Any = REPLICATED
-    bias_specs = jax.tree.map(lambda _: one, model.bias_shapes)
-    state_specs = TrainState(model.specs, model.specs, model.specs, bias_specs, one)
+    step_spec: Any = REPLICATED
+    bias_specs = jax.tree.map(lambda _: REPLICATED, model.bias_shapes)
+    state_specs = TrainState(model.specs, model.specs, model.specs, bias_specs, step_spec)
     state_shardings = shardings(state_specs, mesh)
 
     def init() -> TrainState:

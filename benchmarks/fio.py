@@ -1,0 +1,74 @@
+"""fio, the usual measure of a disk: as long as it takes itself, and beside something else."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+COMMON = {"ioengine": "psync", "direct": 1, "thread": 1}
+
+
+def is_here() -> bool:
+    return shutil.which("fio") is not None
+
+
+def _command(*jobs: dict[str, Any]) -> list[str]:
+    return ["fio", *(f"--{key}={value}" for job in jobs for key, value in (job | COMMON).items())]
+
+
+def _environment(*, huge_pages: bool) -> dict[str, str]:
+    """fio takes its buffers from malloc, which asks for transparent huge pages if told to."""
+    return os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
+
+
+def seconds(files: list[Path], record_bytes: int, threads: int, *, write: bool, huge_pages: bool) -> float:
+    """Of reading or writing these files: whole records, O_DIRECT, as many at a time, flushed as ours are."""
+    links = files[0].parent / "fio"
+    links.mkdir()
+    for n, path in enumerate(files):
+        os.link(path, links / f"{n % threads}.{n // threads}")
+    job = {
+        "name": "records",
+        "output-format": "json",
+        "rw": "write" if write else "read",
+        "directory": links,
+        "filename_format": "$jobnum.$filenum",
+        "nrfiles": len(files) // threads,
+        "filesize": record_bytes,
+        "size": len(files) // threads * record_bytes,
+        "bs": record_bytes,
+        "numjobs": threads,
+        "file_service_type": "sequential",
+        "fdatasync": int(write),
+        "group_reporting": 1,
+        "scramble_buffers": 0,
+    }
+    environment = _environment(huge_pages=huge_pages)
+    done = subprocess.run(_command(job), capture_output=True, text=True, check=True, env=environment)
+    moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
+    assert moved["io_bytes"] == len(files) * record_bytes, moved["io_bytes"]
+    shutil.rmtree(links)
+    return float(moved["runtime"]) / 1000
+
+
+@contextmanager
+def beside(folder: Path, read_bytes_per_s: float, write_bytes_per_s: float) -> Iterator[None]:
+    """It reads and writes in place at these rates meanwhile, past the page cache, in blocks of 4 MiB."""
+    folder.mkdir(exist_ok=True)
+    place = {"directory": folder, "bs": "4m", "size": "256m", "time_based": 1, "runtime": 600}
+    read = {"name": "read", "rw": "read", "rate": int(read_bytes_per_s)}
+    write = {"name": "write", "rw": "write", "rate": int(write_bytes_per_s), "fdatasync": 1}
+    command, environment = _command(read | place, write | place), _environment(huge_pages=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    try:
+        time.sleep(1.0)  # it lays out its files the first time
+        yield
+        assert process.poll() is None, f"fio ended with {process.returncode}"
+    finally:
+        process.kill()
+        process.wait()
