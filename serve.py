@@ -3,19 +3,20 @@
 MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 """
 
+import sys
+
+from jmoe.command_line import answer_early, parse_serve
 from jmoe.runtime import start_anew
 
 if __name__ == "__main__":
     start_anew()  # before JAX is imported
+    answer_early(lambda: parse_serve(sys.argv[1:]))
 
 import dataclasses
 import logging
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import tyro
 
 import jmoe
 from jmoe.config import CheckpointConfig, check
@@ -32,17 +33,6 @@ from jmoe.training.export import export_run
 
 EXPORTED = "exported"
 DEFAULT_MAX_SEQ_LEN = 2048
-
-
-def parse(arguments: Sequence[str]) -> ServeConfig:
-    """The settings on the command line."""
-    return tyro.cli(
-        ServeConfig,
-        args=arguments,
-        prog="serve.py",
-        description=(__doc__ or "") + (ServeConfig.__doc__ or ""),
-        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
 
 
 def hugging_face_folder(given: str) -> Path:
@@ -106,7 +96,7 @@ def load(folder: Path, config: ServeConfig) -> Engine:
 
 def main(arguments: Sequence[str]) -> None:
     """Plan, load, serve."""
-    config = parse(arguments)
+    config = parse_serve(arguments)
     api_keys = read_api_keys(config.api_key_file)
     folder = hugging_face_folder(config.model)
     name = config.served_model_name or Path(config.model).expanduser().resolve().name

@@ -1,15 +1,17 @@
 """Train a Mixture-of-Experts language model: python train.py PRESET [--section.field VALUE ...]."""
 
+import sys
+
+from configs import PRESETS
+from jmoe.command_line import answer_early, parse_train
 from jmoe.runtime import start_anew
 
 if __name__ == "__main__":
     start_anew()  # before JAX is imported
+    answer_early(lambda: parse_train(sys.argv[1:], PRESETS))
 
 import contextlib
-import dataclasses
-import difflib
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +20,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from jax.sharding import Mesh, NamedSharding
 
-from configs import PRESETS
 from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.training import distributed
@@ -35,30 +35,6 @@ from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
 from jmoe.training.tier_plan import tier_totals, tiers_summary, training_plan, with_chosen_tiers
-
-
-def parse(arguments: Sequence[str]) -> TrainConfig:
-    """The preset named first, with the options that follow."""
-    name = arguments[0] if arguments else ""
-    if name in ("", "-h", "--help"):
-        presets = "".join(f"  {preset:{max(map(len, PRESETS))}}  {line}\n" for preset, (line, _) in PRESETS.items())
-        print(f"{__doc__}\n\npresets:\n{presets}\ntrain.py PRESET --help shows every option with the preset's value,")
-        print("train.py PRESET --plan what memory the run needs, by tier, and how long a step takes.")
-        sys.exit(0 if name else 2)
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(PRESETS)}")
-    line, preset = PRESETS[name]
-    config = tyro.cli(
-        TrainConfig,
-        default=preset,
-        args=arguments[1:],
-        prog=f"train.py {name}",
-        description=line,
-        config=(tyro.conf.AvoidSubcommands,),
-    )
-    return with_pretrained_model(dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}"))
 
 
 def say(text: str) -> None:
@@ -218,8 +194,9 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan, or train."""
-    config = with_chosen_tiers(parse([argument for argument in arguments if argument != "--plan"]))
-    if "--plan" in arguments:
+    config, only_plan = parse_train(arguments, PRESETS)
+    config = with_chosen_tiers(with_pretrained_model(config))
+    if only_plan:
         print(training_plan(config))
     else:
         run_all(config)

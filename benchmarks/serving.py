@@ -332,8 +332,9 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     """All requests at once, in the engine that `serve.py` would make."""
     sys.path.insert(0, str(SERVE.parent))
     import serve
+    from jmoe.command_line import parse_serve
 
-    config = serve.parse(a.engine)
+    config = parse_serve(a.engine)
     folder = serve.hugging_face_folder(config.model)
     _, config = serve.plan(folder, config)
     prompts = [plan.body["prompt"] for plan in plans(a, config.model)]

@@ -81,6 +81,16 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         assert message in capsys.readouterr().err
 
 
+def test_every_option_is_described(run_python: Run) -> None:
+    """Beside its name, not in a paragraph for all."""
+    done = run_python(["serve.py", "--help"])
+    assert done.returncode == 0, done.stderr
+    options = re.findall(r"--([a-z0-9-]+) (.*?)\(default:", " ".join(done.stdout.replace("│", " ").split()))
+    assert {name for name, _ in options} >= {"host", "port", "api-key-file", "max-seq-len", "policy", "dry-run"}
+    bare = [name for name, words in options if len(words.split()) < 4]
+    assert bare == []
+
+
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the last change of everything in a folder."""
     found = {path: path.stat() for path in sorted(folder.rglob("*"))}

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ from train_runs import (
     unfinished,
     wait_until,
 )
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -305,6 +308,40 @@ def test_help_lists_the_presets(runs: TrainRuns, run_python: Run) -> None:
     assert done.returncode == 0
     for preset in ("tiny", "small", "gpt-moe-8e", "gpt-moe-128e", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"):
         assert any(line.split()[:1] == [preset] and len(line.split()) > 4 for line in done.stdout.splitlines()), preset
+
+
+WITHOUT_JAX = """
+import runpy, sys
+sys.modules["jax"] = None  # importing it fails
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["train.py", "--help"], 0, "train.py PRESET --help shows every option"),
+        (["train.py", "tiny", "--help"], 0, "--optimizer.warmup-steps INT"),
+        (["train.py", "tiny", "--batch-size", "0"], 2, "batch_size = 0: must be greater than 0"),
+        (["serve.py", "--help"], 0, "--max-seq-len"),
+    ],
+)
+def test_help_and_mistakes_do_not_wait_for_jax(
+    run_python: Run, arguments: list[str], status: int, message: str
+) -> None:
+    done = run_python(["-c", WITHOUT_JAX, *arguments], {"JMOE_RUNTIME": "1"}, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert message in done.stdout + done.stderr
+
+
+def test_a_reader_of_the_help_may_leave_early() -> None:
+    """`train.py tiny --help | head -1`."""
+    command = [sys.executable, "train.py", "tiny", "--help"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 def test_output_dir_is_a_file(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:

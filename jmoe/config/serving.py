@@ -10,43 +10,37 @@ from jmoe.config.checks import check, positive
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """An OpenAI-compatible server for one model.
+    """An OpenAI-compatible server for one model."""
 
-    model: a Hugging Face folder, or the output folder of a run of train.py. served_model_name: what clients call it;
-    by default the folder's name.
-    host, port: where it listens; port 0 takes a free one. api_key_file: one key a line, any of which a client must
-    send as `Authorization: Bearer KEY`; without it everyone who reaches the port is served.
-    max_batch: sequences that run at once. max_seq_len: tokens of one, prompt and output; by default 2048, or fewer if
-    the model has fewer positions. max_waiting: sequences that wait for a place; beyond them requests get 429.
-    request_timeout_s: a request that takes longer is ended. max_body_bytes: of a request.
-    drain_timeout_s: after SIGTERM what runs has so long to finish.
-    policy ... max_prefill_tokens: see `Engine.from_pretrained`.
-    log_prompts: write prompts to the log. dry_run: print the plan and exit.
-    """
-
-    model: str
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
+    model: str  # a Hugging Face folder, or the output folder of a run of train.py
+    served_model_name: str | None = None  # what clients call the model; None: its folder's name
+    host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0: every one of this machine
+    port: int = 8000  # the port to listen on; 0: a free one
+    # a file with one key a line, any of which a client must send as `Authorization: Bearer KEY`; None: everyone who
+    # reaches the port is served
     api_key_file: str | None = None
-    max_batch: int = 8
-    max_seq_len: int | None = None
-    max_waiting: int = 64
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
-    max_body_bytes: int = 4 << 20
+    max_batch: int = 8  # sequences that run at once
+    max_seq_len: int | None = None  # tokens of one sequence, prompt and output; None: 2048, or the model's positions
+    max_waiting: int = 64  # sequences that wait for a place; a request for more gets 429
+    request_timeout_s: float = 600.0  # a request that takes longer is ended
+    drain_timeout_s: float = 30.0  # after SIGTERM or Ctrl-C what runs has so long to finish
+    max_body_bytes: int = 4 << 20  # the longest body of a request; a longer one gets 413
+    # resident: every expert on the device; ring: whole layers in turn; experts: those that the tokens chose, beside the
+    # most used ones; auto: resident if that fits, else ring or experts by step, whichever is faster
     policy: Literal["auto", "resident", "ring", "experts"] = "auto"
-    ring_slots: int | None = None
-    device_bytes: int | None = None
-    expert_tier: Literal["auto", "host", "nvme"] = "auto"
-    host_cache_bytes: int | None = None
-    cache_dir: str | None = None
-    dtype: Literal["float32", "bfloat16"] | None = None
+    ring_slots: int | None = None  # layers on the device at once, of policy ring; None: what fits, else half of them
+    device_bytes: int | None = None  # for experts on the device; None: with auto what it has left, else half of them
+    expert_tier: Literal["auto", "host", "nvme"] = "auto"  # where experts are that are not on the device
+    host_cache_bytes: int | None = None  # host memory for experts of the tier nvme; None: a quarter of their bytes
+    cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
+    dtype: Literal["float32", "bfloat16"] | None = None  # of weights, keys and values, and computation; None: as stored
+    # how experts are guessed a layer ahead, to be copied early: by the next layer's router, or by what recent steps
+    # used most; None: not at all
     estimator: Literal["router", "counts"] | None = "router"
-    prefill_chunk_tokens: int = 512
-    max_prefill_tokens: int | None = None
-    log_prompts: bool = False
-    dry_run: bool = False
+    prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
+    max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks
+    log_prompts: bool = False  # write prompts to the log
+    dry_run: bool = False  # print what will lie where, from the headers of the weights alone, and exit
 
     def __post_init__(self) -> None:
         check(0 <= self.port < 65536, "port", self.port, "must be between 0 and 65535")

@@ -1,0 +1,69 @@
+"""Command lines of `train.py` and `serve.py` as configurations, without JAX, so that help and mistakes are quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import tyro
+
+from jmoe.config import TrainConfig
+from jmoe.config.serving import ServeConfig
+
+TRAIN = "Train a Mixture-of-Experts language model: python train.py PRESET [--section.field VALUE ...]."
+SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option VALUE ...].
+
+MODEL is a Hugging Face folder, or the output folder of a run of train.py.
+"""
+PLAN = "--plan"
+
+
+def answer_early(parse: Callable[[], object]) -> None:
+    """Answer `--help` and mistakes, which end the process, in a program that has not imported JAX yet.
+
+    A reader that leaves before the end, such as `head`, is no mistake.
+    """
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    parse()
+    signal.signal(signal.SIGPIPE, before)
+
+
+def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]) -> tuple[TrainConfig, bool]:
+    """Return the preset named first with the options that follow, and whether only its plan is asked for.
+
+    presets: (one line of description, configuration) by name. Help and mistakes end the process.
+    """
+    name = arguments[0] if arguments else ""
+    if name in ("", "-h", "--help"):
+        listed = "".join(f"  {preset:{max(map(len, presets))}}  {line}\n" for preset, (line, _) in presets.items())
+        print(f"{TRAIN}\n\npresets:\n{listed}\ntrain.py PRESET --help shows every option with the preset's value,")
+        print(f"train.py PRESET {PLAN} what memory the run needs, by tier, and how long a step takes.")
+        sys.exit(0 if name else 2)
+    if name not in presets:
+        near = difflib.get_close_matches(name, presets, n=1, cutoff=0.3)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
+    line, preset = presets[name]
+    config = tyro.cli(
+        TrainConfig,
+        default=preset,
+        args=[argument for argument in arguments[1:] if argument != PLAN],
+        prog=f"train.py {name}",
+        description=line,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}"), PLAN in arguments
+
+
+def parse_serve(arguments: Sequence[str]) -> ServeConfig:
+    """Return the settings on the command line of `serve.py`. Help and mistakes end the process."""
+    return tyro.cli(
+        ServeConfig,
+        args=arguments,
+        prog="serve.py",
+        description=SERVE,
+        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
