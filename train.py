@@ -197,7 +197,9 @@ def main(arguments: Sequence[str]) -> None:
     config, only_plan = parse_train(arguments, PRESETS)
     config = with_chosen_tiers(with_pretrained_model(config))
     if only_plan:
-        print(training_plan(config))
+        plan = training_plan(config)
+        print(plan)
+        sys.exit(1 if plan.lacking() else 0)
     else:
         run_all(config)
 

@@ -50,22 +50,59 @@ class TiersConfig:
 
 
 @dataclass(frozen=True)
-class MachineConfig:
-    """What the planner (`--plan`, tiers `auto`) takes for granted of the machine. Bytes of 0: what is free here.
+class Accelerator:
+    """A data sheet's figures of a device: what it has at most, not what programs reach.
 
-    A device without bytes of its own shares the host's memory. flops: that products reach, not the data sheet's.
+    flops: dense products in bfloat16 with float32 sums. link_bytes_per_s: PCIe, one way.
     """
 
+    device_bytes: int
+    flops: float
+    link_bytes_per_s: float
+    memory_bytes_per_s: float
+
+
+# SXM modules, from NVIDIA's data sheets, which print sparse products (twice these) and PCIe both ways together.
+ACCELERATORS = {
+    "a100-40gb": Accelerator(40_000_000_000, 312e12, 32e9, 1.555e12),
+    "a100": Accelerator(80_000_000_000, 312e12, 32e9, 2.039e12),
+    "h100": Accelerator(80_000_000_000, 989e12, 64e9, 3.35e12),
+    "h200": Accelerator(141_000_000_000, 989e12, 64e9, 4.8e12),
+}
+TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """What the planner (`--plan`, tiers `auto`) takes for granted of the machine.
+
+    accelerator: takes device_bytes, flops, link_bytes_per_s and memory_bytes_per_s from the data sheet where they are
+    0; without one they are those of a device that shares the host's memory, of two CPU cores. host_bytes, nvme_bytes
+    of 0: what is free here.
+    """
+
+    accelerator: Literal["", "a100-40gb", "a100", "h100", "h200"] = ""
     device_bytes: int = 0
     host_bytes: int = 0
     nvme_bytes: int = 0
-    flops: float = 2e11
-    link_bytes_per_s: float = 5e10  # between host and device
-    memory_bytes_per_s: float = 1.5e10  # of the device
+    flops: float = 0.0  # that products reach
+    link_bytes_per_s: float = 0.0  # between host and device
+    memory_bytes_per_s: float = 0.0  # of the device
     nvme_read_bytes_per_s: float = 2e9
     nvme_write_bytes_per_s: float = 1.5e9
 
     def __post_init__(self) -> None:
+        one_of(self, accelerator=("", *ACCELERATORS))
         not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
-        positive(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
+        not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
         positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+
+    def device(self) -> Accelerator:
+        """The device's figures: those given, else the accelerator's."""
+        nominal = ACCELERATORS.get(self.accelerator, TWO_CORES)
+        return Accelerator(
+            self.device_bytes or nominal.device_bytes,
+            self.flops or nominal.flops,
+            self.link_bytes_per_s or nominal.link_bytes_per_s,
+            self.memory_bytes_per_s or nominal.memory_bytes_per_s,
+        )

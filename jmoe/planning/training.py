@@ -4,13 +4,15 @@ Symbols: D dense parameters, P parameters of an expert, L layers with experts of
 tokens of a step. Of every parameter there are 4 bytes each of weight, gradient and two moments; with all experts off
 the device that is 16 D + what a few layers of experts need on it, and up to 16 L E P below (MoESys, table 1:
 GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts too; the plan is then
-of one device and of the host that it is in, and knows nothing of the network between them.
+of one device and of the host that it is in, and knows nothing of the network between them. Data-parallel replicas of
+such a group of devices share the dense state and the tokens, and repeat the experts.
 """
 
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from jmoe.planning.capacity import RESERVE
@@ -28,7 +30,7 @@ class Machine:
     """Free bytes by tier, and speeds. shared: device and host are the same memory, counted as the host's.
 
     flops: that the device reaches in products. link, nvme_read, nvme_write, memory: bytes/s between host and device,
-    from and to the disk, and of the device's memory.
+    from and to the disk, and of the device's memory. source: where the device's figures are from.
     """
 
     device_bytes: int
@@ -40,6 +42,7 @@ class Machine:
     nvme_read_bytes_per_s: float
     nvme_write_bytes_per_s: float
     memory_bytes_per_s: float
+    source: str = "as given"
 
     def free_bytes(self, tier: Tier) -> int:
         return {"device": self.device_bytes, "host": self.host_bytes, "nvme": self.nvme_bytes}[tier]
@@ -49,9 +52,10 @@ class Machine:
 class TrainedModel:
     """What is trained, on how many devices, in hosts of how many, that share the experts out.
 
-    dense_flops: of a step, everything but the experts. activation_bytes: layers' inputs and what is in use at once, by
-    all devices. kept_bytes: what the layers keep besides for the backward pass of one of the micro-batches, on all
-    devices; 0: they are computed again. A streamed step keeps that of all its micro-batches.
+    step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its micro-batches, on
+    all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer has in use at once; kept_bytes,
+    what the layers keep besides for the backward pass; 0: they are computed again. A streamed step has the inputs and
+    what is kept of all its micro-batches. max_micro_batches: of one sequence on each device.
     """
 
     num_layers: int
@@ -61,13 +65,27 @@ class TrainedModel:
     dense_parameters: int
     step_tokens: int
     dense_flops: float
-    activation_bytes: int
+    input_bytes: int
+    working_bytes: int
     compute_bytes: int  # of a weight in the dtype of the products
     gradient_bytes: int  # of an expert's gradient, of each parameter, where it is kept
     num_devices: int = 1
     devices_per_host: int = 1
     kept_bytes: int = 0
     micro_batches: int = 1
+    max_micro_batches: int = 1
+    replicas: int = 1
+    shard_dense: bool = True
+
+    @property
+    def all_devices(self) -> int:
+        """Of all replicas together."""
+        return self.num_devices * self.replicas
+
+    @property
+    def dense_shards(self) -> int:
+        """Parts that the dense parameters and their state are split into."""
+        return self.all_devices if self.shard_dense else 1
 
     @property
     def all_parameters(self) -> int:
@@ -101,13 +119,13 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each kind of state is; the last three as in the configuration, `host_cache_bytes` resolved."""
+    """Where each kind of state is; the last three as in the configuration. host_cache_bytes: None: a quarter."""
 
     experts: Tier
     optimizer: Tier
     gradients: Tier
     device_layers: int
-    host_cache_bytes: int
+    host_cache_bytes: int | None
     checkpoints: int  # whose records are kept on the tier nvme
 
     @property
@@ -127,25 +145,40 @@ class TrainingPlan:
     def bytes_on(self, tier: Tier) -> int:
         return sum(size for where, _, size in self.rows if where == tier)
 
+    def needed_bytes(self, tier: Tier) -> int:
+        """Bytes on one device or in one host; where both are one memory, all of it is the host's."""
+        if self.machine.shared and tier in ("device", "host"):
+            of_devices = self.bytes_on("device") * self.model.devices_per_host
+            return 0 if tier == "device" else of_devices + self.bytes_on("host")
+        return self.bytes_on(tier)
+
+    @cached_property
+    def _lacking(self) -> dict[Tier, int]:
+        left = {tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
+        return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
+
     def lacking(self) -> dict[Tier, int]:
         """Bytes by which a tier is too small; empty if everything fits."""
-        machine, needed = self.machine, {tier: self.bytes_on(tier) for tier in TIERS}
-        if machine.shared:
-            of_devices = needed["device"] * self.model.devices_per_host
-            needed = {"device": 0, "host": of_devices + needed["host"], "nvme": needed["nvme"]}
-        free = {tier: int(machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
-        return {tier: needed[tier] - free[tier] for tier in TIERS if needed[tier] > free[tier]}
+        return self._lacking
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Host memory for records of one device's experts that are on the tier nvme."""
+        on_disk = _record_bytes(self.model, self.placement) * self.model.device_parameters
+        given = self.placement.host_cache_bytes
+        return on_disk // 4 if given is None else min(given, on_disk)
 
     # Time
 
     def expert_traffic(self) -> tuple[Traffic, Traffic]:
         """Of a step for one expert that is chosen, on the way forward, where it is updated too, and on the way back."""
         model, place = self.model, self.placement
+        if not place.streamed:
+            return Traffic(0, 0, 0), Traffic(0, 0, 0)
         weights, moments, gradients = (n * model.expert_parameters for n in (4, 8, model.gradient_bytes))
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
-        on_disk = sum(size for tier, size in kinds if tier == "nvme")
-        all_records = model.num_layers * model.num_experts // model.num_devices * on_disk
-        missed = 1 - min(1.0, place.host_cache_bytes / all_records) if all_records else 0.0
+        on_disk = _record_bytes(model, place) * model.device_parameters
+        missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
         again = 1 - min(1.0, place.device_layers / model.num_layers)  # the last layers' weights are still there
 
         def traffic(times: Sequence[tuple[float, float]]) -> Traffic:
@@ -188,7 +221,7 @@ class TrainingPlan:
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
         flops = 2 * model.expert_parameters * choices + model.dense_flops / PASSES  # of a pass
         experts = model.num_layers * model.active_experts
-        updated = model.dense_parameters / model.num_devices + experts * model.expert_parameters
+        updated = model.dense_parameters / model.dense_shards + experts * model.expert_parameters
         compute_s = [passes * flops / model.num_devices / machine.flops for passes in self.passes]
         compute_s[0] += updated * UPDATE_BYTES / machine.memory_bytes_per_s
         transfers_s = [experts * seconds for seconds in self.transfer_s]
@@ -196,14 +229,46 @@ class TrainingPlan:
         return sum(longer(*both) for both in zip(compute_s, transfers_s, strict=True))
 
     def advice(self) -> list[str]:
-        """What to change for it to fit; nothing if it does."""
-        lines = []
-        for tier, size in self.lacking().items():
-            lines.append(f"{tier}: {_gigabytes(size)} too much. {_remedy(tier, self.placement)}")
-        return lines
+        """What to change for it to fit, a line for each tier that is too small; nothing if it fits."""
+        return [self._advice(tier) for tier in self.lacking()]
+
+    def _advice(self, tier: Tier) -> str:
+        sizes = {kind: size for _, kind, _ in self.rows if (size := self._bytes_of(tier, kind))}
+        by_size = sorted(sizes, key=lambda kind: -sizes[kind])
+        found = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
+        if not any(remedy.endswith(_ENOUGH) for remedy in found):
+            found.append(_LARGER[tier])
+        lack, most = _gigabytes(self.lacking()[tier]), _gigabytes(sizes[by_size[0]])
+        return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(found)}"
+
+    def _bytes_of(self, tier: Tier, kind: str) -> int:
+        """Bytes of one kind, as `needed_bytes` counts them."""
+        rows = tuple(row for row in self.rows if row[1] == kind)
+        return replace(self, rows=rows).needed_bytes(tier)
+
+    def _remedies(self, tier: Tier, kind: str) -> list[str]:
+        """The first few changes that shrink `kind` on `tier` and leave no tier worse off than it may be."""
+        found: dict[str, str] = {}
+        for setting, value, model, place in _changes(self.model, self.placement):
+            plan = plan_training(model, place, self.machine)
+            saved = self.needed_bytes(tier) - plan.needed_bytes(tier)
+            shrinks = plan._bytes_of(tier, kind) < self._bytes_of(tier, kind) and saved > 0.1 * self.lacking()[tier]
+            harmless = all(lack <= self.lacking().get(where, 0) for where, lack in plan.lacking().items())
+            # Of the values of one setting, the first that is enough, or else the last.
+            enough = setting in found and found[setting].endswith(_ENOUGH)
+            if shrinks and harmless and not enough:
+                remark = _ENOUGH if tier not in plan.lacking() else f" ({_gigabytes(saved)} less)"
+                found[setting] = f"{setting} = {value}{remark}"
+        return list(found.values())[:3]
 
     def __str__(self) -> str:
-        lines = [f"{'':<34}" + "".join(f"{tier:>14}" for tier in TIERS)]
+        model = self.model
+        hosts = model.all_devices // model.devices_per_host
+        lines = [
+            f"per device, {model.all_devices} device{'s' * (model.all_devices > 1)}; host and nvme per host, "
+            f"{hosts} host{'s' * (hosts > 1)}",
+            f"{'':<34}" + "".join(f"{tier:>14}" for tier in TIERS),
+        ]
         kinds = list(dict.fromkeys(kind for _, kind, _ in self.rows))
         for kind in kinds:
             sizes = [sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS]
@@ -213,49 +278,122 @@ class TrainingPlan:
         if self.machine.shared:
             free["device"] = "of the host"
         lines.append(f"{'free':<34}" + "".join(f"{free[tier]:>14}" for tier in TIERS))
-        lines += self.advice() or ["it fits"]
-        lines.append(
-            f"an expert chosen in a step gets {self.model.tokens_per_expert:.0f} tokens; transfers hide behind "
-            f"computing from {math.ceil(self.break_even_tokens)} tokens on"
-        )
-        lines.append(
-            f"predicted step: {self.step_s():.2f} s ({self.step_s(overlapped=False):.2f} s if nothing overlapped)"
-        )
+        advice = self.advice()
+        lines += [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice] if advice else ["it fits"]
+        predicted = f"predicted step: {self.step_s():.2f} s"
+        if self.placement.streamed:
+            lines.append(
+                f"an expert chosen in a step gets {model.tokens_per_expert:,.0f} tokens; transfers hide behind "
+                f"computing from {math.ceil(self.break_even_tokens):,} tokens on"
+            )
+            predicted += f" ({self.step_s(overlapped=False):.2f} s if nothing overlapped)"
+        lines.append(predicted)
+        machine = self.machine
+        figures = f"{machine.flops / 1e12:.3g} TFLOP/s, memory {machine.memory_bytes_per_s / 1e9:,.0f} GB/s"
+        figures += "" if machine.shared else f", link {machine.link_bytes_per_s / 1e9:.3g} GB/s"
+        lines.append(f"for devices of {figures} ({machine.source})")
         return "\n".join(lines)
+
+
+_ENOUGH = " (enough)"
+_LARGER = {
+    "device": "devices with more memory, or more of them",
+    "host": "more host memory",
+    "nvme": "a larger disk (tiers.path)",
+}
+Change = tuple[str, object, TrainedModel, Placement]
 
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _remedy(tier: Tier, place: Placement) -> str:
-    if tier == "device":
-        lower = "tiers.experts = host or nvme" if place.experts == "device" else "a smaller batch_size"
-        fewer = "" if place.device_layers == 1 or place.experts == "device" else ", tiers.device_layers = 1"
-        return f"Take {lower}{fewer} or remat = layer"
-    if tier == "host":
-        for name in ("optimizer", "experts", "gradients"):
-            if getattr(place, name) != "nvme":
-                return f"Take tiers.{name} = nvme, or tiers.gradient_dtype = bfloat16, or fewer tiers.device_layers"
-        return "Take a smaller tiers.host_cache_bytes or batch_size"
-    return "Take a larger disk (tiers.path), fewer checkpoint.keep, or host memory for one of the tiers"
+def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
+    """(setting, its new value, model, placement) of every single change that may save memory, the mildest first."""
+    if model.kept_bytes:
+        yield "remat", "layer", replace(model, kept_bytes=0), place
+    parts = model.micro_batches
+    while parts * 2 <= model.max_micro_batches:
+        parts *= 2
+        yield "gradient_accumulation_steps", parts, _in_parts(model, parts), place
+    if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.streamed:
+        yield "tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place
+    for experts, optimizer in candidates("auto", "auto"):
+        if experts != place.experts and optimizer != place.optimizer:
+            both = f"{experts} and tiers.optimizer = {optimizer}"
+            yield "tiers.experts", both, model, replace(place, experts=experts, optimizer=optimizer)
+        elif experts != place.experts:
+            yield "tiers.experts", experts, model, replace(place, experts=experts)
+        elif optimizer != place.optimizer:
+            yield "tiers.optimizer", optimizer, model, replace(place, optimizer=optimizer)
+    if place.streamed:
+        gradients: Tier = "nvme" if place.gradients == "host" else "host"
+        yield "tiers.gradients", gradients, model, replace(place, gradients=gradients)
+    if place.streamed and place.experts != "device" and place.device_layers > 1:
+        yield "tiers.device_layers", 1, model, replace(place, device_layers=1)
+    for share in (8, 16, 64):
+        cache_bytes = _record_bytes(model, place) * model.device_parameters // share
+        if cache_bytes:
+            yield "tiers.host_cache_bytes", cache_bytes, model, replace(place, host_cache_bytes=cache_bytes)
+    if place.checkpoints > 1:
+        yield "checkpoint.keep", 1, model, replace(place, checkpoints=1)
+    hosts = model.num_devices // model.devices_per_host
+    for times in (2, 4, 8, 16):
+        devices = model.num_devices * times
+        if model.num_experts % devices == 0 and model.max_micro_batches >= model.micro_batches * times:
+            spread = replace(model, num_devices=devices, max_micro_batches=model.max_micro_batches // times)
+            yield "mesh.expert_inter", f"{hosts * times}, on {devices * model.replicas} devices", spread, place
+    sequences = model.max_micro_batches
+    while sequences // 2 >= model.micro_batches:
+        sequences //= 2
+        yield "batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place
+
+
+def _in_parts(model: TrainedModel, parts: int) -> TrainedModel:
+    """The model with its step in so many micro-batches."""
+    return _scaled(replace(model, micro_batches=parts), model.micro_batches / parts)
+
+
+def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
+    """The model with a step of so many sequences on each device."""
+    share = sequences / model.max_micro_batches
+    smaller = _scaled(replace(model, max_micro_batches=sequences), share)
+    return replace(smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share)
+
+
+def _scaled(model: TrainedModel, share: float) -> TrainedModel:
+    """The model with so much of the bytes of a micro-batch."""
+    return replace(
+        model,
+        input_bytes=int(model.input_bytes * share),
+        working_bytes=int(model.working_bytes * share),
+        kept_bytes=int(model.kept_bytes * share),
+    )
 
 
 def plan_training(model: TrainedModel, placement: Placement, machine: Machine) -> TrainingPlan:
     """The bytes of every kind on every tier."""
-    rows = tuple((tier, kind, size) for tier, kind, size in _rows(model, placement) if size)
-    return TrainingPlan(model, placement, machine, rows)
+    plan = TrainingPlan(model, placement, machine, ())
+    return replace(plan, rows=tuple((tier, kind, size) for tier, kind, size in _rows(plan) if size))
 
 
-def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, int]]:
+def _record_bytes(model: TrainedModel, place: Placement) -> int:
+    """Bytes on the tier nvme of each parameter of an expert."""
+    kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
+    return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
+
+
+def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
+    model, place = plan.model, plan.placement
     devices, here = model.num_devices, model.devices_per_host
     layer = model.num_experts // devices * model.expert_parameters
-    yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters // devices
-    if devices > 1:  # the layer that computes and its neighbour, with their gradients
+    yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters // model.dense_shards
+    if model.dense_shards > 1:  # the layer that computes and its neighbour, with their gradients
         layer_bytes = 2 * (model.compute_bytes + 4)
         yield "device", "dense layers made whole", layer_bytes * model.dense_parameters // model.num_layers
-    yield "device", "activations", model.activation_bytes // devices
     times = model.micro_batches if place.streamed else 1
+    yield "device", "activations: inputs of layers", model.input_bytes * times // devices
+    yield "device", "activations: in use", model.working_bytes // devices
     yield "device", "kept for the backward pass", model.kept_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * here
     if not place.streamed:
@@ -279,7 +417,7 @@ def _rows(model: TrainedModel, place: Placement) -> Iterator[tuple[Tier, str, in
         if tier == "nvme":
             yield "nvme", "older versions in checkpoints", kept * size * model.device_parameters * here
     if "nvme" in (place.experts, place.optimizer, place.gradients):
-        yield "host", "cache of records on nvme", place.host_cache_bytes * here
+        yield "host", "cache of records on nvme", plan.host_cache_bytes * here
 
 
 def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -> TrainingPlan:

@@ -28,8 +28,8 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
-    inside = max(1, mesh.expert_intra)
-    devices = mesh.expert_inter * inside
+    inside, replicas = max(1, mesh.expert_intra), max(1, mesh.data)
+    devices, parts = mesh.expert_inter * inside, config.gradient_accumulation_steps
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -38,13 +38,17 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         dense_parameters=model.num_parameters()[0] - experts * expert,
         step_tokens=tokens,
         dense_flops=flops * tokens,
-        activation_bytes=compute_bytes * model.num_hidden_layers * tokens * model.hidden_size + 4 * part * wide,
+        input_bytes=compute_bytes * model.num_hidden_layers * part * model.hidden_size,
+        working_bytes=4 * part * wide,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
         kept_bytes=compute_bytes * kept_elements(config.model, part, devices) if config.remat == "none" else 0,
-        micro_batches=config.gradient_accumulation_steps,
+        micro_batches=parts,
+        max_micro_batches=max(parts, config.batch_size // (replicas * devices)),
+        replicas=replicas,
+        shard_dense=mesh.shard_dense,
     )
 
 
@@ -72,29 +76,33 @@ def machine(config: TrainConfig) -> Machine:
     given, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
+    device = given.device()
+    if given.accelerator:
+        source = f"the data sheet of {given.accelerator}; programs reach less: --machine.flops etc. take what yours do"
+    else:
+        source = "two CPU cores where --machine.accelerator or .flops etc. do not say otherwise"
     return Machine(
-        device_bytes=given.device_bytes,
+        device_bytes=device.device_bytes,
         host_bytes=given.host_bytes or available_bytes(),
         nvme_bytes=given.nvme_bytes or shutil.disk_usage(folder).free,
-        shared=not given.device_bytes,
-        flops=given.flops,
-        link_bytes_per_s=given.link_bytes_per_s,
+        shared=not device.device_bytes,
+        flops=device.flops if config.compute_dtype == "bfloat16" or given.flops else device.flops / 2,
+        link_bytes_per_s=device.link_bytes_per_s,
         nvme_read_bytes_per_s=given.nvme_read_bytes_per_s,
         nvme_write_bytes_per_s=given.nvme_write_bytes_per_s,
-        memory_bytes_per_s=given.memory_bytes_per_s,
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        source=source,
     )
 
 
-def _placement(config: TrainConfig, model: TrainedModel, experts: Any, optimizer: Any) -> Placement:
+def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> Placement:
     tiers = config.tiers
-    kinds = ((experts, 4), (optimizer, 8), (tiers.gradients, model.gradient_bytes))
-    on_disk = sum(size for tier, size in kinds if tier == "nvme") * model.device_parameters
     return Placement(
         experts=experts,
         optimizer=optimizer,
         gradients=tiers.gradients,
         device_layers=tiers.device_layers,
-        host_cache_bytes=min(tiers.host_cache_bytes or on_disk // 4, on_disk),
+        host_cache_bytes=tiers.host_cache_bytes or None,
         checkpoints=config.checkpoint.keep,
     )
 
@@ -104,7 +112,7 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
     if not config.model.num_moe_layers:
         raise ValueError(f"model.num_experts = {config.model.num_experts}: the planner is for models with experts")
     model, tiers = trained_model(config), config.tiers
-    return plan_training(model, _placement(config, model, tiers.experts, tiers.optimizer), machine(config))
+    return plan_training(model, _placement(config, tiers.experts, tiers.optimizer), machine(config))
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
@@ -114,7 +122,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
         return config
     model = trained_model(config)
     pairs = candidates(tiers.experts, tiers.optimizer)
-    place = choose(model, machine(config), [_placement(config, model, *pair) for pair in pairs]).placement
+    place = choose(model, machine(config), [_placement(config, *pair) for pair in pairs]).placement
     chosen = dataclasses.replace(tiers, experts=place.experts, optimizer=place.optimizer)
     return dataclasses.replace(config, tiers=chosen)
 

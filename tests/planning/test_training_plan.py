@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jmoe.planning.training import Machine, Placement, TrainedModel, candidates, choose, plan_training
+from jmoe.planning.training import TIERS, Machine, Placement, TrainedModel, candidates, choose, plan_training
 
 GB = 10**9
 # 1 billion parameters in 16 x 64 experts
@@ -16,7 +16,8 @@ MODEL = TrainedModel(
     dense_parameters=10**7,
     step_tokens=4096,
     dense_flops=1e11,
-    activation_bytes=10**8,
+    input_bytes=6 * 10**7,
+    working_bytes=4 * 10**7,
     compute_bytes=2,
     gradient_bytes=4,
 )
@@ -55,7 +56,9 @@ def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     assert plan.bytes_on("device") >= 16 * parameters
     assert plan.bytes_on("nvme") == 0
     assert set(plan.lacking()) == {"device"}
-    assert "tiers.experts = host or nvme" in plan.advice()[0]
+    assert "the most is experts: moments, 8.19 GB. Take " in plan.advice()[0]
+    assert "tiers.experts = host and tiers.optimizer = host" in plan.advice()[0]
+    assert plan.expert_traffic() == ((0, 0, 0), (0, 0, 0))  # nothing moves, whatever tiers.gradients says
 
 
 def test_a_shared_memory_is_counted_once() -> None:
@@ -70,7 +73,58 @@ def test_a_shared_memory_is_counted_once() -> None:
 def test_a_full_disk() -> None:
     plan = plan_training(MODEL, NVME, replace(MACHINE, nvme_bytes=20 * GB))
     assert set(plan.lacking()) == {"nvme"}
-    assert "larger disk" in plan.advice()[0]
+    assert "Take tiers.experts = device and tiers.optimizer = host (enough)" in plan.advice()[0]
+    small = replace(MACHINE, device_bytes=2 * GB, host_bytes=GB, nvme_bytes=20 * GB)
+    alone = plan_training(MODEL, NVME, small)
+    assert alone.advice()[0].endswith("bfloat16 (2.05 GB less), or a larger disk (tiers.path)")
+
+
+def test_advice_is_on_the_largest_row_and_never_what_is_already_set() -> None:
+    """Every value that is advised is another one than the plan's, and shrinks the row that takes the most."""
+    tiny = replace(MACHINE, device_bytes=GB // 2)
+    plan = plan_training(replace(MODEL, input_bytes=GB, working_bytes=4 * GB, max_micro_batches=8), NVME, tiny)
+    (advice,) = plan.advice()
+    assert "the most is activations: in use, 4.00 GB. Take gradient_accumulation_steps = 8 (3.50 GB less)" in advice
+    assert "tiers.device_layers" not in advice and "remat" not in advice
+    (advice,) = plan_training(replace(plan.model, kept_bytes=9 * GB), NVME, tiny).advice()
+    assert "the most is kept for the backward pass, 9.00 GB. Take remat = layer (9.00 GB less)" in advice
+    whole = replace(MODEL, micro_batches=8, max_micro_batches=8, working_bytes=4 * GB)
+    (advice,) = plan_training(whole, replace(NVME, device_layers=1), tiny).advice()
+    assert "gradient_accumulation_steps" not in advice and "device_layers" not in advice
+
+    small = replace(MACHINE, device_bytes=2 * GB, host_bytes=GB, nvme_bytes=20 * GB)
+    full = plan_training(replace(MODEL, gradient_bytes=2), NVME, small)
+    (advice,) = full.advice()
+    assert "tiers.gradient_dtype" not in advice and "checkpoint.keep" not in advice
+    (advice,) = plan_training(full.model, replace(NVME, checkpoints=3), full.machine).advice()
+    assert "older versions in checkpoints, 36.86 GB. Take checkpoint.keep = 1 (24.58 GB less), or a larger d" in advice
+
+
+def test_what_is_advised_as_enough_is_enough() -> None:
+    resident = replace(NVME, experts="device", optimizer="device", gradients="host")
+    roomy = replace(MACHINE, host_bytes=20 * GB)
+    (advice,) = plan_training(MODEL, resident, roomy).advice()
+    assert "Take tiers.optimizer = host (enough), or tiers.experts = host and tiers.optimizer = host (enough)" in advice
+    assert plan_training(MODEL, replace(resident, optimizer="host"), roomy).lacking() == {}
+    spread = replace(MODEL, max_micro_batches=4)
+    (advice,) = plan_training(spread, resident, replace(MACHINE, host_bytes=2 * GB, nvme_bytes=GB)).advice()
+    assert "Take mesh.expert_inter = 4, on 4 devices (enough)" in advice
+
+
+def test_data_parallel_replicas_share_the_dense_state() -> None:
+    twice = replace(MODEL, num_devices=2, replicas=3)
+    rows = {kind: size for _, kind, size in plan_training(twice, NVME, MACHINE).rows}
+    assert rows["dense weights, moments, gradients"] == 16 * 10**7 // 6
+    assert str(plan_training(twice, NVME, MACHINE)).startswith("per device, 6 devices; host and nvme per host, 6 hosts")
+    whole = plan_training(replace(twice, shard_dense=False), NVME, MACHINE)
+    assert {kind: size for _, kind, size in whole.rows}["dense weights, moments, gradients"] == 16 * 10**7
+
+
+def test_only_a_streamed_step_keeps_the_inputs_of_all_its_micro_batches() -> None:
+    model = replace(MODEL, micro_batches=4)
+    rows = {place: plan_training(model, replace(NVME, experts=place, optimizer=place), MACHINE) for place in TIERS}
+    inputs = {place: sum(n for _, kind, n in plan.rows if "inputs" in kind) for place, plan in rows.items()}
+    assert inputs == {"device": 6 * 10**7, "host": 24 * 10**7, "nvme": 24 * 10**7}
 
 
 def test_traffic_of_an_expert() -> None:
@@ -148,7 +202,7 @@ def test_devices_share_everything_out() -> None:
         (p, {(tier, kind): size for tier, kind, size in p.rows})
         for p in (plan_training(model, NVME, MACHINE) for model in (MODEL, spread))
     )
-    for kind in ("experts: weights", "experts: in use", "dense weights, moments, gradients", "activations"):
+    for kind in ("experts: weights", "experts: in use", "dense weights, moments, gradients", "activations: in use"):
         assert 8 * rows["device", kind] == one["device", kind]
     assert 2 * rows["nvme", "experts: moments"] == one["nvme", "experts: moments"]
     assert spread.active_experts * 8 == pytest.approx(MODEL.active_experts)

@@ -7,6 +7,8 @@ import pytest
 
 from configs import PRESETS
 from jmoe.config import MachineConfig, MeshConfig, TiersConfig, TrainConfig
+from jmoe.config.tiers import ACCELERATORS
+from jmoe.training.metrics import peak_flops
 from jmoe.training.tier_plan import trained_model, training_plan, with_chosen_tiers
 
 TINY = PRESETS["tiny"][1]
@@ -51,4 +53,20 @@ def test_a_mesh_shares_the_experts_out() -> None:
     )
     assert spread.model.num_devices == 2
     assert 2 * spread.bytes_on("nvme") == alone.bytes_on("nvme")
-    assert 2 * spread.placement.host_cache_bytes == alone.placement.host_cache_bytes
+    assert 2 * spread.host_cache_bytes == alone.host_cache_bytes
+
+
+def test_an_accelerator_is_its_data_sheet() -> None:
+    """Figures that were given take precedence; products in float32 go half as fast (TF32)."""
+    h100 = dataclasses.replace(TINY, machine=MachineConfig(accelerator="h100"), compute_dtype="bfloat16")
+    plan = training_plan(h100)
+    assert not plan.machine.shared
+    assert (plan.machine.device_bytes, plan.machine.flops, plan.machine.link_bytes_per_s) == (80 * 10**9, 989e12, 64e9)
+    assert "989 TFLOP/s, memory 3,350 GB/s, link 64 GB/s (the data sheet of h100; programs reach less" in str(plan)
+    own = dataclasses.replace(h100, machine=MachineConfig(accelerator="h100", flops=4e14))
+    assert (training_plan(own).machine.flops, training_plan(own).machine.memory_bytes_per_s) == (4e14, 3.35e12)
+    assert training_plan(dataclasses.replace(h100, compute_dtype="float32")).machine.flops == 989e12 / 2
+    for name, nominal in ACCELERATORS.items():
+        assert nominal.flops == peak_flops(f"NVIDIA {name.upper()}")
+    with pytest.raises(ValueError, match="accelerator = 'b300': must be one of , a100-40gb, a100, h100, h200"):
+        MachineConfig(accelerator="b300")  # type: ignore[arg-type]

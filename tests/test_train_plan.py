@@ -1,0 +1,33 @@
+"""`train.py --plan` as a program: the README's example, and a plan that does not fit."""
+
+import re
+import shlex
+from pathlib import Path
+
+from train_runs import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_readmes_example_fits(run_python: Run) -> None:
+    (line,) = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"python train.py .*--plan", line)
+    ]
+    done = run_python(shlex.split(line)[1:], {}, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "per device, 8 devices; host and nvme per host, 1 host" in done.stdout
+    assert "\nit fits\n" in done.stdout
+    seconds = re.search(r"predicted step: ([0-9.]+) s", done.stdout)
+    assert seconds is not None
+    assert 1 < float(seconds[1]) < 60
+
+
+def test_a_plan_that_does_not_fit_ends_with_1(run_python: Run, tmp_path: Path) -> None:
+    command = ("train.py", "tiny", "--plan", "--machine.device-bytes", "100000000", "--output-dir", tmp_path / "run")
+    done = run_python(command, {}, timeout=60)
+    assert done.returncode == 1
+    assert "per device, 1 device; " in done.stdout
+    assert "it does not fit" in done.stdout
+    assert re.search(r"^device: 0.\d\d GB too much; the most is .*enough", done.stdout, re.MULTILINE), done.stdout
+    assert done.stderr == ""
+    assert not (tmp_path / "run").exists()
