@@ -13,9 +13,10 @@ if __name__ == "__main__":
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -204,6 +205,20 @@ def main(arguments: Sequence[str]) -> None:
         run_all(config)
 
 
+def closing(close: Callable[[], None]) -> Callable[..., None]:
+    """An exit for an `ExitStack` that calls `close`; its error is only printed where the run ends with one already."""
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            close()
+        except OSError as later:
+            if error is None:
+                raise
+            print(f"train.py: while ending: {later}", file=sys.stderr, flush=True)
+
+    return leave
+
+
 def run_all(config: TrainConfig) -> None:
     """The whole run: processes, mesh, data, state, steps, evaluation."""
     distributed.start(config.distributed)
@@ -232,9 +247,9 @@ def run_all(config: TrainConfig) -> None:
             num_threads=config.data.num_threads,
             prefetch_batches=config.data.prefetch_batches,
         )
-        stack.callback(batches.close)
+        stack.push(closing(batches.close))
         program = make_tiered_program(config, mesh)
-        stack.callback(program.close)
+        stack.push(closing(program.close))
         for note in filter(None, (program.exchange, program.embedding)):
             say(note)
         folder, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
@@ -245,7 +260,9 @@ def run_all(config: TrainConfig) -> None:
         with watchdog.waiting_for("restore or initialisation"):
             state = start_or_resume(config, program, checkpoints, batches, resolved)
         start = int(state.step)
-        log = stack.enter_context(MetricsLog(output_dir, start_step=start)) if main_process else None
+        log = MetricsLog(output_dir, start_step=start) if main_process else None
+        if log is not None:
+            stack.push(closing(log.close))
         if main_process:
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
         run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, log)

@@ -1,5 +1,6 @@
 """train.py with experts on other tiers: the ordinary run's losses, also after a SIGKILL in the middle of a save."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,51 @@ def test_a_mesh_with_copies_of_experts_is_refused(runs: TrainRuns, tmp_path: Pat
     done = run_python(runs.command(tmp_path, *HOST), runs.environment(2))
     assert done.returncode == 1
     assert "mesh.data = 2: must be 1 with experts on other tiers" in done.stderr
+
+
+FAILING_DISK = """
+import errno, os, sys
+
+sys.path.insert(0, os.getcwd())
+import train
+
+folder, failing = sys.argv[1], False
+
+
+def failing_in_the_folder(real):
+    def call(descriptor, *arguments):
+        if failing and f"{os.readlink(f'/proc/self/fd/{descriptor}')}/".startswith(folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, *arguments)
+
+    return call
+
+
+for name in ("fsync", "fdatasync", "pwritev", "posix_fallocate"):
+    setattr(os, name, failing_in_the_folder(getattr(os, name)))
+run_step = train.run_step
+
+
+def from_step_7_on(run, state, step):
+    global failing
+    failing = step >= 7
+    return run_step(run, state, step)
+
+
+train.run_step = from_step_7_on
+try:
+    train.main(sys.argv[2:])
+except (ValueError, OSError, FloatingPointError) as error:
+    sys.exit(f"train.py: {error}")
+"""
+
+
+def test_a_disk_that_fails_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """What fails first is what the run says last, not what fails when its folders are closed after it."""
+    _, *arguments = runs.command(tmp_path, *NVME, "--num-steps", STEPS)
+    done = run_python(["-c", FAILING_DISK, f"{tmp_path}/records/", *arguments], runs.environment(), timeout=200)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert re.search(rf"^train.py: \[Errno 5\] .*{tmp_path}/records/", lines[-1])
+    assert "needs" in lines[-1]  # the write of a record, not the flush of a folder
+    assert all(str(tmp_path) in line for line in lines if "[Errno" in line)

@@ -124,6 +124,8 @@ def fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
     finally:
         os.close(fd)
 

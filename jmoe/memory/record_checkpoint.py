@@ -26,6 +26,7 @@ from jmoe.memory.direct_io import Io, fsync_folder, io_of, write_file
 from jmoe.memory.version_store import PINS, Version, VersionStore
 
 ITEM = "records"  # of a step; also the folder's name
+READERS = 4  # threads that check records before they are restored
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,18 @@ class DrainStats:
     linked: int = 0
     copied: int = 0
     copied_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A process's records of a step. files: one that is whole, of every record, by store.
+
+    damaged: a sentence for every file that is not what was written. missing: records without a whole file.
+    """
+
+    files: dict[str, dict[int, Path]]
+    damaged: list[str]
+    missing: list[str]
 
 
 def is_durable(folder: Path) -> bool:
@@ -64,6 +77,7 @@ class RecordCheckpoints:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drain")
         self._draining: Future[object] | None = None
         self._stats = DrainStats()
+        self._found: tuple[Path, Found] | None = None  # by `find`, for `restore`
 
     def pin(self, step: int) -> dict[str, Any]:
         """Pin the current versions under the step's number; what `write_list` writes. Flush caches first.
@@ -100,32 +114,47 @@ class RecordCheckpoints:
             raise TimeoutError(f"records of process {self.process}: not durable in {self._wait_limit_s} s") from None
 
     def missing(self, folder: Path) -> list[str]:
-        """What of this process's records cannot be found, for a step of any number of processes; empty if none."""
+        """This process's records that have no whole file, for a step of any number of processes; empty if none."""
+        return self.find(folder).missing
+
+    def find(self, folder: Path) -> Found:
+        """Read every record of this process, for a step of any number of processes: pinned files first, then copies.
+
+        `ValueError` naming a list that is damaged.
+        """
         lists = _lists(folder)
         num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
+        found = Found({name: {} for name in self.stores}, [], [])
         if len(lists) != num_processes or not lists:
-            return [f"{folder}: {len(lists)} lists of {num_processes} processes"]
-        found = self._find(folder)
-        return [
-            f"{name} {index}"
-            for name, store in self.stores.items()
-            for index in store.owned
-            if index not in found.get(name, {})
-        ]
+            found.missing.append(f"{folder}: {len(lists)} lists of {num_processes} processes")
+            return found
+        for name, store in self.stores.items():
+            places = _places(folder, name, lists)
+            owned = [(index, places.get(index, [])) for index in store.owned]
+            with ThreadPoolExecutor(READERS, "verify") as pool:
+                parts = [pool.submit(_whole_files, store, owned[first::READERS]) for first in range(READERS)]
+                for part in parts:
+                    files, damaged = part.result()
+                    found.files[name].update(files)
+                    found.damaged.extend(damaged)
+            found.missing.extend(f"{name} {index}" for index in store.owned if index not in found.files[name])
+        self._found = folder, found
+        return found
 
     def restore(self, folder: Path) -> None:
         """Make the records of this step the current ones: linked from what is pinned here, or copied.
 
         Goes on with the drain of the step if a killed process left it to this one. Raises `FileNotFoundError` naming
-        the records that are neither here nor in the step.
+        the records that are whole neither here nor in the step.
         """
-        missing = self.missing(folder)
-        if missing:
-            what = f"{len(missing)} records, the first {missing[0]}, are neither on this machine nor drained"
+        found = self._found[1] if self._found is not None and self._found[0] == folder else self.find(folder)
+        self._found = None
+        if found.missing:
+            what = f"{len(found.missing)} records, the first {found.missing[0]}, are neither on this machine nor "
+            what += f"drained; {' '.join(found.damaged[:8])} delete {folder.parent} to go on from an older step"
             raise FileNotFoundError(errno.ENOENT, what, str(folder))
-        for name, files in self._find(folder).items():
-            if name in self.stores:
-                self.stores[name].restore({index: files[index] for index in self.stores[name].owned})
+        for name, store in self.stores.items():
+            store.restore(found.files[name])
         own = _lists(folder).get(self.process, {"pins": {}})["pins"]
         if own == self._pins(int(folder.parent.name)) and all(Path(pins).is_dir() for pins in own.values()):
             self.wait()
@@ -143,20 +172,6 @@ class RecordCheckpoints:
 
     def _pins(self, step: int) -> dict[str, str]:
         return {name: str((store.path / PINS / str(step)).absolute()) for name, store in self.stores.items()}
-
-    def _find(self, folder: Path) -> dict[str, dict[int, Path]]:
-        """Every record that can be found: store -> record -> file, pinned ones first."""
-        found: dict[str, dict[int, Path]] = {}
-        for listed in _lists(folder).values():
-            for name, versions in listed["versions"].items():
-                for version in versions:
-                    parsed = Version.parse(version)
-                    assert parsed is not None, version
-                    for path in (Path(listed["pins"][name]) / version, folder / name / version):
-                        if path.is_file():
-                            found.setdefault(name, {})[parsed.index] = path
-                            break
-        return found
 
     def _drain_and_free(self, folder: Path, steps: set[str]) -> None:
         if not self._drain(folder):
@@ -213,8 +228,54 @@ class RecordCheckpoints:
 
 
 def _lists(folder: Path) -> dict[int, dict[str, Any]]:
-    paths = folder.glob("process-*.json")
-    return {int(path.stem.removeprefix("process-")): json.loads(path.read_text()) for path in paths}
+    """What every process has listed, by its number; `ValueError` naming a file that is not what was written."""
+    return {int(path.stem.removeprefix("process-")): _list(path) for path in folder.glob("process-*.json")}
+
+
+def _list(path: Path) -> dict[str, Any]:
+    try:
+        listed = json.loads(path.read_text())
+        whole = isinstance(listed["num_processes"], int) and listed["pins"].keys() == listed["versions"].keys()
+        whole = whole and all(Path(pins).is_absolute() for pins in listed["pins"].values())
+        whole = whole and all(Version.parse(v) is not None for names in listed["versions"].values() for v in names)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: is damaged; delete {path.parent.parent} to go on from an older step")
+    return dict(listed)
+
+
+def _places(folder: Path, name: str, lists: dict[int, dict[str, Any]]) -> dict[int, list[Path]]:
+    """Where the files of a store's records may be, the best place first."""
+    places = {}
+    for listed in lists.values():
+        for version in listed["versions"].get(name, []):
+            parsed = Version.parse(version)
+            assert parsed is not None, version
+            places[parsed.index] = [Path(listed["pins"][name]) / version, folder / name / version]
+    return places
+
+
+def _whole_files(store: VersionStore, places: list[tuple[int, list[Path]]]) -> tuple[dict[int, Path], list[str]]:
+    """The first file of each record that is what was written; a sentence for every file that is not."""
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    whole: dict[int, Path] = {}
+    damaged = []
+    for index, paths in places:
+        errors = []
+        for path in paths:
+            try:
+                store.check_version(path, record_R)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                errors.append((path, f"{path}: {error.strerror}"))
+            else:
+                whole[index] = path
+                break
+        found = f"{whole[index]} is used instead" if index in whole else "no other file has this record"
+        damaged += [f"{line}; {found}, delete {path}." for path, line in errors]
+    return whole, damaged
 
 
 def _step_before(folder: Path) -> Path:

@@ -216,6 +216,15 @@ class VersionStore:
             raise OSError(errno.EIO, why, str(path))
         seal[3] = found[3]
 
+    def check_version(self, path: Path, record_R: NDArray[np.uint8]) -> None:
+        """Read the file of a version as `read_version` does, and check its size too."""
+        size_bytes = path.stat().st_size
+        if size_bytes != self.layout.record_bytes:
+            index = path.name.partition(".")[0]
+            why = f"record {index}: damaged, has {size_bytes} of {self.layout.record_bytes} bytes"
+            raise OSError(errno.EIO, why, str(path))
+        self.read_version(path, record_R)
+
     def write(self, index: int, record_R: NDArray[np.uint8]) -> None:
         """Make this the current version; it is whole on the device when this returns, and its name after `sync`.
 
@@ -326,8 +335,8 @@ class VersionStore:
 
     def close(self) -> None:
         """Sync and give the folder free; no thread may be reading or writing."""
-        self.sync()
-        self._held.close()
+        with self._held:
+            self.sync()
 
     def __enter__(self) -> Self:
         return self
@@ -335,7 +344,11 @@ class VersionStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            if error is None:
+                raise
 
     def _check_owned(self, index: int) -> None:
         if index not in self._is_owned:

@@ -29,7 +29,17 @@ from jax.experimental import multihost_utils
 
 from jmoe.config import CheckpointConfig, check
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
-from jmoe.training.checkpoint_contents import crc32, entry_of, files_of, fsync, in_words, named_leaves, placed
+from jmoe.training.checkpoint_contents import (
+    crc32,
+    entry_of,
+    files_of,
+    fsync,
+    in_words,
+    named_leaves,
+    placed,
+    read_manifest,
+    write_manifest,
+)
 
 MANIFEST = "manifest.json"
 
@@ -82,19 +92,38 @@ class Checkpoints:
         """The newest complete step; incomplete ones (half-deleted, half-copied) are skipped with a printed line.
 
         Process 0 looks and tells the others, so that all resume from the same step. A step some of whose records are
-        neither here nor durable is skipped by all.
+        whole neither here nor in the step is skipped by all. None if there are no steps; `ValueError` if all of them
+        were skipped.
         """
         skipped = set[int]()
         while (newest := self._newest_but(skipped)) is not None:
-            folder = self._folder_of_records(newest)  # not there in a step of a run whose experts had other tiers
-            missing = self._records.missing(folder) if self._records and folder.is_dir() else []
-            if missing:
-                self._skip(newest, f"lacks {len(missing)} records, the first {missing[0]}")
-            if not self._any_process(bool(missing)):
+            problem = self._problem_of_records(newest)
+            if problem is not None:
+                self._skip(newest, problem)
+            if not self._any_process(problem is not None):
                 break
             skipped.add(newest)
         self._without_records = skipped
+        if newest is None and self._from_process_0(len(self._all_steps())):
+            names = ", ".join(str(self.directory / str(step)) for step in self._all_steps())
+            raise ValueError(
+                f"no checkpoint in {self.directory} can be restored (see the warnings above); "
+                f"delete {names or 'its steps'} to start anew"
+            )
         return newest
+
+    def _problem_of_records(self, step: int) -> str | None:
+        """Why this process cannot restore the step's records, or None; prints what is damaged and not needed."""
+        folder = self._folder_of_records(step)  # not there in a step of a run whose experts had other tiers
+        if self._records is None or not folder.is_dir():
+            return None
+        damage = self._damage(step, prefix=f"{ITEM}/")
+        if damage is not None:
+            return damage
+        found = self._records.find(folder)
+        for line in found.damaged:
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+        return f"lacks {len(found.missing)} records, the first {found.missing[0]}" if found.missing else None
 
     def _newest_but(self, skipped: set[int]) -> int | None:
         newest = -1
@@ -150,10 +179,7 @@ class Checkpoints:
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit() and entry.is_dir())
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        manifest = json.loads((self.directory / str(step) / MANIFEST).read_text())
-        if not isinstance(manifest, dict) or not {"files", "arrays"} <= manifest.keys():
-            raise ValueError(f"{MANIFEST} has no files and arrays")
-        return manifest
+        return read_manifest(self.directory / str(step) / MANIFEST)
 
     def _incomplete(self, step: int) -> str | None:
         """Why this step is not complete, or None."""
@@ -416,8 +442,7 @@ class Checkpoints:
             name = str(path.relative_to(folder))
             if name not in files and name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written once more
                 files[name] = [path.stat().st_size, crc32(path)]
-        manifest = {"step": self._step, "files": files, "arrays": self._arrays}
-        (folder / MANIFEST).write_text(json.dumps(manifest, sort_keys=True))
+        write_manifest(folder / MANIFEST, {"step": self._step, "files": files, "arrays": self._arrays})
         for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):
             fsync(path)
 

@@ -1,5 +1,6 @@
 """What a step of a checkpoint consists of, for its manifest: files with their sums, arrays by name."""
 
+import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 
 CRC_BLOCK_BYTES = 1 << 22
+CRC = "crc32"  # of a manifest, in the manifest
 
 
 def files_of(folder: Path) -> Iterator[Path]:
@@ -25,11 +27,40 @@ def crc32(path: Path) -> int:
     return crc
 
 
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Write a step's manifest with a sum of its own."""
+    path.write_text(json.dumps(manifest | {CRC: _own_crc32(manifest)}, sort_keys=True))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return a step's manifest; `ValueError` unless it is what was written. Older ones have no sum of their own."""
+    manifest = json.loads(path.read_text())
+    if not isinstance(manifest, dict) or manifest.keys() - {CRC} != {"step", "files", "arrays"}:
+        raise ValueError(f"{path}: must have a step, files and arrays")
+    given = manifest.pop(CRC, None)
+    if given is not None and given != _own_crc32(manifest):
+        raise ValueError(f"{path}: its content has changed since it was written")
+    tables = [manifest["files"], manifest["arrays"]]
+    if not all(isinstance(table, dict) and all(_is_pair(entry) for entry in table.values()) for table in tables):
+        raise ValueError(f"{path}: must have sizes and sums of files, dtypes and shapes of arrays")
+    return manifest
+
+
+def _own_crc32(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2
+
+
 def fsync(path: Path) -> None:
     """Make a file, or what a folder lists, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

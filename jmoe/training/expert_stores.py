@@ -128,9 +128,9 @@ class ExpertStores:
 
     def close(self) -> None:
         """Wait for what is being saved, and give the folders free."""
-        if self.records is not None:
-            self.records.close()
-        self._held.close()
+        with self._held:
+            if self.records is not None:
+                self.records.close()
 
 
 def write_all(store: VersionStore, fill: Fill) -> None:

@@ -242,10 +242,12 @@ class StreamedProgram:
 
     def close(self) -> None:
         """End the threads of the tiers."""
-        if self.experts is not None:
-            self.experts.close()
-            self.experts = None
-        self.stores.close()
+        try:
+            if self.experts is not None:
+                self.experts.close()
+                self.experts = None
+        finally:
+            self.stores.close()
 
     # Passes
 

@@ -219,6 +219,34 @@ def test_every_damaged_file_is_noticed(two_steps: Checkpoints, tmp_path: Path) -
     assert older == {path: path.read_bytes() for path in (folder.parent / "1").rglob("*") if path.is_file()}
 
 
+def test_a_damaged_manifest_is_never_believed(
+    two_steps: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every byte changed, one after the other, and tables of other things: the older step is taken each time."""
+    path = tmp_path / "checkpoints" / "2" / MANIFEST
+    content = path.read_bytes()
+    others = [b"[]", b'{"files": 5, "arrays": {}}', b'{"files": {"a": 1}, "arrays": {}, "step": 2}', b"\xff\xfe", b""]
+    flipped = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(len(content))]
+    for damaged in others + flipped:
+        path.write_bytes(damaged)
+        assert two_steps.latest_step() == 1, damaged
+        assert f"{path.parent} is incomplete: its {MANIFEST} cannot be read; skipped" in capsys.readouterr().err
+    path.write_bytes(content)
+    assert two_steps.latest_step() == 2
+    manifest = json.loads(content)
+    del manifest["crc32"]  # as jmoe wrote it before
+    path.write_text(json.dumps(manifest))
+    assert two_steps.latest_step() == 2
+
+
+def test_no_step_can_be_restored(two_steps: Checkpoints, tmp_path: Path) -> None:
+    """The run must not begin anew as if there had been none."""
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / str(step) / MANIFEST).write_text("")
+    with pytest.raises(ValueError, match=r"no checkpoint in .*checkpoints can be restored.*; delete .* to start anew"):
+        two_steps.latest_step()
+
+
 def test_no_intact_step_is_left(two_steps: Checkpoints, tmp_path: Path) -> None:
     for step in (1, 2):
         name = next(iter(json.loads((tmp_path / "checkpoints" / str(step) / MANIFEST).read_text())["files"]))

@@ -172,3 +172,84 @@ def test_fewer_processes_go_on_from_the_last_durable_step(
         for log in run_ranks(start_python, tmp_path, local, 2, 7):
             assert "begin 6\n" in log
             assert "done [6, 7]" in log
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_records_come_from_their_copies_and_then_from_an_older_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        local = Path(made) / "local"
+        store, checkpoints = open_all(tmp_path, local)
+        for step in (1, 2):
+            save(checkpoints, store, step)
+        checkpoints.close()
+        store.close()
+        folder = tmp_path / "checkpoints"
+        pinned = {path.name.split(".")[0]: path for path in local.glob("process-0/pins/**/2/*")}
+        copies = {path.name.split(".")[0]: path for path in (folder / "2" / ITEM / "experts").iterdir()}
+        assert len(pinned) == len(copies) == NUM_RECORDS
+
+        flip(pinned["1"])  # the store's own file has the same content: it is the same file
+        with pinned["4"].open("r+b") as file:
+            file.truncate(100)
+        with pinned["5"].open("ab") as file:
+            file.write(bytes(8))
+        store, checkpoints = open_all(tmp_path, local)
+        assert checkpoints.latest_step() == 2
+        warnings = capsys.readouterr().err
+        for index in "145":
+            assert f"{pinned[index]}: record {index}" in warnings
+            assert f"delete {pinned[index]}" in warnings
+            assert f"{copies[index]} is used" in warnings
+        assert len(warnings.splitlines()) == 3
+        checkpoints.restore(2, jax.eval_shape(lambda: state_of(0)))
+        assert values(store) == [100 * index + 2 for index in range(NUM_RECORDS)]
+        checkpoints.close()
+        store.close()
+
+        flip(copies["4"])
+        store, checkpoints = open_all(tmp_path, local)
+        assert checkpoints.latest_step() == 1
+        warnings = capsys.readouterr().err
+        assert f"{copies['4']}: record 4" in warnings
+        assert f"checkpoint {folder / '2'} lacks 1 records, the first experts 4; skipped" in warnings
+        checkpoints.restore(1, jax.eval_shape(lambda: state_of(0)))
+        assert values(store) == [100 * index + 1 for index in range(NUM_RECORDS)]
+        checkpoints.close()
+        store.close()
+
+        for path in [*local.glob("process-0/pins/**/1/3.*"), *(folder / "1" / ITEM / "experts").glob("3.*")]:
+            flip(path)
+        store, checkpoints = open_all(tmp_path, local)
+        with pytest.raises(ValueError, match=f"no checkpoint in {folder} can be restored.*; delete .* to start anew"):
+            checkpoints.latest_step()
+        checkpoints.close()
+        store.close()
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "other"])
+def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    store, checkpoints = open_all(tmp_path, tmp_path / "local")
+    for step in (1, 2):
+        save(checkpoints, store, step)
+    checkpoints.close()
+    path = tmp_path / "checkpoints" / "2" / ITEM / "process-0.json"
+    content = path.read_bytes()
+    bad = {"flipped": content.replace(b'"pins"', b'"pinz"'), "cut": content[:-20], "other": b"[1, 2]"}[how]
+    path.write_bytes(bad)
+    assert checkpoints.latest_step() == 1
+    warning = capsys.readouterr().err
+    assert f"{tmp_path}/checkpoints/2 is damaged: " in warning and f"{ITEM}/process-0.json" in warning
+    records = RecordCheckpoints({"experts": store})
+    with pytest.raises(ValueError, match=f"{path}: is damaged"):
+        records.missing(path.parent)
+    store.close()
