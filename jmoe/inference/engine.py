@@ -92,7 +92,7 @@ class Engine:
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
         self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
-        self._params: tuple[tuple[str, ...], sampler.BatchParams] | None = None
+        self._params: tuple[list[Request], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._warm_up()
@@ -180,7 +180,10 @@ class Engine:
         sampling = SamplingParams() if sampling is None else sampling
         token_ids = self._encode(prompt)
         self.check_request(token_ids, sampling)
-        request = Request(request_id or f"request-{next(self._ids)}", token_ids, sampling)
+        if request_id is None:
+            names = (f"request-{n}" for n in self._ids)
+            request_id = next(name for name in names if name not in self._streams)
+        request = Request(request_id, token_ids, sampling)
         self._scheduler.add(request)
         text = None
         if self._detokenizer is not None:
@@ -270,7 +273,10 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def compile_for_service(self) -> None:
-        """Compile also what constraints and prompt log-probabilities need: else their first request holds up others."""
+        """Compile also what constraints, many token ids and prompt log-probabilities need.
+
+        Else the first request with one of them would hold up the others.
+        """
         x_11D = self._decoder.zeros(1, 1)
         logits_1V = self._decoder.logits(x_11D, np.zeros(1, np.int32))
         for logprobs in (None, 0):
@@ -369,22 +375,24 @@ class Engine:
             return {id_: (token, None) for id_, token in zip(ids, tokens)}
         size = self._scheduler.max_batch  # one shape, and so one program, for every number of requests
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
-        key = tuple(ids)
-        if self._params is None or self._params[0] != key:
+        if self._params is None or self._params[0] != requests:  # the same objects, not the same names
             params = sampler.batch_params(
                 [r.sampling for r in requests],
-                [r.seed for r in requests],
+                [r.noise_seed for r in requests],
                 [len(r.prompt_token_ids) for r in requests],
                 size=size,
                 vocab_size=self.config.vocab_size,
                 eos_token_ids=self.eos_token_ids,
+                wide=constrained,
             )
-            self._params = (key, params)
+            self._params = (requests, params)
         padding = size - len(requests)
         slots_B = np.array(slots + [self._scheduler.max_batch] * padding, np.int32)
         positions_B = np.array(positions + [0] * padding, np.int32)
         wanted = any(r.sampling.logprobs is not None for r in requests)
-        allowed_BW = _allowed(constraints, size, self.config.vocab_size) if constrained else None
+        # Many token ids and constraints share a program: two to compile instead of six.
+        wide = self._params[1].bias_ids_BN.shape[1] == sampler.ID_BUCKETS[-1]
+        allowed_BW = _allowed(constraints, size, self.config.vocab_size) if wide else None
         tokens_B, logprobs, self._sampler_state = _sample(
             logits_BV, self._params[1], self._sampler_state, slots_B, positions_B, allowed_BW, with_logprobs=wanted
         )

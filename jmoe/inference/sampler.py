@@ -5,7 +5,7 @@
 
 `SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that row alone, not on
 its place or on the other rows: what a row needs decides which way it goes, and the noise of a token is a function of
-(seed, position, token id). If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for less.
+(seed, position, token id), the seed being the request's `noise_seed`. If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for less.
 
 B rows of the batch, V vocabulary, M slots, N sparse ids of a row, C candidates in falling order, W tokens of a chunk,
 K most likely tokens, T positions of a prompt. A mask of tokens has W words of I bits.
@@ -29,6 +29,10 @@ from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, SamplingParams
 ID_BUCKETS = (16, MAX_IDS + 24)
 NUM_CANDIDATES = 256  # filters that keep no more tokens than this need no sort of the vocabulary
 CHUNK_TOKENS = 32
+# Beyond these, float32 overflows or becomes 0, and a request that asks for more gets the same tokens anyway.
+MIN_TOP_P = 2.0**-31
+MAX_TEMPERATURE = 1e30
+REPETITION_PENALTIES = (1e-20, 1e20)
 
 
 @jax.tree_util.register_dataclass
@@ -77,21 +81,25 @@ def batch_params(
     size: int,
     vocab_size: int,
     eos_token_ids: Sequence[int] = (),
+    wide: bool = False,
 ) -> BatchParams:
     """The parameters of `size` rows: one for each of `params`, then padding, which is greedy. Keep it while they stay.
 
-    seeds: `Request.seed`, which is `SamplingParams.seed` or a random number. The width N is the smallest of
-    `ID_BUCKETS` that holds every row's ids. `ValueError` if a token id is not in the vocabulary.
+    seeds: `Request.noise_seed`. The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide`
+    the largest. `ValueError` if a token id is not in the vocabulary.
     """
     assert len(params) == len(seeds) == len(prompt_lengths) <= size
     for request in params:
         request.check_vocabulary(vocab_size)
     bias_ids = [list(request.logit_bias) for request in params]
     stop_ids = [sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params]
-    most = max((len(ids) for ids in bias_ids + stop_ids), default=0)
-    check(most <= ID_BUCKETS[-1], "eos_token_ids", eos_token_ids, f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens")
-    width = next(n for n in ID_BUCKETS if n >= most)
+    num_ids = max((len(ids) for ids in bias_ids + stop_ids), default=0)
+    check(
+        num_ids <= ID_BUCKETS[-1], "eos_token_ids", eos_token_ids, f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens"
+    )
+    width = ID_BUCKETS[-1] if wide else next(n for n in ID_BUCKETS if n >= num_ids)
     padding = size - len(params)
+    least, most = REPETITION_PENALTIES
 
     def column(values: Sequence[float], fill: float, dtype: type = np.float32) -> Any:
         return np.array([*values, *[fill] * padding], dtype)
@@ -106,11 +114,11 @@ def batch_params(
         stop_ids_BN[row, : len(stop_ids[row])] = stop_ids[row]
         seed_B2[row] = divmod(seed % 2**64, 2**32)
     params_B = BatchParams(
-        temperature_B=column([0.0 if r.greedy else r.temperature for r in params], 0),
+        temperature_B=column([0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0),
         top_k_B=column([min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32),
-        top_p_B=column([r.top_p for r in params], 1),
+        top_p_B=column([max(r.top_p, MIN_TOP_P) for r in params], 1),
         min_p_B=column([r.min_p for r in params], 0),
-        repetition_penalty_B=column([r.repetition_penalty for r in params], 1),
+        repetition_penalty_B=column([min(max(r.repetition_penalty, least), most) for r in params], 1),
         presence_penalty_B=column([r.presence_penalty for r in params], 0),
         frequency_penalty_B=column([r.frequency_penalty for r in params], 0),
         seed_B2=seed_B2,

@@ -31,7 +31,7 @@ class SamplingParams:
     repetition_penalty: the logit of a token of the prompt or the output is divided by it if positive, else multiplied.
     presence_penalty, frequency_penalty: taken off the logit of a token of the output, once, and once per occurrence.
     logit_bias: token id -> a number added to its logit.
-    seed: the draw at a position depends on the seed and the position alone; None: the request gets a random one.
+    seed: the draw at a position depends on the seed, the prompt and the position alone; None: on a random number.
     stop_token_ids: end the request like the end-of-text token; the token is the last of the output's ids.
     stop: strings (or one string) that end the request; the text ends before them.
     ignore_eos: the end-of-text token does not end the request. stop_token_ids still do.

@@ -13,7 +13,9 @@ owns one slot, a whole row, and token i of its sequence (prompt, then output) li
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -48,9 +50,10 @@ def bucket(n: int, sizes: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way to its output. The scheduler writes everything below `seed`; all may read it.
+    """One prompt on its way to its output. The scheduler writes everything below `noise_seed`; all may read it.
 
-    prompt_token_ids: at least one. seed: that of the sampling parameters, or a random one.
+    prompt_token_ids: at least one. noise_seed: what its draws depend on beside their positions, a hash of the seed in
+    the sampling parameters and of the prompt, so that two prompts with one seed are two samples; else a random number.
     state: waiting (no slot yet), prefill, decode, finished. num_computed_tokens: how many tokens of prompt + output
     have their keys and values in the slot; num_reused_tokens: how many of these were there before, or were copied.
     output_token_ids: with the stop token, if one ended it.
@@ -59,7 +62,7 @@ class Request:
     id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = field(init=False)
+    noise_seed: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     state: Literal["waiting", "prefill", "decode", "finished"] = field(default="waiting", init=False)
     slot: int | None = field(default=None, init=False)
@@ -70,7 +73,7 @@ class Request:
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed
-        self.seed = secrets.randbits(63) if seed is None else seed
+        self.noise_seed = secrets.randbits(63) if seed is None else _noise_seed(seed, self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -387,6 +390,12 @@ class Scheduler:
                 return "stop"
         full = request.num_tokens >= self.max_seq_len
         return "length" if full or len(output) >= sampling.max_new_tokens else None
+
+
+def _noise_seed(seed: int, prompt_token_ids: list[int]) -> int:
+    """A number in [0, 2^63) from both."""
+    words = array("q", [seed, *prompt_token_ids])
+    return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -130,6 +130,32 @@ def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
             served.step()
 
 
+def test_prompts_with_one_seed_get_streams_of_their_own() -> None:
+    """Two prompts of one length with the same seed are two samples; the same prompt again gives the same text."""
+    prompts = reference("olmoe")["input_ids"].tolist()[:2]
+    assert len(prompts[0]) == len(prompts[1]) and prompts[0] != prompts[1]
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=4.0, seed=1)
+    with engine("olmoe", policy="resident", max_seq_len=64) as served:
+        first, second = (completion.token_ids for completion in served.generate(prompts, sampling))
+        equal = sum(a == b for a, b in zip(first, second, strict=True))
+        assert equal < 8, f"{equal} of 24 tokens are the same"
+        assert [c.token_ids for c in served.generate(prompts[::-1], sampling)] == [second, first]
+
+
+def test_a_request_id_that_is_used_again() -> None:
+    """The next request of the same name is drawn by its own parameters, not by those of the one before."""
+    prompt = reference("mixtral")["input_ids"].tolist()[0]
+    with engine("mixtral", policy="resident") as served:
+        for token in (5, 6, 7):
+            sampling = SamplingParams(max_new_tokens=2, ignore_eos=True, logit_bias={token: 100.0})
+            request = served._streams[served.add_request(prompt, sampling, request_id="mine")].request
+            while served.has_unfinished:
+                served.step()
+            assert request.output_token_ids == [token] * 2
+        served.add_request(prompt, request_id="request-0")
+        assert served.add_request(prompt) != "request-0", "a name of the engine's own is not one that is taken"
+
+
 def eight_requests() -> list[tuple[list[int], SamplingParams]]:
     """Of many lengths; greedy, sampled, with penalties, with log-probabilities of the prompt."""
     rng = np.random.default_rng(1)
@@ -206,6 +232,13 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
                 served.add_request([1, 2, 3] * 7, sampling, constraint=Unconstrained())
                 while served.has_unfinished:
                     served.step()
+                many = tuple(range(17))
+                for wide in ({"logit_bias": dict.fromkeys(many, 1.0)}, {"stop_token_ids": many, "min_new_tokens": 1}):
+                    for constraint in (None, Unconstrained()):
+                        sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, temperature=1.0, **wide)
+                        served.add_request([1, 2, 3], sampling, constraint=constraint)
+                        while served.has_unfinished:
+                            served.step()
     assert any(sampling.prompt_logprobs is not None for _, sampling in requests)
     assert copied_tokens, "rows were copied, too"
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []

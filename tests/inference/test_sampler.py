@@ -327,6 +327,44 @@ def test_seed_and_position_alone_decide() -> None:
         assert (other != first).mean() > 0.99
 
 
+@pytest.mark.parametrize("vocab_size", [40, 1500])
+@pytest.mark.parametrize("top_p", [1e-30, 1e-38, 1e-45, 5e-324])
+def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float, vocab_size: int) -> None:
+    """Also one that float32 cannot hold."""
+    logits = np.random.default_rng(5).normal(0, 1, vocab_size)
+    for top_k in (0, 30):
+        sampling = SamplingParams(temperature=2.0, seed=1, top_p=top_p, top_k=top_k)
+        assert set(draws(logits, sampling).tolist()) == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    # tokens 3, 4, 5 and 6 are repeated: a small penalty favours the largest of them, a large one leaves the others
+    [(0.5, 3), (1e-20, 3), (1e-40, 3), (5e-324, 3), (2.0, 7), (1e20, 7), (1e40, 7), (1e308, 7)],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1e-4])
+def test_a_repetition_penalty_of_any_size(penalty: float, expected: int, temperature: float) -> None:
+    logits = np.full((1, 40), -1.0, np.float32)
+    logits[0, 3:8] = 2.0, 1.9, -3.0, -2.0, 1.8
+    state = start(new_state(1, 40), 0, jnp.asarray(np.isin(np.arange(40), [3, 4, 5, 6])))
+    sampling = SamplingParams(repetition_penalty=penalty, temperature=temperature, seed=1)
+    tokens, _, _ = run(
+        jnp.asarray(logits),
+        params_of([sampling], 40),
+        state,
+        jnp.zeros(1, jnp.int32),
+        jnp.ones(1, jnp.int32),
+        with_logprobs=False,
+    )
+    assert tokens.tolist() == [expected]
+
+
+def test_a_temperature_of_any_size() -> None:
+    """A huge one makes all tokens equally likely."""
+    tokens = draws(np.random.default_rng(6).normal(0, 3, 40), SamplingParams(temperature=1e300, seed=1))
+    assert_drawn_from(tokens, np.full(40, 1 / 40))
+
+
 def test_logprobs_are_the_models_own() -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 3, (8, 999)).astype(np.float32)

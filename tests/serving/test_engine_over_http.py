@@ -1,0 +1,73 @@
+"""What the engine promises, seen by a client of a real server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_servers import HttpProcess, events, start_server
+
+BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
+STOPPED = {"stop_token_ids": list(range(17)), "min_tokens": 2}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, compile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpProcess]:
+    """One that logs what it compiles."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_LOG_COMPILES", "1")
+        server = start_server(model_folder, log, compile_cache, "--policy", "resident")
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"temperature": 0},
+        BIASED,
+        STOPPED,
+        AS_JSON,
+        BIASED | AS_JSON,
+        {"n": 4, "temperature": 1, "repetition_penalty": 1.5, "top_p": 0.5},
+        {"prompt": [[5] * 70, [6] * 33, [7]]},
+        {"echo": True, "logprobs": 3, "prompt": [5] * 70},
+    ],
+    ids=lambda body: " ".join(body) or "plain",
+)
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}], ids=["tokens", "logprobs"])
+def test_nothing_is_compiled_after_serving(server: HttpProcess, body: dict[str, Any], more: dict[str, Any]) -> None:
+    """A request with what nobody asked for before does not hold up the others."""
+    response = server.post("/v1/completions", **{"prompt": "def f(x):", "max_tokens": 3} | more | body)
+    assert response.status_code == 200, response.text
+    before, serving, after = server.log.read_text().partition("\nserving ")
+    assert "Compiling" in before and serving, "this would be seen"
+    assert "ompil" not in after
+
+
+def test_a_seed_gives_each_prompt_a_sample_of_its_own(server: HttpProcess) -> None:
+    """One token of prompt each: the same noise for both would give nearly the same text."""
+    body = {"prompt": [[40], [41]], "max_tokens": 40, "temperature": 5, "seed": 1, "logprobs": 0, "ignore_eos": True}
+    first, second = (
+        [choice["logprobs"]["tokens"] for choice in server.post("/v1/completions", **body).json()["choices"]]
+        for _ in range(2)
+    )
+    assert first == second
+    assert sum(a == b for a, b in zip(*first, strict=True)) < 10
+
+
+@pytest.mark.parametrize("penalty", [{"top_p": 1e-38}, {"repetition_penalty": 1e-40}], ids=str)
+def test_a_tiny_number(server: HttpProcess, penalty: dict[str, float]) -> None:
+    """Below what float32 holds it means what a small one means."""
+    small = dict.fromkeys(penalty, 1e-12)
+    body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 3, "ignore_eos": True}
+    found, expected = (
+        server.post("/v1/completions", **body | fields).json()["choices"][0]["text"] for fields in (penalty, small)
+    )
+    assert found == expected
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert list(events(response.iter_lines()))[-1] == "[DONE]"
