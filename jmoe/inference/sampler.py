@@ -5,7 +5,8 @@
 
 `SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that row alone, not on
 its place or on the other rows: what a row needs decides which way it goes, and the noise of a token is a function of
-(seed, position, token id), the seed being the request's `noise_seed`. If every request is `plain_greedy`, `greedy(logits_BV)` gives the same tokens for less.
+(seed, position, token id), the seed being the request's `noise_seed`. If every request is `plain_greedy`,
+`greedy(logits_BV)` gives the same tokens for less.
 
 B rows of the batch, V vocabulary, M slots, N sparse ids of a row, C candidates in falling order, W tokens of a chunk,
 K most likely tokens, T positions of a prompt. A mask of tokens has W words of I bits.

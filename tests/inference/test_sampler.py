@@ -332,8 +332,8 @@ def test_seed_and_position_alone_decide() -> None:
 def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float, vocab_size: int) -> None:
     """Also one that float32 cannot hold."""
     logits = np.random.default_rng(5).normal(0, 1, vocab_size)
-    for top_k in (0, 30):
-        sampling = SamplingParams(temperature=2.0, seed=1, top_p=top_p, top_k=top_k)
+    for most in (0, 30):
+        sampling = SamplingParams(temperature=2.0, seed=1, top_p=top_p, top_k=most)
         assert set(draws(logits, sampling).tolist()) == {int(logits.argmax())}
 
 
