@@ -33,6 +33,7 @@ from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
 from jmoe.training.pretrained import pretrained_state, with_pretrained_model
 from jmoe.training.report import print_final_summary, write_report
+from jmoe.training.run_folder import WAIT_S, RunFolder
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
 from jmoe.training.tier_plan import tier_totals, tiers_summary, training_plan, with_chosen_tiers
@@ -56,6 +57,7 @@ class Run:
     program: Program
     checkpoints: Checkpoints
     watchdog: distributed.Watchdog
+    folder: RunFolder
     log: MetricsLog | None  # process 0 only
 
     @property
@@ -80,6 +82,7 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         with self.watchdog.waiting_for("checkpoint of step", step):
+            self.folder.check()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
 
@@ -232,6 +235,9 @@ def run_all(config: TrainConfig) -> None:
     with contextlib.ExitStack() as stack:
         limits = config.distributed
         watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
+        folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
+        with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s):
+            stack.enter_context(folder)
         with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s):
             main_process = jax.process_index() == 0
             vocab_size, wait_s = config.model.vocab_size, limits.start_timeout_s
@@ -252,9 +258,9 @@ def run_all(config: TrainConfig) -> None:
         stack.push(closing(program.close))
         for note in filter(None, (program.exchange, program.embedding)):
             say(note)
-        folder, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
+        saved, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
         checkpoints = stack.enter_context(
-            Checkpoints(folder, config.checkpoint, timeout_s=timeout_s, records=program.records)
+            Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
         with watchdog.waiting_for("restore or initialisation"):
@@ -265,7 +271,7 @@ def run_all(config: TrainConfig) -> None:
             stack.push(closing(log.close))
         if main_process:
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
-        run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, log)
+        run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, folder, log)
         before: tuple[float, float] | None = None
         if start == 0:
             before = run.evaluate(state)

@@ -261,6 +261,11 @@ class Checkpoints:
         manager = self._open()
         if (self.directory / str(step)).exists():
             raise ValueError(f"step = {step}: already saved in {self.directory}")
+        newest = max(self._all_steps(), default=step)
+        if newest > step:  # Orbax would keep that one and delete this
+            raise ValueError(
+                f"step = {step}: {self.directory} has got step {newest} meanwhile, which this run did not save"
+            )
         names, leaves, _ = named_leaves(state)
         self._step, self._arrays = step, {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)}
         items: dict[str, Any] = {

@@ -42,6 +42,7 @@ from jmoe.training import roll_call
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
+ANSWERS = "jmoe/answer/"  # + name: what rank 0 found out for all
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
 EXIT_CODE = 70  # of a rank ended by its watchdog (EX_SOFTWARE)
 CALL_TIMEOUT_S = 3.0
@@ -332,6 +333,31 @@ class _Wait:
         self._watchdog._wait, self._watchdog._last = self._outer, self.label
         if error is not None and self._outer is None:
             self._watchdog._failed_in(self, error)
+
+
+def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
+    """What `call` returns on rank 0, on every rank; once a run for each `name`.
+
+    An `OSError` or `ValueError` of it is raised on every rank, a `TimeoutError` after `timeout_s`.
+    """
+    store = _store()
+    if store is None:
+        return call()
+    if jax.process_index() == 0:
+        try:
+            value = call()
+        except (OSError, ValueError) as error:
+            store.key_value_set(f"{ANSWERS}{name}", json.dumps(["", str(error)]))
+            raise
+        store.key_value_set(f"{ANSWERS}{name}", json.dumps([value, ""]))
+        return value
+    try:
+        value, problem = json.loads(store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(f"waited {timeout_s:g} s for rank 0: {name}: {_first_line(error)}") from error
+    if problem:
+        raise OSError(f"rank 0: {problem}")
+    return str(value)
 
 
 def _store() -> Any | None:

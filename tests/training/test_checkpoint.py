@@ -149,6 +149,9 @@ def test_the_newest_are_kept(open_checkpoints: Callable[..., Checkpoints], tmp_p
     again.save(110, state, 110, "{}")  # nothing to do after the restore: again nothing happens
     with pytest.raises(ValueError, match=r"step = 30: already saved in .*checkpoints"):
         again.save(30, state, 30, "{}")
+    with pytest.raises(ValueError, match=r"step = 105: .*checkpoints has got step 110 meanwhile"):
+        again.save(105, state, 105, "{}")
+    assert again.steps() == [30, 110]
     again.save(120, state, 120, "{}")
     again.wait()
     assert again.steps() == [110, 120]

@@ -1,0 +1,154 @@
+"""The output folder of a run: one run at a time works in it, and it knows which run it is.
+
+`run.lock` is locked (`flock`) by every process of the run that works in the folder; the kernel gives the lock free
+when a process ends, however it ends. Inside is who took it. Local file systems, NFS version 4 and Lustre mounted with
+`flock` honour the lock between hosts. Where a file system knows none, or keeps it to one host, the later start writes
+its name into the file, and the earlier one finds it there before its next save and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import jax
+
+from jmoe.training import distributed
+
+LOCK = "run.lock"
+WAIT_S = 120.0  # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # the file system has none
+
+
+class RunFolder:
+    """Context manager that keeps other runs out of `output_dir`, which is made if it is missing.
+
+    Every process of the run enters it. Another run that is in the folder is waited for, at most `wait_s`; then
+    `OSError` on every process says who it is.
+    """
+
+    def __init__(self, output_dir: Path, *, wait_s: float = WAIT_S) -> None:
+        self.path = output_dir
+        self._wait_s = wait_s
+        self._file: BinaryIO | None = None
+        self._owner: dict[str, Any] = {}
+        self._made = False
+
+    def __enter__(self) -> Self:
+        self._owner = json.loads(distributed.from_rank_0("output folder", self._take, 2 * self._wait_s + 60))
+        if self._file is None:
+            self._join()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._made and os.listdir(self.path) == [LOCK]:  # the run came to nothing
+            (self.path / LOCK).unlink()
+            self.path.rmdir()
+        if self._file is not None:
+            self._file.close()
+
+    def check(self) -> None:
+        """`OSError` if another run has taken the folder meanwhile, where the file system could not prevent it."""
+        other = self._read()
+        if other != self._owner:
+            raise OSError(f"output_dir = {str(self.path)!r}: was taken over by {_named(other)}; this run saves no more")
+
+    def _take(self) -> str:
+        """Process 0: lock the folder for this process alone, write who has it, and keep it for all of the run."""
+        self._made = not self.path.is_dir()
+        self.path.mkdir(parents=True, exist_ok=True)
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "token": secrets.token_hex(8),
+        }
+        deadline_s = time.monotonic() + self._wait_s
+        said = False
+        while not self._locked_by(owner):
+            holder = _named(self._read())
+            if time.monotonic() > deadline_s:
+                raise OSError(
+                    f"output_dir = {str(self.path)!r}: is in use by {holder}: "
+                    "wait until that run has ended, or give another output_dir"
+                )
+            if not said:
+                print(
+                    f"{self.path} is in use by {holder}; waiting for it to end, at most {self._wait_s:g} s", flush=True
+                )
+                said = True
+            time.sleep(0.1)
+        return json.dumps(owner)
+
+    def _locked_by(self, owner: dict[str, Any]) -> bool:
+        """Whether the folder is this run's now. The other processes of it lock it too, so the lock becomes shared.
+
+        That is no single step: who comes in between writes its own name, and one of the two then finds the other's.
+        """
+        with contextlib.ExitStack() as stack:
+            file = self._file = stack.enter_context((self.path / LOCK).open("a+b", buffering=0))
+            if self._flock(fcntl.LOCK_EX):
+                file.truncate(0)
+                file.write(json.dumps(owner).encode())
+                os.fsync(file.fileno())
+                if self._flock(fcntl.LOCK_SH) and self._read() == owner:
+                    stack.pop_all()
+                    return True
+        self._file = None
+        return False
+
+    def _join(self) -> None:
+        """Other processes: lock the folder that process 0 has taken, too."""
+        deadline_s = time.monotonic() + 5.0  # a network file system may lag
+        while self._read() != self._owner:
+            if time.monotonic() > deadline_s:
+                raise OSError(
+                    f"output_dir = {str(self.path)!r}: process {jax.process_index()} does not see what process 0 "
+                    "writes there: it must lie on a file system that all processes share"
+                )
+            time.sleep(0.1)
+        self._file = (self.path / LOCK).open("r+b", buffering=0)
+        if not self._flock(fcntl.LOCK_SH):
+            self.check()
+
+    def _flock(self, kind: int) -> bool:
+        """Whether the lock was to be had; also True where the file system has no locks, which is said."""
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return False
+                raise
+            if kind == fcntl.LOCK_EX:
+                print(
+                    f"warning: {self.path} cannot be locked ({error.strerror}): start one run at a time in it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            owner = json.loads((self.path / LOCK).read_bytes())
+        except (ValueError, FileNotFoundError):
+            return {}
+        return owner if isinstance(owner, dict) else {}
+
+
+def _named(owner: dict[str, Any]) -> str:
+    if not {"host", "pid", "since"} <= owner.keys():
+        return "another run"
+    return f"process {owner['pid']} on {owner['host']} since {owner['since']}"

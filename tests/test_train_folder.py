@@ -1,0 +1,79 @@
+"""train.py in folders that are not its alone: another run is in the output folder, other things lie in the tiers'."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from train_runs import ENDLESS, Run, Start, TrainRuns, committed, end_of, losses, records, resumes, wait_until
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
+    """What the runs of this file share."""
+    return TrainRuns(tmp_path_factory.mktemp("folder"), run_python)
+
+
+IMPATIENT = ("--distributed.start-timeout-s", "2")
+
+
+def test_a_second_start_is_refused_and_a_requeued_one_waits(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+) -> None:
+    output_dir, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "requeued"]
+    first = start_python(runs.command(output_dir, *ENDLESS), logs[0], runs.environment())
+    wait_until(lambda: committed(output_dir), first, logs[0])
+    other = runs.command(output_dir, "--num-steps", 7, "--optimizer.learning-rate", 0.5, *IMPATIENT)
+    done = run_python(other, runs.environment())
+    assert done.returncode == 1
+    holder = f"output_dir = '{output_dir}': is in use by process {first.pid} on {socket.gethostname()} since "
+    assert f"train.py: {holder}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    command = runs.command(output_dir, "--num-steps", 1_000_000, "--evaluation.sample-tokens", 0)
+    requeued = start_python(command, logs[1], runs.environment())
+    wait_until(lambda: "waiting for it to end" in logs[1].read_text(), requeued, logs[1])
+    first.send_signal(signal.SIGTERM)
+    assert "stopped by a signal" in end_of(first, logs[0], 120)
+    assert first.returncode == 0
+    stop = committed(output_dir)[-1]
+    wait_until(lambda: len(losses(output_dir)) > stop + 6, requeued, logs[1])
+    requeued.send_signal(signal.SIGTERM)
+    assert f"resuming from step {stop} " in end_of(requeued, logs[1], 120)
+    assert requeued.returncode == 0
+    assert resumes(output_dir) == [stop]
+    assert [step for step, _ in losses(output_dir)] == list(range(committed(output_dir)[-1]))
+    rates = {record["learning_rate"] for record in records(output_dir)[10:] if "event" not in record}
+    assert len(rates) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_left_behind_keeps_the_folder_until_it_ends(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+) -> None:
+    output_dir, logs = tmp_path / "run", [tmp_path / f"rank-{rank}" for rank in range(2)]
+    pair = [
+        start_python(command, log, runs.environment())
+        for command, log in zip(runs.ranks(output_dir, 2, *ENDLESS), logs, strict=True)
+    ]
+    wait_until(lambda: committed(output_dir), pair[0], logs[0])
+    os.kill(pair[1].pid, signal.SIGSTOP)
+    pair[0].kill()
+    pair[0].wait(30)
+    done = run_python(runs.command(output_dir, "--num-steps", 7, *IMPATIENT), runs.environment())
+    assert done.returncode == 1
+    assert "is in use by process" in done.stderr
+    pair[1].kill()
+    pair[1].wait(30)
+    saved = committed(output_dir)[-1]
+    done = run_python(runs.command(output_dir, "--num-steps", saved + 2), runs.environment())
+    assert done.returncode == 0, done.stderr
+    assert f"resuming from step {saved} " in done.stdout
+
+
+def test_a_mistake_leaves_no_folder(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    done = run_python(runs.command(tmp_path / "run", data=tmp_path / "no-such-text"), runs.environment())
+    assert done.returncode == 1
+    assert "no such file or folder" in done.stderr
+    assert not (tmp_path / "run").exists()

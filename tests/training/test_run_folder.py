@@ -1,0 +1,65 @@
+"""The lock on a run's output folder. A lock belongs to who opened the file: two in one process exclude each other."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jmoe.training.run_folder import LOCK, RunFolder
+
+
+def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(tmp_path):
+        with pytest.raises(OSError, match=r"is in use by process \d+ on \S+ since 20"), RunFolder(tmp_path, wait_s=0.1):
+            pass
+        assert "waiting for it to end, at most 0.1 s" in capsys.readouterr().out
+    with RunFolder(tmp_path, wait_s=0):
+        pass
+    assert (tmp_path / LOCK).is_file()  # the folder was there before
+
+
+def test_many_starts_at_once(tmp_path: Path) -> None:
+    """Taking the lock for all processes of a run is no single step: of twelve starts, one at a time is inside."""
+    inside, done = threading.Lock(), []
+
+    def run(number: int) -> None:
+        with RunFolder(tmp_path / "run", wait_s=100) as folder:
+            assert inside.acquire(blocking=False)
+            time.sleep(0.01)
+            folder.check()
+            (folder.path / str(number)).touch()
+            inside.release()
+        done.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == list(range(12))
+
+
+def test_where_the_file_system_has_no_locks_the_earlier_run_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_lock(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    with RunFolder(tmp_path) as first:
+        first.check()
+        with RunFolder(tmp_path) as second:
+            with pytest.raises(OSError, match="was taken over by process"):
+                first.check()
+            second.check()
+    assert "cannot be locked (Function not implemented)" in capsys.readouterr().err
+
+
+def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a mistake"), RunFolder(tmp_path / "new"):
+        raise ValueError("a mistake")
+    assert not (tmp_path / "new").exists()
+    with RunFolder(tmp_path / "new") as folder:
+        (folder.path / "result").touch()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["result", LOCK]
