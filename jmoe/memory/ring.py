@@ -50,8 +50,9 @@ class Ring:
     the layers they cut the bytes of a round and leave the time to load the rest.
     bandwidth_limit_bytes_per_s: loads take at least the time that a link of that bandwidth needs.
 
-    Errors: what `load` raised is raised by `acquire` from then on, until `restart`; `TimeoutError` after
-    `wait_limit_s`, naming layer and slot. One thread acquires and releases.
+    Errors: what `load` raised is raised by every later `acquire`, `restart`, `reload` and `wait`, for good, since what
+    lies in that slot is unknown; `TimeoutError` after `wait_limit_s`, naming layer and slot. One thread acquires and
+    releases.
     """
 
     def __init__(
@@ -125,14 +126,14 @@ class Ring:
             self._plan()
 
     def restart(self, order: Sequence[int] | None = None) -> None:
-        """Begin a round anew, in another order if one is given; what is in the slots stays, and an error is forgotten.
+        """Begin a round anew, in another order if one is given; what is in the slots stays.
 
         Every layer acquired must have been released.
         """
         with self._changed:
+            self._check_loads()
             self._check_all_released()
             self._forget_unloaded()
-            self._error = None
             self._begin(self._order if order is None else order)
 
     def reload(self) -> None:
@@ -141,11 +142,23 @@ class Ring:
         For layers that change below. Every layer acquired must have been released.
         """
         with self._changed:
+            self._check_loads()
             self._check_all_released()
             stay = [slot for slot in dict.fromkeys(self._planned) if self._loaded[slot] and slot != self._loading]
             self._reload.update(stay)
             self._to_load.extend(stay)
             self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all loads begun or planned are done; there are no more until the next `acquire` or `release`."""
+        with self._changed:
+            deadline_s = time.monotonic() + self._wait_limit_s
+            while self._error is None and (self._to_load or self._loading is not None) and not self._closing.is_set():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"ring: slot {self._loading} was not loaded within {self._wait_limit_s} s")
+                self._changed.wait(left_s)
+            self._check_loads()
 
     def stats(self) -> RingStats:
         with self._changed:
@@ -167,6 +180,11 @@ class Ring:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_loads(self) -> None:
+        """Raise the error of a load that has failed, if any."""
+        if self._error is not None:
+            raise self._error
 
     def _check_all_released(self) -> None:
         if self._released != self._acquired:
@@ -193,7 +211,7 @@ class Ring:
     def _plan(self) -> None:
         """Give slots to the positions that come next, as far as slots go, at most one round ahead.
 
-        After an error nothing more is planned until `restart`.
+        After an error nothing more is planned.
         """
         while self._error is None and self._planned_to < self._acquired + len(self._order):
             layer = self._layer_at(self._planned_to)
@@ -246,8 +264,7 @@ class Ring:
     def _next_is_ready(self) -> bool:
         if self._closing.is_set():
             raise ValueError("ring: closed")
-        if self._error is not None:
-            raise self._error
+        self._check_loads()
         if self._acquired < self._planned_to:
             slot = self._planned[self._acquired - self._released]
             return self._loaded[slot] and slot not in self._reload and slot != self._loading

@@ -75,9 +75,9 @@ class TieredStore:
     A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
     (calls of `touch`), and by `flush`. Staging slots are then two per thread of either kind.
 
-    An error in a thread is raised by the `get` that waits for that record, or else by the next call; after that the
-    record may be asked for again, and one that could not be written is still dirty. The store given stays the
-    caller's to close, after this.
+    An error of a read is raised by the `get` that waits for that record, which may be asked for again. An error that
+    nobody waits for, of a read ahead or a write-back, is raised by every later call: nothing is read or written any
+    more. The store given stays the caller's to close, after this.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class TieredStore:
         self._host_link = Link(limits.get("host"))
         self._wait_limit_s = wait_limit_s
         self._waits, self._waited_s = 0, 0.0
-        self._error: Exception | None = None
-        self._write_error = False  # that is what the error is of: no more writes before it has been raised
+        self._error: Exception | None = None  # the first that nobody waited for
+        self._write_error = False  # a write-back failed: nothing more is written
         self._reads: dict[int, _Read] = {}
         self._demanded, self._ahead = deque[_Read](), deque[_Read]()
         self._threads: list[threading.Thread] = []
@@ -304,9 +304,7 @@ class TieredStore:
         if self._closing.is_set():
             raise ValueError("the store is closed")
         if self._error is not None:
-            error, self._error, self._write_error = self._error, None, False
-            self._to_write.notify_all()
-            raise error
+            raise self._error
 
     def _give_back(self, index: int, dirty: bool) -> None:
         with self._lock:
@@ -437,7 +435,7 @@ class TieredStore:
                 self._cache.unpin(read.slot)
             else:
                 self._cache.drop(read.index)
-                if not read.waiters:
+                if not read.waiters and self._error is None:
                     self._error = error
             if read.waiters:
                 self._arrived.notify_all()
@@ -448,13 +446,13 @@ class TieredStore:
             error: Exception | None = None
             try:
                 self._write_link.transfer(partial(self._write_one, index, slot))
-            except Exception as caught:  # whatever it is, the next call raises it
+            except Exception as caught:  # whatever it is, every later call raises it
                 error = caught
             with self._lock:
                 assert self._cache is not None
                 self._cache.written(index, ok=error is None)
                 if error is not None:
-                    self._error, self._write_error = error, True
+                    self._error, self._write_error = self._error or error, True
                 self._to_do.notify_all()
                 self._arrived.notify_all()
 

@@ -124,6 +124,7 @@ class VersionStore:
         self._spare: list[Path] = []  # files to write into
         self._new = 0
         self._counter = 0
+        self._sync_error: OSError | None = None  # a later sync may succeed without what this one lost
         self._writes = self._written_bytes = self._syncs = self._recycled = 0
         self._scan()
 
@@ -229,10 +230,11 @@ class VersionStore:
         """Make this the current version; it is whole on the device when this returns, and its name after `sync`.
 
         The seal in `record_R` is set. Every `SYNC_EVERY` writes sync themselves. When it raises `OSError`, nothing
-        has changed.
+        has changed, or a sync has failed: then this, `sync` and `pin` raise that error from now on.
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
+        self._check_synced()
         with self._lock:
             self._counter += 1
             version = Version(index, self._counter, self._token)
@@ -244,10 +246,10 @@ class VersionStore:
         try:
             write_file(path, record_R, self.io)
             path.rename(self.path / version.name)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
-            raise
+            raise OSError(error.errno, f"record {index}: {error.strerror}", error.filename or str(path)) from error
         with self._lock:
             if index in self._current:
                 self._dead.append(self._current[index])
@@ -262,9 +264,14 @@ class VersionStore:
     def sync(self) -> None:
         """Make all that was written durable under its name; the files of dead versions may then be written into."""
         with self._sync_lock:
+            self._check_synced()
             with self._lock:
                 dead = list(self._dead)
-            fsync_folder(self.path)
+            try:
+                fsync_folder(self.path)
+            except OSError as error:
+                self._sync_error = error
+                raise
             with self._lock:
                 self._syncs += 1
                 del self._dead[: len(dead)]
@@ -277,6 +284,7 @@ class VersionStore:
         Takes time by the number of records, none by their bytes. The folder gets its name when it is complete and
         durable.
         """
+        self._check_synced()
         folder, half = self.path / PINS / name, self.path / PINS / f"{name}.tmp"
         for leftover in (half, folder):  # of a save that did not come to its end
             if leftover.exists():
@@ -334,9 +342,10 @@ class VersionStore:
             return VersionStats(self._writes, payload_bytes, self._written_bytes, self._syncs, self._recycled)
 
     def close(self) -> None:
-        """Sync and give the folder free; no thread may be reading or writing."""
+        """Sync and give the folder free; no thread may be reading or writing. A sync's error is not raised twice."""
         with self._held:
-            self.sync()
+            if self._sync_error is None:
+                self.sync()
 
     def __enter__(self) -> Self:
         return self
@@ -349,6 +358,10 @@ class VersionStore:
         except OSError:
             if error is None:
                 raise
+
+    def _check_synced(self) -> None:
+        if self._sync_error is not None:
+            raise self._sync_error
 
     def _check_owned(self, index: int) -> None:
         if index not in self._is_owned:

@@ -8,13 +8,14 @@ exact and lazy: whenever an expert is fetched it is first brought up to the pres
 for it and all steps without one that came after (`optimizer.catch_up`). Nothing else ever touches its state.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Self
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
+from jmoe.memory.record import Record
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.ring import Ring, RingStats
 from jmoe.memory.tiered_store import TieredStats, TieredStore
@@ -32,6 +34,8 @@ from jmoe.training.optimizer import catch_up
 WINDOW_STEPS = 64  # steps made up for by one call of the program
 NO_GRADIENT = -1
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Stacks = dict[str, jax.Array]  # [L, ...] each, on one device
 
 
@@ -140,6 +144,19 @@ class Owned:
         return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
 
 
+def _guarded(
+    method: Callable[Concatenate["ExpertState", Arguments], Result],
+) -> Callable[Concatenate["ExpertState", Arguments], Result]:
+    """Put `ExpertState.guard` around a method."""
+
+    @wraps(method)
+    def run(self: "ExpertState", /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        with self.guard():
+            return method(self, *args, **options)
+
+    return run
+
+
 class ExpertState:
     """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
 
@@ -150,6 +167,9 @@ class ExpertState:
     foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends
     a step, and lets the ring's thread update what is in the slots. Of several processes each has its own: nothing here
     knows of the others.
+
+    An error is for good, wherever it came up: from then on every call raises it, since what an expert has behind it is
+    no longer known, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
 
     initial: the weights of a layer [P, ...], for slots that are never filled from records.
     """
@@ -179,6 +199,7 @@ class ExpertState:
         self._chosen = np.zeros((num_layers, num_owned), np.bool_)  # by the layer's tokens, last time
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
         self._initial = initial
+        self._failed: BaseException | None = None
         self._updates = self._replayed = 0
         self._waited_s = 0.0
         self._counters = threading.Lock()
@@ -204,18 +225,33 @@ class ExpertState:
         ids: NDArray[np.int64] = layer * self.num_experts + self.owned.experts[experts]
         return ids
 
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Let an error that leaves this block be raised by every later call, too."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is None:
+                self._failed = error
+            raise
+
     # A pass over the layers
 
+    @_guarded
     def begin(self, order: Sequence[int]) -> None:
         """The layers of the next pass, in order; its first ones are being fetched already if the order is the same."""
         if tuple(order) != self._order:
             self._order = tuple(order)
             self._ring.restart(order)
 
+    @_guarded
     def stop(self) -> None:
         """The pass ends here, in front of its end."""
         self._ring.restart(self._order)
 
+    @_guarded
     def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> list[Stacks]:
         """The weights of the pass's next layer, by device; those chosen are there and up to date."""
         acquired, slot = self._ring.acquire()
@@ -224,6 +260,7 @@ class ExpertState:
         self._chosen[layer] = False
         return self.fetch_more(chosen_P)
 
+    @_guarded
     def fetch_more(self, chosen_P: NDArray[np.bool_]) -> list[Stacks]:
         """The layer fetched last, not released yet, with more experts that are chosen."""
         layer, slot = self._fetched
@@ -233,10 +270,12 @@ class ExpertState:
         self._waited_s += time.perf_counter() - begun
         return self._slots[slot]
 
+    @_guarded
     def release(self) -> None:
         """The layer fetched longest ago is not needed any more, by the device neither."""
         self._ring.release()
 
+    @_guarded
     def _load(self, layer: int, slot: int) -> int:
         """The ring's thread: what the layer's tokens chose last; only its updates, if the layer is there already."""
         if self._layer_in[slot] != layer:
@@ -277,26 +316,30 @@ class ExpertState:
         """Bring a record whose weights are in the slot up to step `now`; returns the bytes fetched."""
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
-        with stores.moments.get(index, writable=True) as record:
-            m, v = ({name: record[f"{part}.{name}"] for name in names} for part in "mv")
-            fetched_bytes = record.data_R.nbytes
+        with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
+            moments = held.enter_context(stores.moments.get(index, writable=True))
+            fetched_bytes = moments.data_R.nbytes
+            g: Mapping[str, NDArray[Any]] = self._no_gradient
             if pending:
-                with stores.gradients.get(index) as gradient:
-                    g = {name: gradient[name] for name in names}
-                    w, m, v = self._run_update(slot, expert, m, v, g, range(start, now), pending=True)
-                    fetched_bytes += gradient.data_R.nbytes
-            else:
-                w, m, v = self._run_update(slot, expert, m, v, self._no_gradient, range(start, now), pending=False)
+                gradient = held.enter_context(stores.gradients.get(index))
+                g = {name: gradient[name] for name in names}
+                fetched_bytes += gradient.data_R.nbytes
+            weights: Record | None = None
+            if stores.weights is not None:
+                weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
+            self._present[slot][expert] = False  # until slot and records agree again
+            m, v = ({name: moments[f"{part}.{name}"] for name in names} for part in "mv")
+            w, m, v = self._run_update(slot, expert, m, v, g, range(start, now), pending=pending)
             for name in names:
-                np.copyto(record[f"m.{name}"], m[name])
-                np.copyto(record[f"v.{name}"], v[name])
-            record.put()
-        if stores.weights is not None:
-            with stores.weights.get(index, writable=True, empty=True) as record:
-                for name in names:
-                    np.copyto(record[name], w[name])
-                record.put()
-        self._applied[index], self._pending[index] = now, False
+                np.copyto(moments[f"m.{name}"], m[name])
+                np.copyto(moments[f"v.{name}"], v[name])
+                if weights is not None:
+                    np.copyto(weights[name], w[name])
+            moments.put()
+            if weights is not None:
+                weights.put()
+            self._applied[index], self._pending[index] = now, False
+            self._present[slot][expert] = True
         with self._counters:
             self._updates += 1
             self._replayed += now - start - pending
@@ -323,6 +366,7 @@ class ExpertState:
 
     # Gradients
 
+    @_guarded
     def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[Stacks]) -> None:
         """Take the gradients, by device, of a layer's chosen experts to their tier; returns while the layer before is
         written.
@@ -332,6 +376,7 @@ class ExpertState:
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
 
+    @_guarded
     def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[Stacks]) -> None:
         on_host = [{name: np.asarray(g) for name, g in part.items()} for part in gradients]
         for expert, index in zip(experts.tolist(), self._records(layer, experts).tolist(), strict=True):
@@ -347,6 +392,7 @@ class ExpertState:
             self._writing.pop(0).result()
         self._waited_s += time.perf_counter() - begun
 
+    @_guarded
     def commit(self, lr: float, clip: float) -> None:
         """The step is taken: the gradients kept are its own, and every expert is one step behind."""
         self._wait_for_writer(pending=0)
@@ -362,6 +408,7 @@ class ExpertState:
                 store.touch(np.concatenate(used))
             self._ring.reload()
 
+    @_guarded
     def abandon(self) -> None:
         """The step is not taken: its gradients are forgotten."""
         self._wait_for_writer(pending=0)
@@ -369,6 +416,7 @@ class ExpertState:
 
     # Everything at once
 
+    @_guarded
     def settle(self) -> None:
         """Bring every expert up to the present step; the history of the schedule is not needed any more after it."""
         self.begin(range(self.num_layers))
@@ -382,6 +430,7 @@ class ExpertState:
         self._lr.clear()
         self._clip.clear()
 
+    @_guarded
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """[N, P, ...] of all experts; settle first."""
         if self.stores.weights is not None:
@@ -396,6 +445,7 @@ class ExpertState:
             self.release()
         return whole
 
+    @_guarded
     def moments(self, part: str) -> dict[str, NDArray[np.float32]]:
         """[N, P, ...] of all experts' first ("m") or second ("v") moments; settle first."""
         return self._read(self.stores.moments, f"{part}.")

@@ -154,15 +154,17 @@ class StreamedProgram:
     def to_saved(self, state: TrainState) -> TrainState:
         """The state as it is saved; what is on the tier nvme is in its records, up to date and durable."""
         experts = self._state
-        experts.settle()
-        for store in experts.stores.all():
-            store.flush()
-        return self._with_experts(state, self.tiers.experts != "nvme", self.tiers.optimizer != "nvme")
+        with experts.guard():
+            experts.settle()
+            for store in experts.stores.all():
+                store.flush()
+            return self._with_experts(state, self.tiers.experts != "nvme", self.tiers.optimizer != "nvme")
 
     def whole(self, state: TrainState) -> TrainState:
         """The state as the ordinary step has it, with all experts in memory."""
-        self._state.settle()
-        return self._with_experts(state, True, True)
+        with self._state.guard():
+            self._state.settle()
+            return self._with_experts(state, True, True)
 
     def _with_experts(self, state: TrainState, weights: bool, moments: bool) -> TrainState:
         state, experts = self._ordinary.to_saved(state), self._state
@@ -256,8 +258,15 @@ class StreamedProgram:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; `metrics["ok"]` is False, and nothing has changed, if the loss or gradient norm is not finite.
 
-        Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `worst_case`.
+        Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `worst_case`. After an error
+        there are no more steps: every call raises it.
         """
+        with self._state.guard():
+            return self._step(state, tokens_ABS, worst_case=worst_case)
+
+    def _step(
+        self, state: TrainState, tokens_ABS: jax.Array, *, worst_case: bool
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         programs, params, experts = self.programs, state.params, self._state
         tokens = programs.unstack(jax.device_put(tokens_ABS, self._tokens_place))
         inputs, labels = (list(part) for part in zip(*(programs.split(t) for t in tokens), strict=True))
@@ -435,9 +444,10 @@ class StreamedProgram:
 
     def _hidden(self, state: TrainState, inputs: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
         """(what is outside the layers, whole; the last hidden states)."""
-        self._state.begin(range(self._num_layers))
-        run, xs = self._forward(state, inputs, train=False, worst_case=True)
-        return run.outside, xs
+        with self._state.guard():
+            self._state.begin(range(self._num_layers))
+            run, xs = self._forward(state, inputs, train=False, worst_case=True)
+            return run.outside, xs
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Summed negative log-likelihood of each batch in nats; the experts are fetched once for all of them."""

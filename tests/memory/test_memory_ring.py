@@ -219,9 +219,9 @@ def test_an_error_is_raised_at_acquire() -> None:
         while ring._released < ring._acquired:
             ring.release()
         slots.fail_layer = None
-        ring.restart()
-        for layer in range(5):
-            slots.use(ring, layer)
+        for call in (ring.restart, ring.reload, ring.wait, ring.acquire):  # it is never forgotten
+            with pytest.raises(OSError, match="bad sector"):
+                call()
 
 
 def test_waits_are_counted_and_limited() -> None:
@@ -288,6 +288,18 @@ def test_mistakes() -> None:
         ring.release()
 
 
+def test_wait_is_for_all_that_is_planned() -> None:
+    slots = Slots(2)
+    slots.gate.clear()
+    with Ring(range(5), 2, slots.load, wait_limit_s=0.2) as ring:
+        with pytest.raises(TimeoutError, match=r"was not loaded within 0.2 s"):
+            ring.wait()
+        slots.gate.set()
+        ring.wait()
+        assert [layer for layer, _ in slots.loads] == [0, 1]
+        assert ring._loading is None
+
+
 def test_what_stays_is_loaded_again_when_told_to() -> None:
     slots = Slots(2)
     with Ring([0, 1, 2, 2, 1, 0], 2, slots.load) as ring:
@@ -313,18 +325,23 @@ def test_what_stays_is_loaded_again_when_told_to() -> None:
         ring.release()
 
 
-def test_a_reload_that_fails_or_is_given_up_leaves_the_layer_where_it_is() -> None:
+def test_an_error_of_a_reload_stays() -> None:
     slots = Slots(2)
     with Ring([0, 1], 2, slots.load) as ring:
         for layer in (0, 1):
             slots.use(ring, layer)
         slots.fail_layer = 0
         ring.reload()
-        with pytest.raises(OSError, match="bad sector"):
-            ring.acquire()
-        ring.restart()
-        slots.use(ring, 0)
-        slots.use(ring, 1)
+        for call in (ring.wait, ring.acquire, ring.restart):
+            with pytest.raises(OSError, match="bad sector"):
+                call()
+
+
+def test_a_reload_that_is_given_up_leaves_the_layer_where_it_is() -> None:
+    slots = Slots(2)
+    with Ring([0, 1], 2, slots.load) as ring:
+        for layer in (0, 1):
+            slots.use(ring, layer)
         slots.loads.clear()
         slots.gate.clear()
         ring.reload()

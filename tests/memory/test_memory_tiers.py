@@ -329,7 +329,7 @@ def test_an_error_is_raised_where_it_is_waited_for(store: RecordStore, gate: Gat
 
 
 @pytest.mark.parametrize("error", [OSError("bad sector"), MemoryError("none left")])
-def test_an_error_that_nobody_waits_for_is_raised_by_the_next_call(
+def test_an_error_that_nobody_waits_for_is_raised_by_every_later_call(
     store: RecordStore, gate: Gate, error: Exception
 ) -> None:
     for call in ("get", "prefetch"):
@@ -337,11 +337,9 @@ def test_an_error_that_nobody_waits_for_is_raised_by_the_next_call(
         with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
             tiers.prefetch([5])
             wait_for(lambda: tiers._error is not None)
-            with pytest.raises(type(error), match=str(error)):
-                tiers.get(6) if call == "get" else tiers.prefetch([6])
-            for index in (5, 6):
-                with tiers.get(index) as record:
-                    check_record(record, index)
+            for _ in range(2):
+                with pytest.raises(type(error), match=str(error)):
+                    tiers.get(6) if call == "get" else tiers.prefetch([6])
 
 
 def test_every_wait_has_a_limit(store: RecordStore, gate: Gate) -> None:

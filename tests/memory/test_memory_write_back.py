@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,23 +236,37 @@ def test_not_read_where_all_is_replaced(store: VersionStore, gate: Gate) -> None
             tiers.get(0, empty=True)
 
 
-def test_a_failed_write_is_raised_and_tried_again(store: VersionStore, gate: Gate) -> None:
-    with TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1, write_threads=1) as tiers:
-        gate.fail[7] = OSError(errno.ENOSPC, "No space left on device")
+def test_a_failed_write_is_raised_from_then_on(store: VersionStore, gate: Gate) -> None:
+    for failing in (7, 8):
+        gate.fail[failing] = OSError(errno.ENOSPC, "No space left on device")
+        tiers = TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1, write_threads=1)
         with pytest.raises(OSError, match="No space left"):
             add_all(tiers)
-        tiers.flush()  # it has room now
-        with tiers.get(7) as record:
-            assert int(record["n"]) == 1
-        gate.fail[8] = OSError(errno.ENOSPC, "No space left on device")
-        add(tiers, 8)
-        with pytest.raises(OSError, match="No space left"):
-            tiers.flush()
+        written = len(gate.begun)
+        for _ in range(2):  # it has room now, but what went wrong is never forgotten
+            for call in (tiers.flush, partial(tiers.get, 7), partial(tiers.prefetch, [7])):
+                with pytest.raises(OSError, match="No space left"):
+                    call()
+        tiers.close()
+        assert len(gate.begun) == written
+
+
+def test_the_first_of_several_errors_is_raised(store: VersionStore, gate: Gate) -> None:
+    tiers = TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_threads=2, write_back_every_steps=1)
+    for index in (3, 4):
+        add(tiers, index)
+        gate.fail[index] = OSError(errno.EIO, f"bad sector {index}")
+    gate.open.clear()
+    tiers.touch([0])
+    wait_for(lambda: len(gate.begun) == 2)
+    gate.open.set()
+    with pytest.raises(OSError, match="bad sector") as first:
         tiers.flush()
-    with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
-        for index in (7, 8):
-            with tiers.get(index) as record:
-                assert int(record["n"]) >= 1
+    wait_for(lambda: not gate.fail and not any(map(tiers._is_writing, (3, 4))))
+    with pytest.raises(OSError, match="bad sector") as again:
+        tiers.flush()
+    assert first.value is again.value
+    tiers.close()
 
 
 def test_mistakes(store: VersionStore, tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Errors below the experts' state: a run either stops with the error, or goes on to the bit as if there had been none.
+
+Every call that can fail does so once, at several moments of a run that steps, saves and evaluates; the run then has to
+end with that error and with no other step taken, and to resume from its checkpoint as if nothing had happened.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from test_streamed_step import CONFIG, batch, differing, held_out_batches
+
+import jmoe.training.expert_state
+from jmoe.config import CheckpointConfig, TiersConfig
+from jmoe.memory.record import Record
+from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.memory.version_store import VersionStore
+from jmoe.mesh import make_mesh
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.expert_state import ExpertState
+from jmoe.training.layer_programs import LayerPrograms
+from jmoe.training.step import Program, TrainState
+from jmoe.training.streamed_step import StreamedProgram
+
+FIRST, SAVED, LAST = 2, 4, 6
+WORDS = "an injected fault"
+Result = tuple[dict[int, float], list[float], TrainState]
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class Fault:
+    """Counts the calls of a function, and lets number `fails_at` fail, once."""
+
+    def __init__(self, function: Callable[..., Any], fails_at: int) -> None:
+        self.function, self.fails_at, self.calls = function, fails_at, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise OSError(errno.EIO, WORDS, "some/file")
+        return self.function(*args, **options)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return lambda *args, **options: self(instance, *args, **options)
+
+
+class Training:
+    """A run on NVMe from step `FIRST` on, to be repeated from there."""
+
+    def __init__(self, folder: Path) -> None:
+        tiers = TiersConfig("nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000)
+        self.folder, self.config = folder / "checkpoints", dataclasses.replace(CONFIG, tiers=tiers)
+        self.streamed = StreamedProgram(self.config, make_mesh((1, 1, 1), jax.devices()[:1]))
+        self.program: Program = self.streamed.program()
+        state = self.program.init()
+        for step in range(FIRST):
+            state, _ = self.program.step(state, batch(self.config, step))
+        checkpoints = self.open()
+        checkpoints.save(FIRST, self.program.to_saved(state), 0, "{}")
+        checkpoints.close()
+        self.losses: dict[int, float] = {}
+        self.expected = self.go_on(FIRST)
+        self.calls = self.count_calls()
+
+    def count_calls(self) -> dict[str, int]:
+        """How often a run without a fault calls each place that can fail."""
+        counted = {name: Fault(getattr(self.holder(owner), name), 0) for owner, name in PLACES}
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in PLACES:
+                patch.setattr(self.holder(owner), name, counted[name])
+            self.forget_what_was_saved()
+            assert_same(self.go_on(FIRST), self.expected)
+        return {name: fault.calls for name, fault in counted.items()}
+
+    def holder(self, owner: Any) -> Any:
+        """Where the function is to be replaced."""
+        return self.streamed.programs if owner is LayerPrograms else owner
+
+    def open(self) -> Checkpoints:
+        config = CheckpointConfig(keep=3)
+        return Checkpoints(self.folder, config, records=self.program.records, timeout_s=60)
+
+    def go_on(self, step: int) -> Result:
+        """Losses of all steps, held-out losses and last state of a run that resumes from the checkpoint of `step`."""
+        self.losses = {}
+        checkpoints = self.open()
+        try:
+            return self.go_on_with(checkpoints, step)
+        except OSError:
+            with contextlib.suppress(OSError):  # another process would begin when this one has ended
+                checkpoints.close()
+            raise
+
+    def go_on_with(self, checkpoints: Checkpoints, step: int) -> Result:
+        """See `go_on`."""
+        state, _, _ = checkpoints.restore(step, self.program.saved_shape)
+        state = self.program.from_saved(state)
+        for now in range(step, LAST):
+            state, metrics = self.program.step(state, batch(self.config, now))
+            self.losses[now] = float(metrics["loss"])
+            held_out = [float(nll) for nll in self.program.evaluate(state, held_out_batches(self.config))]
+            checkpoints.check()
+            if now + 1 == SAVED and step < SAVED:
+                checkpoints.save(SAVED, self.program.to_saved(state), 0, "{}")
+        checkpoints.close()
+        self.program.to_saved(state)
+        whole = jax.tree.map(lambda x: x.copy(), jax.device_get(self.program.whole(state)))
+        return self.losses, held_out, whole
+
+    def forget_what_was_saved(self) -> None:
+        """Only the first checkpoint is left."""
+        for path in self.folder.iterdir():
+            if path.name != str(FIRST):
+                shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    training = Training(tmp_path_factory.mktemp("faults"))
+    yield training
+    training.program.close()
+
+
+PLACES = [
+    (TieredStore, "get"),
+    (TieredStore, "prefetch"),
+    (TieredStore, "touch"),
+    (TieredStore, "flush"),
+    (Record, "put"),
+    (VersionStore, "read_into"),
+    (VersionStore, "write"),
+    (VersionStore, "sync"),
+    (VersionStore, "pin"),
+    (ExpertState, "_run_update"),
+    (ExpertState, "_write_gradients"),
+    (jmoe.training.expert_state, "_place"),
+    (LayerPrograms, "route"),
+    (LayerPrograms, "moe_gradients"),
+    (RecordCheckpoints, "write_list"),
+    (RecordCheckpoints, "_drain"),
+]
+OF_SAVES = ("pin", "write_list", "_drain", "flush")  # the experts are as they were
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+def test_an_error_ends_the_run_or_changes_nothing(
+    training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, calls = training.holder(owner), training.calls[name]
+    original = getattr(holder, name)
+    assert calls > 0
+    for fails_at in sorted({1 + calls // 2, calls}):
+        training.forget_what_was_saved()
+        fault, error = Fault(original, fails_at), None
+        monkeypatch.setattr(holder, name, fault)
+        try:
+            assert_same(training.go_on(FIRST), training.expected)
+        except OSError as raised:
+            error = raised
+        assert training.losses.items() <= training.expected[0].items()
+        if error is None:
+            assert fault.calls < fails_at, f"call {fails_at} of {name} failed, and nobody was told"
+        else:
+            assert WORDS in str(error)
+            if name not in OF_SAVES:
+                check_that_it_stays(training)
+        monkeypatch.setattr(holder, name, original)
+        step = training.open().latest_step()
+        assert step in (FIRST, SAVED)
+        losses, held_out, state = training.expected
+        assert_same(training.go_on(step), ({n: loss for n, loss in losses.items() if n >= step}, held_out, state))
+
+
+def test_no_update_is_applied_twice(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps the ring's thread cannot have the memory for an expert's new weights; an evaluation follows."""
+    training.forget_what_was_saved()
+    get, commit, fault = TieredStore.get, ExpertState.commit, Fault(lambda: None, 1)
+
+    def get_weights(store: TieredStore, index: int, **options: Any) -> Record:
+        experts = training.streamed.experts
+        assert experts is not None
+        if store is experts.stores.weights and options.get("empty") and threading.current_thread().name == "ring":
+            fault()
+        return get(store, index, **options)
+
+    def commit_and_wait(experts: ExpertState, *args: Any) -> None:
+        commit(experts, *args)
+        deadline_s = time.monotonic() + 60
+        while experts._ring._error is None and not training.losses:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+
+    monkeypatch.setattr(TieredStore, "get", get_weights)
+    monkeypatch.setattr(ExpertState, "commit", commit_and_wait)
+    with pytest.raises(OSError, match=WORDS):
+        training.go_on(FIRST)
+    assert training.losses.items() <= training.expected[0].items()
+    check_that_it_stays(training)
+
+
+def assert_same(ours: Result, expected: Result) -> None:
+    """To the bit."""
+    assert ours[:2] == expected[:2]
+    assert differing(ours[2], expected[2]) == []
+
+
+def check_that_it_stays(training: Training) -> None:
+    """There is no further step, evaluation or save."""
+    experts = training.streamed.experts
+    if experts is None or experts.now == 0:
+        return
+    program, state = training.program, training.program.saved_shape  # looked at by no call
+    for call in (
+        lambda: program.step(state, batch(training.config, LAST)),
+        lambda: program.evaluate(state, held_out_batches(training.config)),
+        lambda: program.to_saved(state),
+        lambda: program.whole(state),
+    ):
+        with pytest.raises(OSError, match=WORDS):
+            call()
