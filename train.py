@@ -81,6 +81,12 @@ class Run:
         return loss, bits
 
     def save(self, step: int, state: TrainState) -> None:
+        with self.watchdog.waiting_for("the checkpoint before step", step):
+            self.checkpoints.wait()
+        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.program.progress
+        what = "the drain of records before step"
+        with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress):
+            self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step):
             self.folder.check()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
@@ -263,7 +269,7 @@ def run_all(config: TrainConfig) -> None:
             Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
-        with watchdog.waiting_for("restore or initialisation"):
+        with watchdog.waiting_for("restore or initialisation", progress=program.progress):
             state = start_or_resume(config, program, checkpoints, batches, resolved)
         start = int(state.step)
         log = MetricsLog(output_dir, start_step=start) if main_process else None

@@ -175,10 +175,20 @@ class Watchdog:
         if self._store is not None:
             self._threads.append(threading.Thread(target=self._report, name="watchdog reports", daemon=True))
 
-    def waiting_for(self, phase: str, step: int | None = None, *, timeout_s: float | None = None) -> _Wait:
-        """A context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest."""
+    def waiting_for(
+        self,
+        phase: str,
+        step: int | None = None,
+        *,
+        timeout_s: float | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> _Wait:
+        """A context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest.
+
+        progress: the time counts anew whenever this value has changed, here or on another rank that waits so too.
+        """
         label = phase if step is None else f"{phase} {step}"
-        return _Wait(self, label, self.timeout_s if timeout_s is None else timeout_s)
+        return _Wait(self, label, self.timeout_s if timeout_s is None else timeout_s, progress)
 
     def __enter__(self) -> Watchdog:
         for thread in self._threads:
@@ -207,7 +217,19 @@ class Watchdog:
                 self._answered_s = math.inf
                 _say(f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at {self._at()}")
             if wait is not None and time.monotonic() > wait.since + wait.timeout_s and not self._closing.is_set():
-                self._give_up(wait)
+                if self._has_progressed(wait):
+                    wait.since = time.monotonic()
+                else:
+                    self._give_up(wait)
+
+    def _has_progressed(self, wait: _Wait) -> bool:
+        if wait.progress is None:
+            return False
+        reports = _limited(self._reports) or {}
+        now = {rank: report["progress"] for rank, report in reports.items()} | {self._rank: str(wait.progress())}
+        changed = now != wait.seen
+        wait.seen = now
+        return changed
 
     def _give_up(self, wait: _Wait) -> None:
         waited_s = time.monotonic() - wait.since
@@ -284,7 +306,9 @@ class Watchdog:
             self._closing.wait(self._beat_s)
 
     def _beat(self, beat: int) -> None:
-        report = {"beat": beat, "waits": self._waits, "at": self._at()}
+        wait = self._wait
+        progress = str(wait.progress()) if wait is not None and wait.progress is not None else None
+        report = {"beat": beat, "waits": self._waits, "at": self._at(), "progress": progress}
         self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
 
     def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
@@ -319,13 +343,16 @@ class Watchdog:
 class _Wait:
     """One `with watchdog.waiting_for(...)`."""
 
-    def __init__(self, watchdog: Watchdog, label: str, timeout_s: float) -> None:
-        self.label, self.timeout_s, self.since = label, timeout_s, 0.0
+    def __init__(self, watchdog: Watchdog, label: str, timeout_s: float, progress: Callable[[], object] | None) -> None:
+        self.label, self.timeout_s, self.progress, self.since = label, timeout_s, progress, 0.0
+        self.seen: dict[int, str] = {}  # every rank's progress at the last look
         self._watchdog = watchdog
         self._outer: _Wait | None = None
 
     def __enter__(self) -> None:
         self.since = time.monotonic()
+        if self.progress is not None:
+            self.seen = {self._watchdog._rank: str(self.progress())}
         self._outer, self._watchdog._wait = self._watchdog._wait, self
         self._watchdog._waits += 1
 

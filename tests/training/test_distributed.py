@@ -259,6 +259,26 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 
+def test_a_wait_that_makes_progress_goes_on(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = """if True:
+        import time
+        from jmoe.training.distributed import Watchdog
+        moved = 0
+        with Watchdog(1.0) as watchdog:
+            with watchdog.waiting_for("records", progress=lambda: moved):
+                for moved in range(30):
+                    time.sleep(0.1)
+                print("moved", flush=True)
+                time.sleep(60)
+    """
+    ended = run_python(["-c", code], timeout=60)
+    assert ended.returncode == distributed.EXIT_CODE
+    assert ended.stdout == "moved\n"
+    assert re.search(r"jmoe: rank 0 has waited \d s for records \(limit 1 s\)", ended.stderr)
+
+
 def test_waits_in_time_do_nothing() -> None:
     with Watchdog(2.0) as watchdog:
         for step in range(4):
