@@ -28,14 +28,24 @@ from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.training import distributed
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.compatibility import check_compatible
-from jmoe.training.data import Corpus, TrainBatches, prepare, train_batches, unigram_bits_per_byte, xz_bits_per_byte
+from jmoe.training.data import (
+    COMPARABLE_BYTES,
+    Corpus,
+    Role,
+    TrainBatches,
+    baselines,
+    prepare,
+    train_batches,
+)
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
 from jmoe.training.pretrained import pretrained_state, with_pretrained_model
+from jmoe.training.progress import progress_lines
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.run_folder import WAIT_S, RunFolder
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.text_files import Report
 from jmoe.training.tier_plan import tier_totals, tiers_summary, training_plan, with_chosen_tiers
 
 
@@ -81,16 +91,21 @@ class Run:
         return loss, bits
 
     def save(self, step: int, state: TrainState) -> None:
-        with self.watchdog.waiting_for("the checkpoint before step", step):
-            self.checkpoints.wait()
-        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.program.progress
-        what = "the drain of records before step"
-        with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress):
-            self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step):
             self.folder.check()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
+
+
+def data_report(wait: distributed.Wait) -> Report:
+    """What preparing data tells: the watchdog that it goes on, and process 0's screen how far it is."""
+    lines = progress_lines(say)
+
+    def report(what: str, done: int, total: int) -> None:
+        wait.progressed(what)
+        lines(what, done, total)
+
+    return report
 
 
 def start_or_resume(
@@ -187,14 +202,19 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
     if run.log is None:
         return
     write_report(run.output_dir)
-    known = bool(corpus.held_out_bytes)
+    unigram, xz = baselines(corpus)
+    if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
+        say(
+            f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz and a unigram model "
+            f"({COMPARABLE_BYTES:,}; see data.held_out_bytes and data.held_out_fraction)"
+        )
     print_final_summary(
         output_dir=run.output_dir,
         checkpoint_dir=run.checkpoints.directory,
         before=before,
         after=after,
-        unigram_bits_per_byte=unigram_bits_per_byte(corpus) if known else float("nan"),
-        xz_bits_per_byte=xz_bits_per_byte(corpus) if known else float("nan"),
+        unigram_bits_per_byte=unigram,
+        xz_bits_per_byte=xz,
         expert_load=recent_expert_load(run.log.path),
         sample=sample,
     )
@@ -242,13 +262,15 @@ def run_all(config: TrainConfig) -> None:
         limits = config.distributed
         watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
         folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
-        with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s):
+        with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option="start_timeout_s"):
             stack.enter_context(folder)
-        with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s):
-            main_process = jax.process_index() == 0
-            vocab_size, wait_s = config.model.vocab_size, limits.start_timeout_s
-            corpus = prepare(config.data, vocab_size, output_dir / "data", is_main=main_process, wait_s=wait_s)
-        say(f"{corpus.num_train_tokens:,} tokens to train on, {len(corpus.held_out_tokens):,} held out")
+        main_process = jax.process_index() == 0
+        with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, option="start_timeout_s") as wait:
+            role = Role(main_process, data_report(wait), limits.start_timeout_s, lambda: wait.progress)
+            wait.on_rank_0 = not main_process
+            corpus = prepare(config.data, config.model.vocab_size, output_dir / "data", role)
+        held_out = len(corpus.held_out_tokens)
+        say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
         batches = train_batches(
             corpus,
             batch_size=config.batch_size,
@@ -269,7 +291,7 @@ def run_all(config: TrainConfig) -> None:
             Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
-        with watchdog.waiting_for("restore or initialisation", progress=program.progress):
+        with watchdog.waiting_for("restore or initialisation"):
             state = start_or_resume(config, program, checkpoints, batches, resolved)
         start = int(state.step)
         log = MetricsLog(output_dir, start_step=start) if main_process else None

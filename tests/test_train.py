@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_completed_run(runs: TrainRuns) -> None:
         "before training",
     ):
         assert words in screen
-    for words in ("after training", "bits per byte", "unigram model", "xz -9", "least loaded expert", "sample"):
+    for words in ("after training", "bits per byte", "least loaded expert", "sample"):
         assert words in screen
     for name in ("checkpoints", "metrics.jsonl", "tensorboard", "report.png"):
         assert str(output_dir / name) in screen.replace("\n", ""), name
@@ -301,6 +302,45 @@ def test_bad_options(tmp_path: Path, runs: TrainRuns, start_python: Start) -> No
         assert processes[name].returncode not in (0, None), name
         assert message in screen, name
         assert "Traceback" not in screen, name
+
+
+@pytest.mark.slow
+def test_preparing_data_may_take_longer_than_the_limit_without_progress(
+    runs: TrainRuns, tmp_path: Path, run_python: Run
+) -> None:
+    """The standard library takes several seconds, a piece of it far less than the 4 s that are allowed."""
+    text = tmp_path / "text"
+    text.mkdir()
+    sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    for copy in range(4):
+        (text / f"{copy}.txt").write_bytes(b"".join(sources))
+    limit = ("--distributed.start-timeout-s", 4, "--num-steps", 1, "--data.held-out-bytes", 3000)
+    done = run_python(runs.command(tmp_path / "run", *limit, data=text), runs.environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "; 4 file(s) read\n" in done.stdout
+
+
+def test_text_that_cannot_be_read(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """All of it is named at once and nothing is prepared; `--data.encoding` then reads it."""
+    text, folder = shutil.copytree(runs.text, tmp_path / "text"), tmp_path / "run"
+    for name in ("one.txt", "two.md"):
+        (text / name).write_bytes("naïve café\n".encode("latin-1") * 9)
+    (text / "logo.png").write_bytes(b"x")
+    done = run_python(runs.command(folder, "--num-steps", 2, data=text), runs.environment(), timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "data.path: 2 problem(s) in 10 file(s) of text; nothing was written:" in done.stderr
+    for name in ("one.txt", "two.md"):
+        assert f"{text / name}: not UTF-8 at byte 2: invalid continuation byte" in done.stderr
+    assert "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it" in done.stderr
+    assert not (folder / "data").exists()
+
+    command = runs.command(folder, "--num-steps", 2, "--data.encoding", "utf-8", "latin-1", data=text)
+    done = run_python(command, runs.environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "; 10 file(s) read, 1 skipped that are no text (1 *.png)\n" in done.stdout
+    assert "too few to compare with xz and a unigram model (100,000; see data.held_out_bytes" in done.stdout
+    assert "xz -9" not in done.stdout and "nan" not in done.stdout
 
 
 def test_help_lists_the_presets(runs: TrainRuns, run_python: Run) -> None:

@@ -36,6 +36,7 @@ class DataConfig:
     path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # one per path; empty: by size
     field: str = "text"  # JSONL: the field with the text
+    encoding: tuple[str, ...] = ("utf-8",)  # of text and JSONL; several: each file in the first that fits it
     tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
     held_out_fraction: float = 0.05
     held_out_bytes: int = 500_000  # at most this much text is held out for evaluation
@@ -49,11 +50,25 @@ class DataConfig:
             self.weights,
             f"needs one weight per data.path, of which there are {len(self.path)}",
         )
+        check(bool(self.encoding), "data.encoding", self.encoding, "needs at least one encoding")
+        for name in self.encoding:
+            check(
+                _is_text_encoding(name), "data.encoding", name, "must be a text encoding of Python, e.g. utf-8, latin-1"
+            )
         check(all(w > 0 for w in self.weights), "data.weights", self.weights, "must all be greater than 0")
         check(
             0 < self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction, "must be between 0 and 1"
         )
         positive(self, "held_out_bytes", "num_threads", "prefetch_batches")
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        return b"a".decode(name) is not None
+    except LookupError:  # also what turns bytes into bytes, such as base64
+        return False
+    except UnicodeError:  # one byte is too few for UTF-16
+        return True
 
 
 @dataclass(frozen=True)
@@ -124,10 +139,9 @@ class MeshConfig:
 class CheckpointConfig:
     every_steps: int = 100
     keep: int = 2
-    drain_timeout_s: int = 600  # the longest that copying the records of experts may take for one of them
 
     def __post_init__(self) -> None:
-        positive(self, "every_steps", "keep", "drain_timeout_s")
+        positive(self, "every_steps", "keep")
 
 
 @dataclass(frozen=True)

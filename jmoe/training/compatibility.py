@@ -34,6 +34,7 @@ NOTED = {
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
 }
 NOTED_WITH_FINGERPRINT = {
+    "data.encoding": "the text itself is the same",
     "data.path": "the text itself is the same",
     "data.tokenizer": "the tokenizer itself is the same",
 }

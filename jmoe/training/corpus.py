@@ -11,10 +11,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from jmoe.config import DataConfig
 from jmoe.training.text_files import (
     SHARD_SUFFIX,
     InputFile,
+    Report,
+    check_texts,
     find_files,
     held_out_offsets,
     read_pieces,
@@ -34,7 +39,7 @@ from jmoe.training.text_files import (
     standard_library,
 )
 from jmoe.training.token_shards import ShardHeader, ShardWriter, open_shard, remove_stale_temporaries, write_atomic
-from jmoe.training.tokenizer import LoadedTokenizer, encode_pieces, load_tokenizer, train_bpe
+from jmoe.training.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
 
 FORMAT = 1  # of a folder of prepared text; another number: prepared anew
 MANIFEST, TOKENIZER, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "tokenizer.json", "held_out.bin", "held_out.txt"
@@ -47,13 +52,16 @@ Ids = NDArray[np.unsignedinteger[Any]]
 class Source:
     """The training tokens behind one `data.path`: memory-mapped ids, one array per shard.
 
-    weight: its share in the mixture relative to the other sources'; None: all sources count by size.
+    weight: its share in the mixture relative to the other sources'; None: all sources count by size. files, skipped:
+    how many were read, and those of the folder that are no text, counted by suffix.
     """
 
     name: str
     shards: tuple[Ids, ...]
     weight: float | None
     text_bytes: int
+    files: int
+    skipped: Counter[str]
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +91,16 @@ class Corpus:
     def num_train_tokens(self) -> int:
         return sum(source.num_tokens for source in self.sources)
 
+    def files(self) -> str:
+        """How many files were read, and how many skipped, in words."""
+        skipped = sum((source.skipped for source in self.sources), Counter())
+        words = f"{sum(source.files for source in self.sources):,} file(s) read"
+        if skipped:
+            kinds = [f"{count} {kind}" for kind, count in skipped.most_common(5)]
+            more = ", ..." if len(skipped) > 5 else ""
+            words += f", {skipped.total():,} skipped that are no text ({', '.join(kinds)}{more})"
+        return words
+
     def check_held_out_text(self) -> None:
         """`ValueError` if the held-out text is unknown, so that there are no bits per byte."""
         if not self.held_out_bytes:
@@ -109,6 +127,7 @@ class _Input:
     pattern: str
     files: tuple[InputFile, ...]
     weight: float | None
+    skipped: Counter[str]
 
     @property
     def is_shards(self) -> bool:
@@ -124,16 +143,29 @@ class _HeldOut:
     sha256: str
 
 
-def prepare(
-    config: DataConfig, vocab_size: int, cache_dir: Path, *, is_main: bool = True, wait_s: float = 300
-) -> Corpus:
-    """Find, split, tokenise (once, into `cache_dir`) and memory-map the data of a run.
+@dataclass(frozen=True, eq=False)
+class Role:
+    """Which part this process has in preparing data, and how it shows and sees progress.
 
-    `vocab_size` is the model's. Only the process with `is_main` writes; the others wait for its manifest for at most
-    `wait_s` seconds, then raise `TimeoutError` naming it. All processes must see the same inputs and `cache_dir`.
-    A user's mistake raises `ValueError` that names the field, the file and, where there is one, the line or byte.
+    is_main: it alone writes. report: called as the work goes on, at least every few seconds. The others wait for at
+    most `wait_s` seconds since `progress` of the main process last changed.
     """
-    inputs = _find_inputs(config)
+
+    is_main: bool = True
+    report: Report = lambda what, done, total: None
+    wait_s: float = 300
+    progress: Callable[[], int] = lambda: 0
+
+
+def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None) -> Corpus:
+    """Find, check, split, tokenise (once, into `cache_dir`) and memory-map the data of a run.
+
+    `vocab_size` is the model's. The main process writes; the others wait for its manifest, or raise `TimeoutError`
+    naming it (see `Role`). All processes must see the same inputs and `cache_dir`. A user's mistake raises `ValueError`
+    that names the field, the file and, where there is one, the line or byte, before anything is written.
+    """
+    role = role or Role()
+    inputs = _find_inputs(config, role.report)
     shards = {i: _open_shards(entry, vocab_size) for i, entry in enumerate(inputs) if entry.is_shards}
     tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
     targets = _held_out_targets(config, inputs, shards)
@@ -146,9 +178,9 @@ def prepare(
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             directory=cache_dir,
-            timestamps=bool(config.path),
+            config=config,
         )
-        manifest = job.run() if is_main else _wait_for(job, wait_s)
+        manifest = job.run(role.report) if role.is_main else _wait_for(job, role)
         tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size)
         for number, i in enumerate(texts):
             shards[i] = [_Shard(*open_shard(cache_dir / manifest["train"][number]["file"]))]
@@ -158,28 +190,27 @@ def prepare(
     return _assemble(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
 
 
-def write_shards(config: DataConfig, vocab_size: int, out: Path) -> Corpus:
+def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:
     """`prepare` text into `out` for other runs; refuses a folder that holds shards made from anything else."""
-    inputs = _find_inputs(config)
+    inputs = _find_inputs(config, report)
     for entry in inputs:
         if entry.is_shards:
             raise ValueError(f"data.path = {entry.pattern!r}: already token shards; only text can be written as shards")
     tokenizer = _given_tokenizer(config, inputs, {}, vocab_size)
     targets = tuple(_held_out_targets(config, inputs, {}))
-    job = _TextJob(tuple(inputs), targets, tokenizer, vocab_size, out, bool(config.path))
+    job = _TextJob(tuple(inputs), targets, tokenizer, vocab_size, out, config)
     if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.finished() is None:
         raise ValueError(f"--out = {str(out)!r}: already holds token shards made from other inputs or settings")
-    return prepare(config, vocab_size, out)
+    return prepare(config, vocab_size, out, Role(report=report))
 
 
-def _find_inputs(config: DataConfig) -> list[_Input]:
+def _find_inputs(config: DataConfig, report: Report) -> list[_Input]:
     if not config.path:
-        return [_Input("", tuple(standard_library()), None)]
-    weights = config.weights or (None,) * len(config.path)
-    inputs = [
-        _Input(pattern, tuple(find_files(pattern, config.field)), weight)
-        for pattern, weight in zip(config.path, weights, strict=True)
-    ]
+        return [_Input("", tuple(standard_library()), None, Counter())]
+    inputs = []
+    for pattern, weight in zip(config.path, config.weights or (None,) * len(config.path), strict=True):
+        found = find_files(pattern, config.field, report)
+        inputs.append(_Input(pattern, found.files, weight, found.skipped))
     owner: dict[Path, int] = {}
     for i, entry in enumerate(inputs):
         for file in entry.files:
@@ -247,27 +278,30 @@ def _held_out_targets(config: DataConfig, inputs: Sequence[_Input], shards: dict
 
 @dataclass(frozen=True, eq=False)
 class _TextJob:
-    """Text inputs to be tokenised into `directory`. timestamps: whether changed times mean changed files."""
+    """Text inputs to be tokenised into `directory`."""
 
     inputs: tuple[_Input, ...]
     target_bytes: tuple[int, ...]
     tokenizer: LoadedTokenizer | None
     vocab_size: int
     directory: Path
-    timestamps: bool
+    config: DataConfig
 
     def key(self) -> str:
         """Identifies what the result depends on, from the files' names, sizes and times, without reading them."""
-        what = {
+        timestamps = bool(self.config.path)  # the standard library's mean nothing
+        what: dict[str, Any] = {
             "format": FORMAT,
             "target_bytes": self.target_bytes,
             "weights": [entry.weight for entry in self.inputs],
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else self.vocab_size,
             "inputs": [
-                [[f.name, f.size_bytes, f.mtime_ns if self.timestamps else 0, f.field] for f in entry.files]
+                [[f.name, f.size_bytes, f.mtime_ns if timestamps else 0, f.field] for f in entry.files]
                 for entry in self.inputs
             ],
         }
+        if self.config.encoding != DataConfig().encoding:
+            what["encoding"] = self.config.encoding
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def finished(self) -> dict[str, Any] | None:
@@ -286,52 +320,81 @@ class _TextJob:
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
-    def run(self) -> dict[str, Any]:
+    def run(self, report: Report) -> dict[str, Any]:
         """Tokenise, unless that has been done; the manifest is written last and makes the result valid."""
         manifest = self.finished()
         if manifest is not None:
             return manifest
+        if self.tokenizer is None:
+            check_vocab_size(self.vocab_size)
+        parts = self._split(report)
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / MANIFEST).unlink(missing_ok=True)
         remove_stale_temporaries(self.directory)
-        offsets = [held_out_offsets(entry.files, t) for entry, t in zip(self.inputs, self.target_bytes, strict=True)]
-        tokenizer = self._write_tokenizer(offsets)
-        manifest = {"key": self.key(), "tokenizer": tokenizer.fingerprint, **self._write_tokens(tokenizer, offsets)}
+        tokenizer = self._write_tokenizer(parts, report)
+        manifest = {
+            "key": self.key(),
+            "tokenizer": tokenizer.fingerprint,
+            **self._write_tokens(tokenizer, parts, report),
+        }
         write_atomic(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
         return manifest
 
-    def _write_tokenizer(self, offsets: list[list[int]]) -> LoadedTokenizer:
+    def _split(self, report: Report) -> list[_SplitInput]:
+        """Check all text, and say from where on it is held out."""
+        files = check_texts([file for entry in self.inputs for file in entry.files], self.config.encoding, report)
+        rest = iter(files)
+        parts = []
+        for entry, target in zip(self.inputs, self.target_bytes, strict=True):
+            own = tuple(itertools.islice(rest, len(entry.files)))
+            parts.append(_SplitInput(own, tuple(held_out_offsets(own, target)), entry.weight))
+            if not any(_has_text(file, 0, stop) for file, stop in parts[-1].trained()):
+                raise ValueError(f"data.path = {entry.pattern!r}: too little text to train on and to hold out")
+        if not any(_has_text(f, stop, f.size_bytes) for part in parts for f, stop in part.trained()):
+            raise ValueError(f"data.path: the {len(parts)} inputs hold too little text to hold any of it out")
+        return parts
+
+    def _write_tokenizer(self, parts: list[_SplitInput], report: Report) -> LoadedTokenizer:
         path = self.directory / TOKENIZER
         if self.tokenizer is None:
-            weights = [sum(o) if e.weight is None else e.weight for e, o in zip(self.inputs, offsets, strict=True)]
+            weights = [sum(part.offsets) if part.weight is None else part.weight for part in parts]
             texts = (
                 text
-                for entry, stops, weight in zip(self.inputs, offsets, weights, strict=True)
-                for text in sample_texts(entry.files, stops, int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)))
+                for part, weight in zip(parts, weights, strict=True)
+                for text in sample_texts(part.files, part.offsets, int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)))
             )
-            write_atomic(path, train_bpe(texts, self.vocab_size).to_str().encode())
+            with _while_alive("training the tokenizer", report):
+                trained = train_bpe(texts, self.vocab_size)
+            write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
             write_atomic(path, self.tokenizer.path.read_bytes())  # byte for byte: its hash is its fingerprint
         return load_tokenizer(path, self.vocab_size)
 
-    def _write_tokens(self, tokenizer: LoadedTokenizer, offsets: list[list[int]]) -> dict[str, Any]:
+    def _write_tokens(self, tokenizer: LoadedTokenizer, parts: list[_SplitInput], report: Report) -> dict[str, Any]:
         writer = functools.partial(
             ShardWriter, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, tokenizer=tokenizer.fingerprint
         )
         train = []
         held_out_text = bytearray()
+        done_bytes, all_bytes = 0, sum(file.size_bytes for part in parts for file in part.files)
+
+        def encode(pieces: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
+            nonlocal done_bytes
+            for ids, size in encode_pieces(tokenizer, pieces):
+                shard.append(ids, text_bytes=size)
+                done_bytes += size
+                report("tokenising", done_bytes, all_bytes)
+
         with contextlib.ExitStack() as stack:
             held_out = stack.enter_context(writer(self.directory / HELD_OUT, split="held_out"))
-            for number, (entry, stops) in enumerate(zip(self.inputs, offsets, strict=True)):
+            for number, (entry, part) in enumerate(zip(self.inputs, parts, strict=True)):
                 name = f"train-{number:05d}{SHARD_SUFFIX}"
                 with writer(self.directory / name, split="train") as shard:
-                    for file, stop in zip(entry.files, stops, strict=True):
-                        for ids, size in encode_pieces(tokenizer, read_pieces(file, 0, stop)):
-                            shard.append(ids, text_bytes=size)
+                    for file, stop in part.trained():
+                        encode(read_pieces(file, 0, stop), shard)
                         held = list(read_pieces(file, stop, file.size_bytes))
                         held_out_text += "".join(text for text, _ in held).encode()
-                        for ids, size in encode_pieces(tokenizer, held):
-                            held_out.append(ids, text_bytes=size)
+                        encode(held, held_out)
                     if shard.count < 2:
                         raise ValueError(f"data.path = {entry.pattern!r}: too little text to train on and to hold out")
                 train.append(_manifest_entry(name, shard))
@@ -345,25 +408,65 @@ class _TextJob:
         }
 
 
+@dataclass(frozen=True)
+class _SplitInput:
+    """Checked files of one input, and for each the byte from which on it is held out."""
+
+    files: tuple[InputFile, ...]
+    offsets: tuple[int, ...]
+    weight: float | None
+
+    def trained(self) -> Iterator[tuple[InputFile, int]]:
+        """(file, end of what is trained on)."""
+        return zip(self.files, self.offsets, strict=True)
+
+
+def _has_text(file: InputFile, start: int, stop: int) -> bool:
+    return any(text for text, _ in read_pieces(file, start, stop))
+
+
+@contextlib.contextmanager
+def _while_alive(what: str, report: Report) -> Iterator[None]:
+    """Report every second of the block that it goes on; for work in a library that tells nothing before its end."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(1.0):
+            report(what, 0, 0)
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _manifest_entry(name: str, shard: ShardWriter) -> dict[str, Any]:
     assert shard.header is not None, name
     return {"file": name, **dataclasses.asdict(shard.header)}
 
 
-def _wait_for(job: _TextJob, wait_s: float) -> dict[str, Any]:
+def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
     path = job.directory / MANIFEST
-    deadline = time.monotonic() + wait_s
+    since, seen = time.monotonic(), role.progress()
     pause_s = 0.05
     while (manifest := job.finished()) is None:
-        if time.monotonic() >= deadline:
+        if (now := role.progress()) != seen:
+            since, seen = time.monotonic(), now
+        if time.monotonic() >= since + role.wait_s:
             state = (
                 "it is there, but was made from other inputs or settings than this process sees (names, sizes, times)"
                 if path.exists()
                 else "it is not there; is the folder shared by all processes, and did process 0 fail? Large text is "
                 "better tokenised once with python -m jmoe.training.data"
             )
-            raise TimeoutError(f"{path}: waited {wait_s:g} s for process 0 to prepare the data: {state}")
-        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            raise TimeoutError(
+                f"{path}: waited {role.wait_s:g} s (distributed.start_timeout_s) without progress of process 0, which "
+                f"prepares the data: {state}"
+            )
+        time.sleep(min(pause_s, max(0.0, since + role.wait_s - time.monotonic())))
         pause_s = min(1.0, pause_s * 1.5)
     return manifest
 
@@ -462,6 +565,8 @@ def _assemble(
                 shards=tuple(s.ids for s in group),
                 weight=entry.weight,
                 text_bytes=sum(int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group),
+                files=len(entry.files),
+                skipped=entry.skipped,
             )
             for entry, group in zip(inputs, shards, strict=True)
         ),

@@ -352,7 +352,8 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
     return np.mean(last, axis=0) if last else None
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`4:05`, or `1:04:05` from an hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
@@ -441,7 +442,7 @@ class ProgressLine:
             parts.append(f"compiled and run in {step_s:.1f} s")
         parts.append(f"dropped {100 * dropped_fraction:.2f} %")
         if self._step_s:
-            parts.append(f"ETA {_duration((self._num_steps - step - 1) * typical_s)}")
+            parts.append(f"ETA {duration((self._num_steps - step - 1) * typical_s)}")
         return parts
 
     def _bar(self, step: int, parts: list[str]) -> Table:

@@ -343,7 +343,8 @@ def _comparison(
         table.add_row("before training", f"{before[0]:.4f}", f"{before[1]:.4f}", "")
     table.add_row("after training", f"{after[0]:.4f}", f"{after[1]:.4f}", "", style="bold")
     for name, bits in (("unigram model, same tokens", unigram_bits_per_byte), ("xz -9, same bytes", xz_bits_per_byte)):
-        table.add_row(name, "", f"{bits:.4f}", _against(after[1], bits))
+        if math.isfinite(bits):
+            table.add_row(name, "", f"{bits:.4f}", _against(after[1], bits))
     return table
 
 
@@ -363,6 +364,7 @@ def print_final_summary(
     """Prints the lines that end a run.
 
     before, after: (nats per token, bits per byte) of the held-out text; before = None where it was not measured.
+    unigram_bits_per_byte, xz_bits_per_byte: not shown where they are nan.
     expert_load [num_moe_layers, num_experts]: fractions or counts (`recent_expert_load`); None without MoE layers.
     prompt, sample: what the sample began with and what the model wrote after it; both empty: no sample.
     stream: by default stdout; colours only on a terminal, paths never wrapped.

@@ -123,7 +123,6 @@ class StreamedProgram:
             from_saved=self.from_saved,
             whole=self.whole,
             records=self.stores.records,
-            progress=self.stores.progress,
             expert_stats=self.stats,
             close=self.close,
         )

@@ -1,7 +1,8 @@
-"""Finding text, splitting it into train and held-out, and reading it piece by piece.
+"""Finding text, checking it, splitting it into train and held-out, and reading it piece by piece.
 
 A document is a text file or one line of a JSONL file. Nothing here depends on where on a machine the files lie:
-order and split follow from names relative to the path that was given.
+order and split follow from names relative to the path that was given. A file in another encoding than UTF-8 is read
+into memory whole and then is its UTF-8 bytes, so that every position in a file is one in UTF-8.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import io
+import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 # What a folder is searched for; a file that is named, or matched by a glob, is read whatever its suffix.
 TEXT_SUFFIXES = frozenset(
@@ -27,17 +32,29 @@ STDLIB_EXCLUDED = frozenset(
     ("test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload")
 )
 STDLIB_MIN_BYTES = 1_000_000
+MAX_SHOWN = 20  # files or lines named in one error ...
+MAX_PROBLEMS = 1000  # ... of at most so many looked for
+
+# Called with what is being done, and how much of how much is done: bytes, or files where the second is 0.
+Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input; `name` is its path relative to the folder or glob that was given."""
+    """One input; `name` is its path relative to the folder or glob that was given, `size_bytes` that of its UTF-8."""
 
     path: Path
     name: str
     size_bytes: int
     mtime_ns: int
     field: str | None = None  # JSONL: the field with the text
+    encoding: str = "utf-8"
+
+    def open(self) -> BinaryIO:
+        """Open the file's text as UTF-8."""
+        if self.encoding == "utf-8":
+            return open(self.path, "rb")
+        return io.BytesIO(self.path.read_bytes().decode(self.encoding).encode())
 
     @property
     def order(self) -> str:
@@ -58,17 +75,32 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
-def find_files(pattern: str, field: str) -> list[InputFile]:
-    """The files behind one `data.path`: a file, a folder (recursive) or a glob; sorted by name, never empty.
+@dataclass(frozen=True)
+class Found:
+    """The files behind one `data.path`, sorted by name, never empty; `skipped` counts a folder's others by suffix."""
+
+    files: tuple[InputFile, ...]
+    skipped: Counter[str]
+
+
+def find_files(pattern: str, field: str, report: Report) -> Found:
+    """Find what one `data.path` names: a file, a folder (recursive) or a glob.
 
     Where there are token shards, they are what is meant: a folder of shards also holds their tokenizer and manifest.
     """
     path = Path(pattern).expanduser()
+    skipped: Counter[str] = Counter()
     if path.is_file():
-        return [_input_file(path, path.parent, field)]
+        return Found((_input_file(path, path.parent, field),), skipped)
     if path.is_dir():
         root = path
-        found = [p for p in _walk(path) if p.suffix in TEXT_SUFFIXES or p.suffix == SHARD_SUFFIX]
+        found = []
+        for p in _walk(path):
+            if p.suffix in TEXT_SUFFIXES or p.suffix == SHARD_SUFFIX:
+                found.append(p)
+            else:
+                skipped[f"*{p.suffix}" if p.suffix else p.name] += 1
+            report("finding files", len(found), 0)
         what = f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards ({SHARD_SUFFIX})"
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
@@ -77,7 +109,87 @@ def find_files(pattern: str, field: str) -> list[InputFile]:
     if not found:
         raise ValueError(f"data.path = {pattern!r}: {what}")
     shards = [p for p in found if p.suffix == SHARD_SUFFIX]
-    return sorted((_input_file(p, root, field) for p in shards or found), key=lambda f: f.name)
+    files = []
+    for p in shards or found:
+        files.append(_input_file(p, root, field))
+        report("finding files", len(files), 0)
+    return Found(tuple(sorted(files, key=lambda f: f.name)), Counter() if shards else skipped)
+
+
+def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Report) -> list[InputFile]:
+    """Read every file once, each in the first of the encodings that fits it.
+
+    Returns the files with their encodings and sizes in UTF-8. `ValueError` names all files, and the bytes or lines of
+    them, that cannot be read.
+    """
+    checked: list[InputFile] = []
+    bad: list[str] = []
+    done_bytes, all_bytes = 0, sum(file.size_bytes for file in files)
+    for file in files:
+
+        def more(position: int, before: int = done_bytes) -> None:
+            report("checking the text", before + position, all_bytes)
+
+        fitting, problem = _fitting(file, encodings, more)
+        if fitting is not None:
+            checked.append(fitting)
+        problems = [problem] if problem else []
+        if file.field is not None:
+            lines = _jsonl_problems(fitting or file, file.field, more)
+            problems = list(itertools.islice(lines, MAX_PROBLEMS)) or problems
+        bad += problems
+        if len(bad) >= MAX_PROBLEMS:
+            break
+        done_bytes += file.size_bytes
+    if not bad:
+        return checked
+    count = f"{MAX_PROBLEMS} or more" if len(bad) >= MAX_PROBLEMS else str(len(bad))
+    shown = [*bad[:MAX_SHOWN], *([f"... and {len(bad) - MAX_SHOWN} more"] if len(bad) > MAX_SHOWN else [])]
+    message = f"data.path: {count} problem(s) in {len(files)} file(s) of text; nothing was written:\n" + "\n".join(
+        shown
+    )
+    if len(checked) < len(files):
+        several = " ".join(dict.fromkeys((*encodings, "latin-1")))
+        message += f"\n--data.encoding {several} reads each file in the first of these encodings that fits it"
+    raise ValueError(message)
+
+
+def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], None]) -> tuple[InputFile | None, str]:
+    """(the file in the first encoding that fits it, ""), or (None, what is wrong with it in the first of them)."""
+    problem = ""
+    for encoding in encodings:
+        name = codecs.lookup(encoding).name
+        decoder = codecs.getincrementaldecoder(encoding)()
+        position = utf8_bytes = pending = 0
+        try:
+            with open(file.path, "rb") as f:
+                while data := f.read(PIECE_BYTES):
+                    pending = len(decoder.getstate()[0])
+                    text = decoder.decode(data)
+                    utf8_bytes += len(data) if name == "utf-8" else len(text.encode())
+                    position += len(data)
+                    report(position)
+                pending = len(decoder.getstate()[0])
+                utf8_bytes += len(decoder.decode(b"", final=True).encode())
+        except UnicodeError as error:
+            at, reason = position - pending + getattr(error, "start", 0), getattr(error, "reason", error)
+            problem = problem or f"{file.path}: not {encoding.upper()} at byte {at}: {reason}"
+        else:
+            return replace(file, encoding=name, size_bytes=utf8_bytes), ""
+    return None, problem
+
+
+def _jsonl_problems(file: InputFile, field: str, report: Callable[[int], None]) -> Iterator[str]:
+    with file.open() as f:
+        position = 0
+        for number, line in enumerate(f, 1):
+            position += len(line)
+            report(min(position, file.size_bytes))
+            try:
+                if line.strip():
+                    _json_text(line, field)
+            except ValueError as error:
+                yield f"{file.path}:{number}: {error}"
 
 
 def standard_library() -> list[InputFile]:
@@ -126,7 +238,7 @@ def _last_part(file: InputFile, last_bytes: int) -> int:
 
     If no line begins there: in JSONL the last line, in text the next character.
     """
-    with open(file.path, "rb") as f:
+    with file.open() as f:
         start = max(0, file.size_bytes - last_bytes)
         f.seek(start)
         tail = f.read()
@@ -155,7 +267,7 @@ def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, b
 
 def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open(file.path, "rb") as f:
+    with file.open() as f:
         f.seek(start)
         position = start
         while position < stop:
@@ -173,7 +285,7 @@ def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, 
 
 
 def _jsonl_pieces(file: InputFile, field: str, start: int, stop: int) -> Iterator[tuple[str, bool]]:
-    with open(file.path, "rb") as f:
+    with file.open() as f:
         f.seek(start)
         position = start
         while position < stop and (line := f.readline()):
@@ -181,7 +293,7 @@ def _jsonl_pieces(file: InputFile, field: str, start: int, stop: int) -> Iterato
                 try:
                     text = _json_text(line, field)
                 except ValueError as error:
-                    raise ValueError(f"{file.path}:{_line_number(file.path, position)}: {error}") from error
+                    raise ValueError(f"{file.path}:{_line_number(file, position)}: {error}") from error
                 for first in range(0, len(text), PIECE_BYTES):
                     yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
             position += len(line)
@@ -207,8 +319,8 @@ def _json_text(line: bytes, field: str) -> str:
     return text
 
 
-def _line_number(path: Path, position: int) -> int:
-    with open(path, "rb") as f:
+def _line_number(file: InputFile, position: int) -> int:
+    with file.open() as f:
         line, left = 1, position
         while left > 0 and (data := f.read(min(PIECE_BYTES, left))):
             line += data.count(b"\n")

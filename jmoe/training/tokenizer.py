@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ END_OF_TEXT_NAMES = (
     "[SEP]",
 )
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
-BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer's threads at once
+# Text handed to the tokenizer's threads at once: a piece for each, so that progress can be told every second or so.
+BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +42,17 @@ class LoadedTokenizer:
     fingerprint: str
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` tokens, lossless for any text; `<|endoftext|>` has id 0."""
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise `ValueError` if a byte-level BPE of so many tokens has no room for every byte."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"model.vocab_size = {vocab_size}: must be at least {MIN_VOCAB_SIZE} for a byte-level BPE to be trained"
         )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of at most `vocab_size` tokens, lossless for any text; `<|endoftext|>` has id 0."""
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

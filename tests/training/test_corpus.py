@@ -17,8 +17,9 @@ import pytest
 from text_corpus import REPOSITORY, config, finish, start, write_shard, write_texts
 
 from jmoe.config import DataConfig
+from jmoe.training import corpus as corpus_module
 from jmoe.training import text_files
-from jmoe.training.corpus import Corpus, prepare
+from jmoe.training.corpus import Corpus, Role, prepare
 from jmoe.training.data import main, unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.training.token_shards import ShardWriter, open_shard
 from jmoe.training.tokenizer import load_tokenizer, train_bpe
@@ -32,6 +33,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """A `Report` for nobody."""
 
 
 def decode(corpus: Corpus, ids: Iterable[int]) -> str:
@@ -146,7 +151,7 @@ def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, t
 
 def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
     def names(pattern: object) -> list[str]:
-        return [file.name for file in text_files.find_files(str(pattern), "text")]
+        return [file.name for file in text_files.find_files(str(pattern), "text", quiet).files]
 
     assert names(texts) == sorted(p.relative_to(texts).as_posix() for p in texts.rglob("*.txt"))
     assert names(texts / "part0" / "doc00.txt") == ["doc00.txt"]
@@ -239,7 +244,7 @@ def test_broken_jsonl_names_file_and_line(tmp_path: Path, line: bytes, message: 
     path.write_bytes(good * 50 + line + b"\n" + good * 50)
     with pytest.raises(ValueError, match=message):
         prepare(config(path), 300, tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.json"))
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("offset", [10, (1 << 20) + 5, 3 << 19])
@@ -254,11 +259,93 @@ def test_text_that_is_not_utf8_names_file_and_byte(tmp_path: Path, offset: int) 
     assert named in (offset, offset - 1)  # the character that the broken byte belongs to
 
 
+def test_everything_that_cannot_be_read_is_named_at_once_and_nothing_is_written(tmp_path: Path, texts: Path) -> None:
+    """Also what was prepared before stays as it was."""
+    mixed, cache = shutil.copytree(texts, tmp_path / "mixed"), tmp_path / "cache"
+    prepare(config(mixed), 300, cache)
+    before = {path: path.read_bytes() for path in cache.iterdir()}
+    (mixed / "a.txt").write_bytes("naïve café".encode("latin-1"))
+    (mixed / "b.md").write_bytes("déjà".encode("cp1252"))
+    (mixed / "c.jsonl").write_bytes(b'{"text": "good"}\n{"text": 3}\n\n{"body": "x"}\n{"text": "\xff"}\n')
+    (mixed / "end.txt").write_bytes("ends amid a character: é".encode()[:-1])
+    with pytest.raises(
+        ValueError, match=r"data.path: 6 problem\(s\) in 24 file\(s\) of text; nothing was writ"
+    ) as error:
+        prepare(config(mixed), 300, cache)
+    lines = str(error.value).splitlines()
+    assert lines[1:] == [
+        f"{mixed / 'a.txt'}: not UTF-8 at byte 2: invalid continuation byte",
+        f"{mixed / 'b.md'}: not UTF-8 at byte 1: invalid continuation byte",
+        f"{mixed / 'c.jsonl'}:2: data.field = 'text': is a int, not text",
+        f"{mixed / 'c.jsonl'}:4: data.field = 'text': not in this line, which has: body",
+        f"{mixed / 'c.jsonl'}:5: not UTF-8 at byte 10 of the line: invalid start byte",
+        f"{mixed / 'end.txt'}: not UTF-8 at byte 23: unexpected end of data",
+        "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it",
+    ]
+    assert {path: path.read_bytes() for path in cache.iterdir()} == before
+
+
+def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 3000)
+    with pytest.raises(ValueError, match=r"data.path: 1000 or more problem\(s\) in 1 file\(s\)") as error:
+        prepare(config(tmp_path), 300, tmp_path / "cache")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 22
+    assert lines[20].startswith(f"{tmp_path / 'a.jsonl'}:20: ") and lines[21] == "... and 980 more"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-8-sig", "shift_jis", "gb18030"])
+def test_encodings(tmp_path: Path, encoding: str) -> None:
+    """The same text as that of the same files in UTF-8; where it is split depends on the bytes in each."""
+    words = "漢字かな" if encoding in ("utf-16", "utf-16-le", "utf-8-sig", "shift_jis", "gb18030") else "déjà vu ÿ"
+    text = "".join(f"line {i} {words}\n" for i in range(400))
+    lines = "".join(json.dumps({"text": f"document {i} {words}\n"}, ensure_ascii=False) + "\n" for i in range(50))
+    for folder, name in (("utf8", "utf-8"), ("other", encoding)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_bytes(text.encode(name))
+        (tmp_path / folder / "b.jsonl").write_bytes(lines.encode(name))
+    expected = prepare(config(tmp_path / "utf8"), 300, tmp_path / "cache")
+    read = prepare(config(tmp_path / "other", encoding=(encoding,)), 300, tmp_path / "cache2")
+    documents, again = (
+        sorted((train_text(one) + one.held_out_bytes.decode()).splitlines()) for one in (expected, read)
+    )
+    assert len(documents) == 450 and again == documents
+
+
+def test_each_file_is_read_in_the_first_encoding_that_fits(tmp_path: Path, texts: Path) -> None:
+    mixed = shutil.copytree(texts, tmp_path / "mixed")
+    (mixed / "zz.txt").write_bytes("naïve café\n".encode("latin-1") * 20)
+    both = prepare(config(mixed, encoding=("utf-8", "latin-1")), 300, tmp_path / "cache")
+    text = train_text(both) + both.held_out_bytes.decode()
+    assert text.count("naïve café\n") == 20 and "漢字" in text and "Ã" not in text
+    with pytest.raises(ValueError, match="not UTF-8 at byte 2"):  # another encoding is another job
+        prepare(config(mixed), 300, tmp_path / "cache")
+    for wrong in (("latin-7b",), ("base64",), ()):
+        with pytest.raises(ValueError, match=r"data.encoding = .*: (must be a text encoding|needs at least one)"):
+            config(mixed, encoding=wrong)
+
+
+def test_files_read_and_skipped_are_counted(tmp_path: Path, texts: Path) -> None:
+    mixed = shutil.copytree(texts, tmp_path / "mixed")
+    for name in ("a.png", "b.png", "Makefile"):
+        (mixed / name).write_text("x")
+    assert prepare(config(texts), 300, tmp_path / "cache").files() == "20 file(s) read"
+    read = prepare(config(mixed), 300, tmp_path / "cache2")
+    assert read.files() == "20 file(s) read, 3 skipped that are no text (2 *.png, 1 Makefile)"
+
+
 @pytest.mark.parametrize("content", ["", "x"])
 def test_too_little_text(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.txt").write_text(content)
     with pytest.raises(ValueError, match=r"data.path.*too little text"):
         prepare(config(tmp_path / "a.txt"), 300, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_vocabulary_that_is_too_small_writes_nothing(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.vocab_size = 256: must be at least 257"):
+        prepare(config(texts), 256, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_standard_library(tmp_path: Path) -> None:
@@ -272,7 +359,7 @@ def test_standard_library(tmp_path: Path) -> None:
 
 
 def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
-    files = text_files.find_files(str(texts), "text")
+    files = text_files.find_files(str(texts), "text", quiet).files
     stops = [file.size_bytes for file in files]
     assert "".join(sorted(text_files.sample_texts(files, stops, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
@@ -287,9 +374,9 @@ PREPARE = """
 import sys
 from pathlib import Path
 from jmoe.config import DataConfig
-from jmoe.training.corpus import prepare
+from jmoe.training.corpus import Role, prepare
 path, cache, main = sys.argv[1:]
-print(prepare(DataConfig(path=(path,)), 400, Path(cache), is_main=main == "1", wait_s=30).fingerprint)
+print(prepare(DataConfig(path=(path,)), 400, Path(cache), Role(main == "1", wait_s=30)).fingerprint)
 """
 
 
@@ -313,11 +400,44 @@ def test_other_processes_wait_and_two_runs_do_not_disturb_each_other(
 
 
 def test_waiting_has_a_limit_that_names_the_file(tmp_path: Path, texts: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"manifest.json: waited 0.1 s for process 0 .* it is not there"):
-        prepare(config(texts), 400, tmp_path, is_main=False, wait_s=0.1)
+    other = Role(is_main=False, wait_s=0.1)
+    limit = r"manifest.json: waited 0.1 s \(distributed.start_timeout_s\) without progress of .* it is not there"
+    with pytest.raises(TimeoutError, match=limit):
+        prepare(config(texts), 400, tmp_path, other)
     prepare(config(texts), 400, tmp_path)
     with pytest.raises(TimeoutError, match="made from other inputs"):
-        prepare(config(texts), 401, tmp_path, is_main=False, wait_s=0.1)
+        prepare(config(texts), 401, tmp_path, other)
+
+
+def test_waiting_has_no_limit_while_process_0_goes_on(tmp_path: Path, texts: Path) -> None:
+    """The limit counts from the last progress: many times as long goes by here."""
+    asked = 0
+
+    def progress() -> int:
+        nonlocal asked
+        asked += 1
+        return min(asked, 20)
+
+    with pytest.raises(TimeoutError):
+        prepare(config(texts), 400, tmp_path, Role(is_main=False, wait_s=0.06, progress=progress))
+    assert asked > 20
+
+
+def test_progress_is_told_in_every_phase(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a library works on, and as bytes of what there is to do."""
+    told: dict[str, list[tuple[int, int]]] = {}
+    train = corpus_module.train_bpe
+
+    def slow(*arguments: object) -> object:
+        time.sleep(1.5)
+        return train(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(corpus_module, "train_bpe", slow)
+    prepare(config(texts), 400, tmp_path, Role(report=lambda *done: told.setdefault(done[0], []).append(done[1:])))
+    assert list(told) == ["finding files", "checking the text", "training the tokenizer", "tokenising"]
+    size = sum(path.stat().st_size for path in texts.rglob("*.txt"))
+    for phase in ("checking the text", "tokenising"):
+        assert told[phase] == sorted(told[phase]) and told[phase][-1] == (size, size)
 
 
 def test_killed_while_it_tokenises(tmp_path: Path, texts: Path, corpus: Corpus) -> None:

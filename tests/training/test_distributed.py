@@ -255,28 +255,10 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
     ended = run_python(["-c", code], timeout=60)
     assert ended.returncode == distributed.EXIT_CODE
     assert ended.stdout == "begun\n"
-    assert re.search(r"jmoe: rank 0 has waited \d s for training data 7 \(limit 1 s\)", ended.stderr)
+    assert re.search(
+        r"jmoe: rank 0 has waited \d s for training data 7 \(limit: distributed.step_timeout_s = 1\)", ended.stderr
+    )
     assert 'File "<string>", line 8 in <module>' in ended.stderr
-
-
-def test_a_wait_that_makes_progress_goes_on(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    code = """if True:
-        import time
-        from jmoe.training.distributed import Watchdog
-        moved = 0
-        with Watchdog(1.0) as watchdog:
-            with watchdog.waiting_for("records", progress=lambda: moved):
-                for moved in range(30):
-                    time.sleep(0.1)
-                print("moved", flush=True)
-                time.sleep(60)
-    """
-    ended = run_python(["-c", code], timeout=60)
-    assert ended.returncode == distributed.EXIT_CODE
-    assert ended.stdout == "moved\n"
-    assert re.search(r"jmoe: rank 0 has waited \d s for records \(limit 1 s\)", ended.stderr)
 
 
 def test_waits_in_time_do_nothing() -> None:
@@ -339,3 +321,66 @@ def test_a_bad_address_is_an_error() -> None:
         config = DistributedConfig(coordinator_address=address, num_processes=2, process_id=0)
         with pytest.raises(OSError, match="process 0 cannot listen there"):
             distributed.start(config)
+
+
+# Preparing data: RANK PROCESSES PORT TEXT CACHE SLOW; process 0 takes SLOW seconds over every piece of text.
+PREPARING = """
+import sys, time
+from pathlib import Path
+from jmoe.config import DataConfig, DistributedConfig
+from jmoe.training import corpus
+from jmoe.training.distributed import Watchdog, start
+
+rank, processes, port = map(int, sys.argv[1:4])
+text, cache, slow_s = sys.argv[4], Path(sys.argv[5]), float(sys.argv[6])
+start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank))
+encode = corpus.encode_pieces
+
+def slowly(tokenizer, pieces):
+    for piece in encode(tokenizer, pieces):
+        time.sleep(slow_s)
+        yield piece
+
+corpus.encode_pieces = slowly
+with Watchdog(60, 60) as watchdog:
+    begun = time.monotonic()
+    with watchdog.waiting_for("data", timeout_s=2, option="start_timeout_s") as wait:
+        wait.on_rank_0 = rank != 0
+        role = corpus.Role(rank == 0, lambda what, done, total: wait.progressed(what), 2, lambda: wait.progress)
+        made = corpus.prepare(DataConfig(path=(text,)), 300, cache, role)
+    print("prepared", made.fingerprint, f"after {time.monotonic() - begun:.1f} s", flush=True)
+"""
+
+
+def prepare_slowly(start_python: Start, folder: Path, slow_s: float) -> list[tuple[int, str]]:
+    """(return code, log) of two ranks that prepare 20 files with a limit of 2 s."""
+    (folder / "text").mkdir()
+    for i in range(20):
+        (folder / "text" / f"{i}.txt").write_text(f"a document of no importance, {i}\n" * 50)
+    port, logs = free_port(), [folder / f"{rank}.log" for rank in range(2)]
+    ranks = [
+        start_python(["-c", PREPARING, rank, 2, port, folder / "text", folder / "cache", slow_s], log)
+        for rank, log in enumerate(logs)
+    ]
+    codes = [ends(rank, 90) for rank in ranks]
+    return [(code, log.read_text()) for code, log in zip(codes, logs, strict=True)]
+
+
+def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_path: Path) -> None:
+    """Process 0 takes at least three times the limit; the other waits for it as long."""
+    results = prepare_slowly(start_python, tmp_path, 0.3)
+    assert [code for code, _ in results] == [0, 0], results
+    fingerprints = set()
+    for _, log in results:
+        (line,) = (line for line in log.splitlines() if line.startswith("prepared "))
+        fingerprints.add(line.split()[1])
+        assert float(line.split()[3]) > 6
+    assert len(fingerprints) == 1
+
+
+def test_preparing_data_that_stands_still_ends_both_and_names_the_limit(start_python: Start, tmp_path: Path) -> None:
+    results = prepare_slowly(start_python, tmp_path, 1000)
+    assert all(code != 0 for code, _ in results), results
+    expected = r"rank 0 has waited \d+ s for data: \S.* without progress \(limit: distributed.start_timeout_s = 2\)"
+    for _, log in results:
+        assert re.search(expected, log) or "(distributed.start_timeout_s) without progress of process 0" in log, log
