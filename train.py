@@ -40,12 +40,11 @@ from jmoe.training.data import (
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
 from jmoe.training.pretrained import pretrained_state, with_pretrained_model
-from jmoe.training.progress import progress_lines
+from jmoe.training.progress import PreparingData
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.run_folder import WAIT_S, RunFolder
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
-from jmoe.training.text_files import Report
 from jmoe.training.tier_plan import tier_totals, tiers_summary, training_plan, with_chosen_tiers
 
 
@@ -91,21 +90,17 @@ class Run:
         return loss, bits
 
     def save(self, step: int, state: TrainState) -> None:
+        with self.watchdog.waiting_for("the checkpoint before step", step):
+            self.checkpoints.wait()
+        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.program.progress
+        what = "the drain of records before step"
+        option = "checkpoint.drain_timeout_s"
+        with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress, option=option):
+            self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step):
             self.folder.check()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
-
-
-def data_report(wait: distributed.Wait) -> Report:
-    """What preparing data tells: the watchdog that it goes on, and process 0's screen how far it is."""
-    lines = progress_lines(say)
-
-    def report(what: str, done: int, total: int) -> None:
-        wait.progressed(what)
-        lines(what, done, total)
-
-    return report
 
 
 def start_or_resume(
@@ -262,12 +257,12 @@ def run_all(config: TrainConfig) -> None:
         limits = config.distributed
         watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
         folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
-        with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option="start_timeout_s"):
+        option = "distributed.start_timeout_s"
+        with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
             stack.enter_context(folder)
-        main_process = jax.process_index() == 0
-        with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, option="start_timeout_s") as wait:
-            role = Role(main_process, data_report(wait), limits.start_timeout_s, lambda: wait.progress)
-            wait.on_rank_0 = not main_process
+        main_process, made = jax.process_index() == 0, PreparingData(say)
+        role = Role(main_process, made.report, limits.start_timeout_s, watchdog.progress_of_rank_0)
+        with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, progress=made.progress, option=option):
             corpus = prepare(config.data, config.model.vocab_size, output_dir / "data", role)
         held_out = len(corpus.held_out_tokens)
         say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
@@ -291,7 +286,7 @@ def run_all(config: TrainConfig) -> None:
             Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
-        with watchdog.waiting_for("restore or initialisation"):
+        with watchdog.waiting_for("restore or initialisation", progress=program.progress):
             state = start_or_resume(config, program, checkpoints, batches, resolved)
         start = int(state.step)
         log = MetricsLog(output_dir, start_step=start) if main_process else None

@@ -139,9 +139,10 @@ class MeshConfig:
 class CheckpointConfig:
     every_steps: int = 100
     keep: int = 2
+    drain_timeout_s: int = 600  # the longest that copying the records of experts may take for one of them
 
     def __post_init__(self) -> None:
-        positive(self, "every_steps", "keep")
+        positive(self, "every_steps", "keep", "drain_timeout_s")
 
 
 @dataclass(frozen=True)

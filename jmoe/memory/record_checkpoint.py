@@ -13,8 +13,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,9 @@ def is_durable(folder: Path) -> bool:
 class RecordCheckpoints:
     """What one process does for the records in its stores, by name, when checkpoints are saved and restored.
 
-    `folder` is always the folder of a step's item. No method but `wait`, `restore` and `close` takes long. Several
-    processes each have one, with stores that own different records of the same names.
+    `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
+    Several processes each have one, with stores that own different records of the same names. stall_limit_s: the
+    longest that a drain may take for one record.
     """
 
     def __init__(
@@ -70,12 +73,13 @@ class RecordCheckpoints:
         *,
         process: int = 0,
         num_processes: int = 1,
-        wait_limit_s: float = 3600.0,
+        stall_limit_s: float = 3600.0,
     ) -> None:
         self.stores, self.process, self.num_processes = dict(stores), process, num_processes
-        self._wait_limit_s = wait_limit_s
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="drain")
+        self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
+        self._drained = (0, 0)  # records, of how many
+        self._checked = 0  # records, by `find`
         self._stats = DrainStats()
         self._found: tuple[Path, Found] | None = None  # by `find`, for `restore`
 
@@ -96,7 +100,7 @@ class RecordCheckpoints:
     def committed(self, folder: Path, steps: list[int]) -> None:
         """The step of `folder` is committed: begin to drain it, and to free the pins of all steps but `steps`."""
         self.wait()
-        self._draining = self._pool.submit(self._drain_and_free, folder, {str(step) for step in steps})
+        self._start(self._drain_and_free, folder, {str(step) for step in steps})
 
     def check(self) -> None:
         """Raise the error of a drain that has failed, if any; never waits."""
@@ -104,14 +108,29 @@ class RecordCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the step committed last is durable, as far as this process goes. `OSError` if that failed."""
+        """Wait until the step committed last is durable, as far as this process goes. `OSError` if that failed.
+
+        However long it takes, unless no record is copied for the limit: `TimeoutError` then.
+        """
         draining, self._draining = self._draining, None
         if draining is None:
             return
-        try:
-            draining.result(self._wait_limit_s)
-        except TimeoutError:
-            raise TimeoutError(f"records of process {self.process}: not durable in {self._wait_limit_s} s") from None
+        tick_s = min(1.0, self._stall_limit_s)
+        before, since_s = self._drained, time.monotonic()
+        while not wait([draining], tick_s).done:
+            if self._drained != before:
+                before, since_s = self._drained, time.monotonic()
+            elif time.monotonic() - since_s > self._stall_limit_s:
+                done, total = before
+                raise TimeoutError(
+                    f"drain of records to {self._drains_to}: process {self.process} has copied none for "
+                    f"{self._stall_limit_s:g} s; {done} of {total} are there"
+                )
+        draining.result()
+
+    def progress(self) -> tuple[int, ...]:
+        """What changes as long as a drain or a restore goes on."""
+        return (*self._drained, self._checked)
 
     def missing(self, folder: Path) -> list[str]:
         """This process's records that have no whole file, for a step of any number of processes; empty if none."""
@@ -132,7 +151,9 @@ class RecordCheckpoints:
             places = _places(folder, name, lists)
             owned = [(index, places.get(index, [])) for index in store.owned]
             with ThreadPoolExecutor(READERS, "verify") as pool:
-                parts = [pool.submit(_whole_files, store, owned[first::READERS]) for first in range(READERS)]
+                parts = [
+                    pool.submit(_whole_files, store, owned[first::READERS], self._count) for first in range(READERS)
+                ]
                 for part in parts:
                     files, damaged = part.result()
                     found.files[name].update(files)
@@ -158,17 +179,23 @@ class RecordCheckpoints:
         own = _lists(folder).get(self.process, {"pins": {}})["pins"]
         if own == self._pins(int(folder.parent.name)) and all(Path(pins).is_dir() for pins in own.values()):
             self.wait()
-            self._draining = self._pool.submit(self._drain, folder)
+            self._start(self._drain, folder)
+
+    def _count(self) -> None:
+        self._checked += 1
 
     def stats(self) -> DrainStats:
         return self._stats
 
     def close(self) -> None:
-        """Wait for the drain and end its thread."""
-        try:
-            self.wait()
-        finally:
-            self._pool.shutdown()
+        """Wait for the drain."""
+        self.wait()
+
+    def _start(self, drain: Callable[..., object], *arguments: Any) -> None:
+        """Drain in a thread that may be left behind: one that hangs must not keep the process from ending."""
+        self._draining, self._drained = Future(), (0, 0)
+        self._drains_to = arguments[0]
+        threading.Thread(target=_fulfil, args=(self._draining, drain, *arguments), name="drain", daemon=True).start()
 
     def _pins(self, step: int) -> dict[str, str]:
         return {name: str((store.path / PINS / str(step)).absolute()) for name, store in self.stores.items()}
@@ -201,10 +228,14 @@ class RecordCheckpoints:
         steps, linked, copied, copied_bytes = 1, 0, 0, 0
         try:
             io = io_of(folder)
+            pinned = {
+                name: sorted((store.path / PINS / folder.parent.name).iterdir()) for name, store in self.stores.items()
+            }
             for name, store in self.stores.items():
                 (folder / name).mkdir(exist_ok=True)
                 buffers = RecordBuffers(1, store.layout.record_bytes)
-                for source in sorted((store.path / PINS / folder.parent.name).iterdir()):
+                for source in pinned[name]:
+                    self._drained = linked + copied, sum(map(len, pinned.values()))
                     target = folder / name / source.name
                     if target.exists() or _link([before / name / source.name, source], target):
                         linked += 1
@@ -225,6 +256,15 @@ class RecordCheckpoints:
             was.steps + steps, was.linked + linked, was.copied + copied, was.copied_bytes + copied_bytes
         )
         return True
+
+
+def _fulfil(future: Future[object], work: Callable[..., object], *arguments: Any) -> None:
+    try:
+        result = work(*arguments)
+    except BaseException as error:  # raised by `wait`, in the caller's thread
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _lists(folder: Path) -> dict[int, dict[str, Any]]:
@@ -256,12 +296,15 @@ def _places(folder: Path, name: str, lists: dict[int, dict[str, Any]]) -> dict[i
     return places
 
 
-def _whole_files(store: VersionStore, places: list[tuple[int, list[Path]]]) -> tuple[dict[int, Path], list[str]]:
+def _whole_files(
+    store: VersionStore, places: list[tuple[int, list[Path]]], count: Callable[[], None]
+) -> tuple[dict[int, Path], list[str]]:
     """The first file of each record that is what was written; a sentence for every file that is not."""
     record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
     whole: dict[int, Path] = {}
     damaged = []
     for index, paths in places:
+        count()
         errors = []
         for path in paths:
             try:

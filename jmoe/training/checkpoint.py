@@ -42,6 +42,7 @@ from jmoe.training.checkpoint_contents import (
 )
 
 MANIFEST = "manifest.json"
+MEETING_LIMIT_MS = 10 * 24 * 3_600_000  # each process has a limit of its own for what it does before the meeting
 
 
 class Checkpoints:
@@ -70,6 +71,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._step = -1  # the step being saved, or saved last
         self._arrays: dict[str, Any] = {}  # its manifest entries
+        self._meetings = 0  # of all processes, by `wait_for_records`
         processes = jax.process_count()
         self._processes = ocp.options.MultiprocessingOptions(
             active_processes=set(range(processes)) if processes > 1 else None
@@ -283,6 +285,17 @@ class Checkpoints:
         self._commit = threading.Thread(target=self._finish, args=(manager, step), name=f"checkpoint {step}")
         self._commit.start()
 
+    def wait_for_records(self) -> None:
+        """Wait until every process has copied the records of the step saved last; they may take very long."""
+        if self._records is None:
+            return
+        self.wait()
+        self._records.wait()
+        if jax.process_count() > 1:
+            self._meetings += 1
+            meet = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
+            meet(key=f"jmoe_drained_{self._meetings}", timeout_ms=MEETING_LIMIT_MS)
+
     def check(self) -> None:
         """Raise the error of a save that has failed in the background, if any; never waits."""
         if self._commit is not None and not self._commit.is_alive():
@@ -301,8 +314,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the save under way, records included, and free what Orbax holds."""
         self.wait()
-        if self._records is not None:
-            self._records.wait()
+        self.wait_for_records()
         if self._manager is not None:
             self._manager.close()
             self._manager = None

@@ -154,7 +154,7 @@ class Role:
     is_main: bool = True
     report: Report = lambda what, done, total: None
     wait_s: float = 300
-    progress: Callable[[], int] = lambda: 0
+    progress: Callable[[], object] = lambda: None
 
 
 def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None) -> Corpus:

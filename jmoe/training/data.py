@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import DataConfig
 from jmoe.training.corpus import Corpus, Role, Source, prepare, write_shards
-from jmoe.training.progress import progress_lines
+from jmoe.training.progress import PreparingData
 
 __all__ = [
     "COMPARABLE_BYTES",
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out_fraction=given.held_out_fraction,
             held_out_bytes=given.held_out_bytes,
         )
-        report = progress_lines(lambda line: print(line, file=sys.stderr, flush=True))
+        report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
         corpus = write_shards(config, 2**32 if given.vocab_size is None else given.vocab_size, given.out, report)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

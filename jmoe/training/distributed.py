@@ -165,7 +165,7 @@ class Watchdog:
         self._beat_s = min(1.0, heartbeat_timeout_s / 10)
         self._rank, self._processes = jax.process_index(), jax.process_count()
         self._store: Any = _store()
-        self._wait: Wait | None = None
+        self._wait: _Wait | None = None
         self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
         self._last = "nothing yet"
         self._answered_s = math.inf  # when the coordinator last answered; inf: it is not expected to, or that was said
@@ -176,15 +176,26 @@ class Watchdog:
             self._threads.append(threading.Thread(target=self._report, name="watchdog reports", daemon=True))
 
     def waiting_for(
-        self, phase: str, step: int | None = None, *, timeout_s: float | None = None, option: str = "step_timeout_s"
-    ) -> Wait:
+        self,
+        phase: str,
+        step: int | None = None,
+        *,
+        timeout_s: float | None = None,
+        progress: Callable[[], object] | None = None,
+        option: str = "distributed.step_timeout_s",
+    ) -> _Wait:
         """A context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest.
 
-        option: the field of `DistributedConfig` that holds the limit, for the message. Work that tells of its progress
-        (`Wait.progressed`) may take longer: the limit is then of the time without any.
+        progress: the time counts anew whenever this value has changed, here or on another rank that waits so too; text
+        is shown. option: the setting that holds the limit, for the message.
         """
         label = phase if step is None else f"{phase} {step}"
-        return Wait(self, label, self.timeout_s if timeout_s is None else timeout_s, option)
+        return _Wait(self, label, self.timeout_s if timeout_s is None else timeout_s, progress, option)
+
+    def progress_of_rank_0(self) -> str | None:
+        """What rank 0's present wait shows of its progress; None where it shows nothing."""
+        report = _limited(lambda: json.loads(self._store.key_value_try_get(f"{REPORTS}0")))
+        return None if report is None else report["progress"]
 
     def __enter__(self) -> Watchdog:
         for thread in self._threads:
@@ -213,13 +224,25 @@ class Watchdog:
                 self._answered_s = math.inf
                 _say(f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at {self._at()}")
             if wait is not None and time.monotonic() > wait.since + wait.timeout_s and not self._closing.is_set():
-                self._give_up(wait)
+                if self._has_progressed(wait):
+                    wait.since = time.monotonic()
+                else:
+                    self._give_up(wait)
 
-    def _give_up(self, wait: Wait) -> None:
+    def _has_progressed(self, wait: _Wait) -> bool:
+        if wait.progress is None:
+            return False
+        reports = _limited(self._reports) or {}
+        now = {rank: report["progress"] for rank, report in reports.items()} | {self._rank: str(wait.progress())}
+        changed = now != wait.seen
+        wait.seen = now
+        return changed
+
+    def _give_up(self, wait: _Wait) -> None:
         waited_s = time.monotonic() - wait.since
-        words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.label}"
-        words += " without progress" if wait.progress else ""
-        words += f" (limit: distributed.{wait.option} = {wait.timeout_s:g})"
+        words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.doing()}"
+        words += " without progress" if wait.progress is not None else ""
+        words += f" (limit {wait.timeout_s:g} s, {wait.option})"
         reports = _limited(self._reports)
         if self._store is not None:
             words += "; " + (NO_COORDINATOR if reports is None else self._behind(reports))
@@ -247,7 +270,7 @@ class Watchdog:
                 lines.append(f"rank {rank} is behind, at {report['at']}")
         return "; ".join(lines) or f"all {self._processes} ranks have come as far"
 
-    def _failed_in(self, wait: Wait, error: BaseException) -> None:
+    def _failed_in(self, wait: _Wait, error: BaseException) -> None:
         """Name the ranks whose silence explains this error, before it goes on its way."""
         if self._store is None or self._closing.is_set() or not isinstance(error, Exception):
             return
@@ -277,9 +300,6 @@ class Watchdog:
                 self._answered_s = time.monotonic()
                 if self._rank == 0:
                     self._look_for_silence(changed)
-                elif (wait := self._wait) is not None and wait.on_rank_0:
-                    with contextlib.suppress(jax.errors.JaxRuntimeError):  # rank 0 has not begun
-                        wait.follow(json.loads(self._store.key_value_try_get(f"{REPORTS}0"))["progress"])
                 for rank, notice in self._notices().items():
                     if rank != self._rank and notice["line"] not in seen:
                         seen.add(notice["line"])
@@ -296,7 +316,7 @@ class Watchdog:
 
     def _beat(self, beat: int) -> None:
         wait = self._wait
-        progress = 0 if wait is None else wait.progress
+        progress = str(wait.progress()) if wait is not None and wait.progress is not None else None
         report = {"beat": beat, "waits": self._waits, "at": self._at(), "progress": progress}
         self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
 
@@ -316,7 +336,7 @@ class Watchdog:
         wait = self._wait
         if wait is None:
             return f"the end of {self._last}"
-        return f"{wait.label} since {time.monotonic() - wait.since:.0f} s"
+        return f"{wait.doing()} since {time.monotonic() - wait.since:.0f} s"
 
     def _publish(self, line: str, *, ends: bool, rank: int | None = None) -> None:
         key = f"{NOTICES}{self._rank if rank is None else rank}"
@@ -329,34 +349,29 @@ class Watchdog:
         return _read(self._store, NOTICES)
 
 
-class Wait:
-    """One `with watchdog.waiting_for(...)`. progress: changes with every sign that the work goes on."""
+class _Wait:
+    """One `with watchdog.waiting_for(...)`."""
 
-    def __init__(self, watchdog: Watchdog, label: str, timeout_s: float, option: str) -> None:
-        self.label, self.timeout_s, self.option, self.since = label, timeout_s, option, 0.0
-        self.progress = 0
-        self.on_rank_0 = False  # whether rank 0's progress counts
-        self._phase = label
-        self._of_rank_0: int | None = None
+    def __init__(
+        self, watchdog: Watchdog, label: str, timeout_s: float, progress: Callable[[], object] | None, option: str
+    ) -> None:
+        self.label, self.timeout_s, self.progress, self.since = label, timeout_s, progress, 0.0
+        self.option = option
+        self.seen: dict[int, str] = {}  # every rank's progress at the last look
         self._watchdog = watchdog
-        self._outer: Wait | None = None
+        self._outer: _Wait | None = None
 
-    def __enter__(self) -> Wait:
+    def __enter__(self) -> None:
         self.since = time.monotonic()
+        if self.progress is not None:
+            self.seen = {self._watchdog._rank: str(self.progress())}
         self._outer, self._watchdog._wait = self._watchdog._wait, self
         self._watchdog._waits += 1
-        return self
 
-    def progressed(self, doing: str) -> None:
-        """Note that the work goes on, and what it is doing now; the limit counts from here on."""
-        self.since, self.label = time.monotonic(), f"{self._phase}: {doing}"
-        self.progress += 1
-
-    def follow(self, progress: int) -> None:
-        """Count another `progress` of rank 0 than the last one as this rank's."""
-        if progress != self._of_rank_0:
-            self._of_rank_0 = progress
-            self.progressed("rank 0 prepares it")
+    def doing(self) -> str:
+        """What is waited for, and where that is said how far it is."""
+        now = self.progress() if self.progress is not None else None
+        return f"{self.label}, {now}" if isinstance(now, str) and now else self.label
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._watchdog._wait, self._watchdog._last = self._outer, self.label

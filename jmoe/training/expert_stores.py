@@ -42,7 +42,8 @@ class ExpertStores:
         self._versions = self._open_versions()
         saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
         processes = {"process": jax.process_index(), "num_processes": jax.process_count()}
-        self.records = RecordCheckpoints(saved, **processes) if saved else None
+        limit_s = config.checkpoint.drain_timeout_s
+        self.records = RecordCheckpoints(saved, stall_limit_s=limit_s, **processes) if saved else None
 
     def _open_versions(self) -> dict[str, VersionStore]:
         tiers = self._tiers
@@ -125,6 +126,11 @@ class ExpertStores:
         if not given:
             return max(len(self._owned_records) // 4, 2) * record_bytes
         return given * record_bytes // sum(store.layout.record_bytes for store in self._versions.values())
+
+    def progress(self) -> tuple[int, ...]:
+        """What changes as long as records are filled, drained or restored."""
+        written = tuple(store.stats().writes for store in self._versions.values())
+        return written + (() if self.records is None else self.records.progress())
 
     def close(self) -> None:
         """Wait for what is being saved, and give the folders free."""

@@ -72,7 +72,7 @@ class Program:
     embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
     its own; whole: the saved state with all of that, of `whole_shape`. evaluation_batches: how many batches `evaluate`
     is best given at once. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does.
-    close: end threads.
+    progress: what changes as long as records are moved, for limits on waits. close: end threads.
     """
 
     init: Callable[[], TrainState]
@@ -91,6 +91,7 @@ class Program:
     records: RecordCheckpoints | None = None
     evaluation_batches: int = 1
     expert_stats: Callable[[], Any] = lambda: None
+    progress: Callable[[], object] | None = None
     close: Callable[[], None] = lambda: None
 
 

@@ -123,6 +123,7 @@ class StreamedProgram:
             from_saved=self.from_saved,
             whole=self.whole,
             records=self.stores.records,
+            progress=self.stores.progress,
             expert_stats=self.stats,
             close=self.close,
         )

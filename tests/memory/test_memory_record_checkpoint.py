@@ -292,6 +292,36 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         last.close()
 
 
+def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take any time as long as records are copied; its thread keeps nothing from ending."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        stores = open_stores(Path(made))
+        records = RecordCheckpoints(stores, stall_limit_s=0.5)
+        gate, real, copied = threading.Event(), record_checkpoint._copy, 0
+
+        def hangs_at_the_tenth(*args: Any) -> None:
+            nonlocal copied
+            copied += 1
+            time.sleep(0.1)  # ten of them are longer than the limit
+            assert copied < 10 or gate.wait(60)
+            real(*args)
+
+        monkeypatch.setattr(record_checkpoint, "_copy", hangs_at_the_tenth)
+        folder = tmp_path / "checkpoints" / "1" / ITEM
+        folder.mkdir(parents=True)
+        records.write_list(folder, records.pin(1))
+        records.committed(folder, [1])
+        with pytest.raises(TimeoutError, match=rf"drain of records to {folder}: .* 9 of {2 * NUM_RECORDS} are there"):
+            records.wait()
+        records.close()
+        gate.set()
+        deadline = time.monotonic() + 30
+        while not is_durable(folder) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert is_durable(folder)
+        close({}, stores)
+
+
 def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         run = Run(Path(made) / "local", tmp_path / "checkpoints")

@@ -253,3 +253,54 @@ def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
     with pytest.raises(ValueError, match=f"{path}: is damaged"):
         records.missing(path.parent)
     store.close()
+
+
+SLOW_DRAIN = """
+import sys, time
+from types import SimpleNamespace
+sys.path[:0] = ["tests", "tests/training", "."]
+from test_checkpoint_records import *
+from jmoe.config import DistributedConfig, TrainConfig
+from jmoe.memory import record_checkpoint
+from jmoe.training import distributed
+from jmoe.training.run_folder import RunFolder
+import train as program
+rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
+distributed.start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
+                                    start_timeout_s=60, heartbeat_timeout_s=60))
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+rows = jax.NamedSharding(mesh, jax.P("d"))
+make = jax.jit(lambda n: {"w": jnp.full((12,), n, jnp.float32)}, out_shardings={"w": rows})
+store = open_store(Path(local), rank, 2)
+records = RecordCheckpoints({"experts": store}, process=rank, num_processes=2)
+copy = record_checkpoint._copy
+def slow(*args):
+    time.sleep(2.5 * rank * (args[1].parent.name == "1"))
+    copy(*args)
+record_checkpoint._copy = slow
+checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=records, timeout_s=5)
+moves = SimpleNamespace(to_saved=lambda state: state, progress=records.progress)
+batches = SimpleNamespace(get_state=lambda: 0)
+out = RunFolder(Path(folder).parent / "out", wait_s=30)
+with distributed.Watchdog(5) as watchdog, out, checkpoints:
+    config = TrainConfig(checkpoint=CheckpointConfig(drain_timeout_s=5))
+    run = program.Run(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, None)
+    for step in (1, 2):
+        train(store, step)
+        run.save(step, make(np.float32(step)))
+print("done", checkpoints.steps(), flush=True)
+"""
+
+
+def test_a_drain_may_take_longer_than_a_step(start_python: Callable[..., Any], tmp_path: Path) -> None:
+    """Rank 1 copies its records for 7.5 s where a step may take 5 s: both wait for it at the next save."""
+    port, logs = free_port(), [tmp_path / f"{rank}.log" for rank in range(2)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as local:
+        arguments = [port, local, tmp_path / "checkpoints"]
+        environment = {"JAX_NUM_CPU_DEVICES": "1"}
+        ranks = [start_python(["-c", SLOW_DRAIN, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
+        statuses = [rank.wait(timeout=120) for rank in ranks]
+    texts = [log.read_text() for log in logs]
+    assert statuses == [0, 0], texts
+    assert all("done [1, 2]" in text for text in texts)
+    assert all(is_durable(tmp_path / "checkpoints" / step / ITEM) for step in "12")
