@@ -5,7 +5,8 @@ R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of
 
 An exchange has two methods. `dispatch` makes rows sorted by this device's experts out of all devices' tokens;
 `combine` makes each token's weighted sum out of the experts' outputs in those rows. Both only gather rows, forwards
-and backwards, and run inside `shard_map`. Buffers have a fixed size; what finds no row is counted.
+and backwards, and run inside `shard_map`. Buffers have a fixed size: where more is sent to a destination than it has
+rows, the largest weights get them, of equal ones the first, and what finds no row is counted.
 
 `OneDevice` sends nothing. `PerDevice` sends one row for every assignment. `PerNode` sends one row for every (token,
 node) across nodes, and one partial sum back.
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.planning.exchange import ExchangePlan, buffer_rows, index_bytes
@@ -133,20 +135,17 @@ class PerDevice:
         num_tokens, k = topk_idx_TK.shape
         num_assignments, num_devices = num_tokens * k, self.num_devices
         with jax.named_scope("dispatch"):
-            idx_N = topk_idx_TK.reshape(-1)
+            idx_N, kept_E = _drop_lightest(topk_idx_TK, topk_weights_TK, counts_E, num_devices, rows)
             order_N, rank_N = _order_by_expert(idx_N, counts_E.size)
-            sizes_RL = counts_E.reshape(num_devices, -1)
-            totals_R = sizes_RL.sum(axis=1, dtype=jnp.int32)
+            kept_RL = kept_E.reshape(num_devices, -1)
+            totals_R = kept_RL.sum(axis=1, dtype=jnp.int32)
             starts_R = jnp.cumsum(totals_R) - totals_R
-            ends_RL = jnp.minimum(jnp.cumsum(sizes_RL, axis=1), rows)  # rows that fit, by expert
-            kept_RL = jnp.diff(ends_RL, axis=1, prepend=0).astype(jnp.int32)
             at_C = jnp.arange(rows, dtype=jnp.int32)
             sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_assignments)
             token_M = jnp.take(order_N // k, sorted_RC.reshape(-1), mode="fill", fill_value=num_tokens)
-            dest_N = idx_N // sizes_RL.shape[1]
+            dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
-            fits_N = (dest_N < num_devices) & (place_N < rows)
-            slot_N = jnp.where(fits_N, dest_N * rows + place_N, num_devices * rows)
+            slot_N = jnp.where(dest_N < num_devices, dest_N * rows + place_N, num_devices * rows)
             slot_TK = slot_N.reshape(num_tokens, k)
             send_MD = dispatch(x_TD, token_M, slot_TK)
         with jax.named_scope("all_to_all"):
@@ -168,6 +167,51 @@ class PerDevice:
             back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
         with jax.named_scope("combine"):
             return combine(saved(back_MD, "expert_out"), topk_weights_TK, token_M, slot_TK)
+
+
+def _is_among_heaviest(dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Array, rows: int) -> jax.Array:
+    """Whether an assignment is one of the `rows` of the largest weights to its destination, of equal ones the first.
+
+    totals_R: how many have each destination; a `dest` of R stands for none. Destination and weight are sorted as one
+    integer, which is several times as fast as two: weights count as equal where they agree in all but their
+    log2(R) last bits.
+    """
+    num_dest, weight_bits = totals_R.size, 32 - totals_R.size.bit_length()
+    lightness_N = ~lax.bitcast_convert_type(jnp.maximum(weights_N, 0), jnp.uint32) & 0x7FFFFFFF
+    key_N = dest_N.astype(jnp.uint32) << weight_bits | lightness_N >> (31 - weight_bits)
+    sorted_N, starts_R = jnp.sort(key_N), jnp.cumsum(totals_R) - totals_R
+    limit_R = jnp.take(sorted_N, starts_R + rows - 1, mode="clip")  # the last that fits, where there are too many
+    limit_R = jnp.where(totals_R > rows, limit_R, jnp.uint32(0xFFFFFFFF))
+    limit_N = jnp.take(limit_R, dest_N, mode="clip")
+    below_R, up_to_R = (jnp.searchsorted(sorted_N, limit_R, side=side).astype(jnp.int32) for side in ("left", "right"))
+    room_R, ties_R = rows - (below_R - starts_R), up_to_R - below_R
+    is_tie_N = (key_N == limit_N) & (dest_N < num_dest)
+    _, rank_N = sort_by_expert(jnp.where(is_tie_N, dest_N, num_dest), num_dest)
+    tie_N = rank_N - jnp.take(jnp.cumsum(ties_R) - ties_R, dest_N, mode="clip")
+    return (key_N < limit_N) | (is_tie_N & (tie_N < jnp.take(room_R, dest_N, mode="clip")))
+
+
+def _drop_lightest(
+    topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, counts_E: jax.Array, num_devices: int, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """(idx_N, counts_E) of what fits into `rows` of each device; an index of E stands for a dropped choice.
+
+    Capacity is a device's, so experts that share one lose alike; DeepSeek-V2 (arXiv:2405.04434) drops so too.
+    """
+    idx_N, num_experts = topk_idx_TK.reshape(-1), counts_E.size
+    if idx_N.size <= rows:
+        return idx_N, counts_E
+    totals_R = counts_E.reshape(num_devices, -1).sum(axis=1, dtype=jnp.int32)
+    weights_N = lax.stop_gradient(topk_weights_TK).reshape(-1)
+
+    def drop() -> tuple[jax.Array, jax.Array]:
+        kept_N = _is_among_heaviest(idx_N // (num_experts // num_devices), weights_N, totals_R, rows)
+        kept_idx_N = jnp.where(kept_N, idx_N, num_experts)
+        experts = jnp.arange(num_experts, dtype=jnp.int32)
+        return kept_idx_N, (kept_idx_N[:, None] == experts).sum(axis=0, dtype=jnp.int32)
+
+    idx_N, counts_E = lax.cond((totals_R > rows).any(), drop, lambda: (idx_N, counts_E))
+    return saved_residual(idx_N, "routing"), saved_residual(counts_E, "routing")
 
 
 def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +249,8 @@ class PerNode:
         rows = buffer_rows(num_tokens * self.nodes_per_token / num_nodes, num_tokens, self.capacity_factor, worst_case)
         with jax.named_scope("dispatch"):
             on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(num_nodes, dtype=jnp.int32)
-            slot_TP, src_M = _rows_for(on_TKP.any(axis=1), rows)
+            weights_TP = jnp.where(on_TKP, topk_weights_TK[:, :, None], 0).sum(axis=1)
+            slot_TP, src_M = _rows_for(on_TKP.any(axis=1), weights_TP, rows)
             lost_TKP = on_TKP & (slot_TP == src_M.size)[:, None, :]
             idx_MK = _choices_of_rows(topk_idx_TK, src_M, num_nodes, node_size)
             send = dispatch(x_TD, src_M, slot_TP), dispatch(topk_weights_TK, src_M, slot_TP), idx_MK
@@ -230,15 +275,26 @@ class PerNode:
             return sum_rows(back_MD.reshape(partial_MD.shape), src_M, slot_TP)
 
 
-def _rows_for(needed_TP: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def _rows_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """(slot_TP, src_M): the row of each needed (token, node) among `rows` per node, tokens in order; and the inverse.
 
-    slot_TP is M where none is needed or none is left; src_M is T for an empty row.
+    Where a node has too few, the largest weights get them. slot_TP is M where none is needed or none is left; src_M is
+    T for an empty row.
     """
     num_tokens, num_nodes = needed_TP.shape
+    nodes = jnp.arange(num_nodes, dtype=jnp.int32)
+    totals_P = needed_TP.sum(axis=0, dtype=jnp.int32)
+    weights_N = lax.stop_gradient(weights_TP).reshape(-1)
+
+    def drop() -> jax.Array:
+        dest_N = jnp.where(needed_TP, nodes, num_nodes).reshape(-1)
+        return needed_TP & _is_among_heaviest(dest_N, weights_N, totals_P, rows).reshape(needed_TP.shape)
+
+    if rows < num_tokens:
+        needed_TP = lax.cond((totals_P > rows).any(), drop, lambda: needed_TP)
     place_TP = jnp.cumsum(needed_TP, axis=0, dtype=jnp.int32) - 1
-    starts_P = jnp.arange(num_nodes, dtype=jnp.int32) * rows
-    slot_TP = jnp.where(needed_TP & (place_TP < rows), starts_P + place_TP, num_nodes * rows)
+    slot_TP = jnp.where(needed_TP, nodes * rows + place_TP, num_nodes * rows)
+    slot_TP = saved_residual(slot_TP, "routing")
     src_M = jnp.full(num_nodes * rows, num_tokens, jnp.int32)
     return slot_TP, src_M.at[slot_TP].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
 

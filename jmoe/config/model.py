@@ -116,6 +116,7 @@ class ModelConfig:
     layer_types: tuple[str, ...] = ()  # sliding_attention or full_attention per layer; empty: all alike
     attention_sinks: bool = False  # one learned logit per head in every softmax (gpt-oss)
     qk_norm: Literal["none", "head", "full"] = "none"  # per head (Qwen3) or over all heads (OLMoE)
+    clip_qkv: float | None = None  # bounds of every query, key and value, after qk_norm and before rotation (OLMoE)
     attention_bias: bool = False  # q, k, v and the output
     qkv_bias: bool = False  # q, k and v only (Qwen2)
     kv_lora_rank: int | None = None  # latent attention (DeepSeek-V2/V3); None: ordinary attention
@@ -150,6 +151,8 @@ class ModelConfig:
         check(set(types) <= set(LAYER_TYPES), "layer_types", types, f"must each be one of {', '.join(LAYER_TYPES)}")
         sliding = "sliding_attention" in types
         check(not sliding or self.sliding_window is not None, "sliding_window", None, "is needed by layer_types")
+        clip = self.clip_qkv
+        check(clip is None or clip > 0, "clip_qkv", clip, "must be greater than 0, or None")
         yarn = self.rope_scaling
         check(yarn is None or self.position == "rope", "rope_scaling", yarn, "needs position = 'rope'")
         if self.kv_lora_rank is not None:
@@ -157,7 +160,12 @@ class ModelConfig:
             check(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "must be above 0")
             check(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "must be even")
             check(heads == groups, "num_key_value_heads", groups, f"must be {heads} for latent attention")
-            for name, plain in (("qk_norm", "none"), ("qkv_bias", False), ("attention_sinks", False)):
+            for name, plain in (
+                ("qk_norm", "none"),
+                ("clip_qkv", None),
+                ("qkv_bias", False),
+                ("attention_sinks", False),
+            ):
                 value = getattr(self, name)
                 check(value == plain, name, value, "is not part of latent attention")
             check(self.position == "rope", "position", self.position, "must be 'rope' for latent attention")

@@ -215,6 +215,8 @@ class Attention(nnx.Module):
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(y, -config.clip_qkv, config.clip_qkv) for y in (q, k, v))
         q, k, v = split(q), split(k), split(v)
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "head":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)

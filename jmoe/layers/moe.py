@@ -213,8 +213,22 @@ class MoELayer(nnx.Module):
         """
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train)
+            self._check_routing(routing, x_TD.shape[0])
             routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
         return self.routed(x_TD, routing, worst_case=worst_case, keep_routing=keep_routing)
+
+    def _check_routing(self, routing: Routing, num_tokens: int) -> None:
+        """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
+        experts, choices = (self.num_experts,), (num_tokens, self.num_experts_per_tok)
+        for name, shape in (
+            ("topk_idx_TK", choices),
+            ("topk_weights_TK", choices),
+            ("counts_E", experts),
+            ("probs_sum_E", experts),
+        ):
+            found = getattr(routing, name).shape
+            limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {self.num_experts}"
+            check(found == shape, f"router: {name}.shape", found, limit)
 
     def routed(
         self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False, keep_routing: bool = False

@@ -176,7 +176,6 @@ def _qwen2_moe(fields: _Fields) -> dict[str, Any]:
 
 
 def _olmoe(fields: _Fields) -> dict[str, Any]:
-    check(fields.value("clip_qkv") is None, "clip_qkv", fields.value("clip_qkv"), "is not supported, only null")
     fields.only("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
     choices = fields.integer("num_experts_per_tok", default=8)
     return _common(fields, 1e-5) | {
@@ -184,6 +183,7 @@ def _olmoe(fields: _Fields) -> dict[str, Any]:
         "num_experts": fields.integer("num_experts", "num_local_experts", default=64),
         "num_experts_per_tok": choices,
         "qk_norm": "full",
+        "clip_qkv": None if fields.value("clip_qkv") is None else fields.number("clip_qkv"),
         "attention_bias": fields.flag("attention_bias", False),
         "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False), 0.01),
         **_rope(fields, 1e4),
@@ -323,6 +323,7 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
         | {
             "num_experts": config.num_experts,
             "norm_topk_prob": _normalises(config),
+            "clip_qkv": config.clip_qkv,
             "attention_bias": config.attention_bias,
         },
         "deepseek_v3": {

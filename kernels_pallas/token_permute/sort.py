@@ -38,11 +38,15 @@ def sort_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.A
     """(order_N, rank_N), int32: assignment order_N[i] comes i-th; rank_N is its inverse.
 
     Equal experts keep their order. An index of `num_experts` (no expert) sorts to the end.
-    XLA:CPU's comparison sort is faster than counting there.
+    XLA:CPU's comparison sort is faster than counting there, and of one integer array five times as fast as of a pair.
     """
 
     def by_comparison(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
+        if (num_experts + 1) * idx_N.size <= 2**31:
+            at_N = jnp.arange(idx_N.size, dtype=jnp.int32)
+            order_N = jnp.sort(idx_N * idx_N.size + at_N) % max(idx_N.size, 1)
+        else:
+            order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
         return order_N, _inverse(order_N)
 
     def by_counting(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -152,8 +152,27 @@ def test_bfloat16_rows_stay_bfloat16() -> None:
 # ---- with less
 
 
-def kept_choices(idx: np.ndarray, split: tuple[int, int], factor: float) -> np.ndarray:
-    """Which choices find rows at both levels, one by one."""
+def heaviest(weights: list[float], rows: int) -> set[int]:
+    """Which of them get the rows: the largest, of equal ones the first."""
+    return set(sorted(range(len(weights)), key=lambda i: -weights[i])[:rows])
+
+
+def kept_flat(args: tuple[Any, ...], rows: int) -> np.ndarray:
+    """Which choices find one of the `rows` that every device has for each, by weight."""
+    idx, weights = (np.asarray(a) for a in args[1:3])
+    kept = np.zeros(idx.shape, bool)
+    for source in range(DEVICES):
+        for device in range(DEVICES):
+            mine = slice(source * T, (source + 1) * T)
+            sent = np.argwhere(idx[mine] // (E // DEVICES) == device) + [source * T, 0]
+            for i in heaviest([weights[t, c] for t, c in sent], rows):
+                kept[tuple(sent[i])] = True
+    return kept
+
+
+def kept_choices(args: tuple[Any, ...], split: tuple[int, int], factor: float) -> np.ndarray:
+    """Which choices find rows at both levels of `dedup`, one by one."""
+    idx, weights = (np.asarray(a) for a in args[1:3])
     (nodes, devices), k = split, idx.shape[1]
     rows = buffer_rows(T * nodes_per_token(nodes, E, k) / nodes, T, factor)
     device_rows = buffer_rows(T * k / devices, nodes * rows * k, factor)
@@ -161,16 +180,45 @@ def kept_choices(idx: np.ndarray, split: tuple[int, int], factor: float) -> np.n
     node_of, device_of = idx // (E // nodes), idx // (E // (nodes * devices)) % devices
     for node in range(nodes):
         for place in range(devices):  # the device that deals out what arrives in its place from all nodes
-            carried = []
+            carried: list[tuple[int, int]] = []
             for source in range(nodes):
                 first = (source * devices + place) * T
-                tokens = [t for t in range(first, first + T) if (node_of[t] == node).any()][:rows]
-                carried += [(idx[t, c], t, c) for t in tokens for c in range(k) if node_of[t, c] == node]
-            used = [0] * devices
-            for _, t, c in sorted(carried, key=lambda choice: choice[0]):
-                kept[t, c] = used[device_of[t, c]] < device_rows
-                used[device_of[t, c]] += 1
+                tokens = [t for t in range(first, first + T) if (node_of[t] == node).any()]
+                chosen = heaviest([weights[t, node_of[t] == node].sum() for t in tokens], rows)
+                crossed = [tokens[i] for i in sorted(chosen)]
+                carried += [(t, c) for t in crossed for c in range(k) if node_of[t, c] == node]
+            for device in range(devices):
+                sent = [(t, c) for t, c in carried if device_of[t, c] == device]
+                for i in heaviest([weights[t, c] for t, c in sent], device_rows):
+                    kept[sent[i]] = True
     return kept
+
+
+@pytest.mark.parametrize("kind", ["flat", "two_level"])
+@pytest.mark.parametrize("routing", ["uniform", "skewed", "same"])
+@pytest.mark.parametrize(("k", "factor"), [(1, 1.0), (2, 0.5), (8, 0.6)], ids=str)
+def test_a_full_buffer_keeps_the_largest_weights(k: int, factor: float, routing: str, kind: str) -> None:
+    args = draw(routing, k)
+    kept_TK = kept_flat(args, buffer_rows(T * k / DEVICES, T * k, factor))
+    assert routing == "uniform" or 0 < kept_TK.mean() < 1
+    y, dropped, grads = run(kind, (2, 4), args, factor, worst=False)
+    assert int(dropped.sum()) == (~kept_TK).sum()
+    assert_same((y, grads), dense(args, kept_TK))
+
+
+@pytest.mark.parametrize("kind", ["flat", "two_level", "dedup"])
+def test_experts_of_a_full_device_lose_alike(kind: str) -> None:
+    """All tokens to one device, three quarters to its first expert: by number, its second one would lose them all."""
+    x, _, weights, w, g = draw("uniform", 1)
+    idx = jnp.where(jnp.arange(T * DEVICES) % 4 == 3, 1, 0).astype(jnp.int32)[:, None]
+    weights = jnp.where(idx == 0, weights, weights[::-1])
+    args = (x, idx, weights, w, g)
+    _, dropped, (_, dweights, _) = run(kind, (2, 4), args, 4.0, worst=False)
+    assert int(dropped.sum()) > 0
+    kept_T = np.asarray(dweights)[:, 0] != 0  # what is dropped has no gradient
+    for expert in (0, 1):
+        share = kept_T[np.asarray(idx)[:, 0] == expert].mean()
+        assert 0.6 * kept_T.mean() < share < 1.4 * kept_T.mean()
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "same"])
@@ -179,7 +227,7 @@ def test_what_finds_no_row_is_counted_and_adds_nothing(
     split: tuple[int, int], k: int, factor: float, routing: str
 ) -> None:
     args = draw(routing, k)
-    kept_TK = kept_choices(np.asarray(args[1]), split, factor)
+    kept_TK = kept_choices(args, split, factor)
     assert routing == "uniform" or 0 < kept_TK.mean() < 1
     y, dropped, grads = run("dedup", split, args, factor, worst=False)
     assert int(dropped.sum()) == (~kept_TK).sum()
@@ -192,7 +240,7 @@ def test_a_dropless_first_try_holds_twice_the_fair_share_and_counts_the_rest() -
     assert_same((y, grads), dense(draw("uniform", 2)))
     args = draw("same", 2)
     _, dropped, _ = run("dedup", (2, 4), args, None, worst=False)
-    assert int(dropped.sum()) == (~kept_choices(np.asarray(args[1]), (2, 4), 2.0)).sum() > 0
+    assert int(dropped.sum()) == (~kept_choices(args, (2, 4), 2.0)).sum() > 0
 
 
 # ---- what crosses

@@ -153,7 +153,7 @@ def test_take_rows_out_of_range_is_zero() -> None:
     np.testing.assert_array_equal(take_rows(x, jnp.array([2, 3, 0])), [[5, 6], [0, 0], [1, 2]])
 
 
-@pytest.mark.parametrize(("n", "experts"), [(1, 1), (7, 3), (128, 4), (1000, 5), (513, 512)])
+@pytest.mark.parametrize(("n", "experts"), [(0, 3), (1, 1), (7, 3), (128, 4), (1000, 5), (513, 512)])
 def test_sort_by_expert(n: int, experts: int) -> None:
     """Both ways of sorting are the stable sort; the index `experts` (none) comes last."""
     idx = np.random.default_rng(n).integers(0, experts + 1, n).astype(np.int32)
@@ -163,3 +163,10 @@ def test_sort_by_expert(n: int, experts: int) -> None:
     np.testing.assert_array_equal(order, expected)
     np.testing.assert_array_equal(rank, np.argsort(expected))
     np.testing.assert_array_equal(counting_sort(jnp.asarray(idx), experts), rank)
+
+
+def test_sort_of_more_experts_times_assignments_than_an_integer_counts() -> None:
+    idx = np.random.default_rng(0).integers(0, 2**23 + 1, 300).astype(np.int32)
+    order, rank = jax.jit(sort_by_expert, static_argnums=1)(jnp.asarray(idx), 2**23)
+    np.testing.assert_array_equal(order, np.argsort(idx, kind="stable"))
+    np.testing.assert_array_equal(rank, np.argsort(order))

@@ -213,17 +213,22 @@ def test_dropless_with_every_token_on_the_same_experts(split: tuple[int, int, in
 # ---- capacity
 
 
-def kept_choices(idx_TK: np.ndarray, num_shards: int, num_expert_devices: int, rows: int) -> np.ndarray:
-    """Which choices find a row, one by one: experts in order, and their tokens in order, until a buffer is full."""
+def kept_choices(layer: MoELayer, x: jax.Array, num_shards: int, num_expert_devices: int, rows: int) -> np.ndarray:
+    """Which choices find a row, one by one: of all that go to a device those with the largest weights."""
+    routing = layer.router(x)
+    idx_TK, weights_TK = np.asarray(routing.topk_idx_TK), np.asarray(routing.topk_weights_TK)
+    np.testing.assert_array_equal(idx_TK, choose(layer, x))
     kept_TK = np.zeros(idx_TK.shape, bool)
     tokens = T // num_shards
     for shard in range(num_shards):
         used = [0] * num_expert_devices
-        for expert in range(E):
-            device = expert // (E // num_expert_devices)
-            for token, choice in np.argwhere(idx_TK[shard * tokens : (shard + 1) * tokens] == expert):
-                kept_TK[shard * tokens + token, choice] = used[device] < rows
-                used[device] += 1
+        by_weight = sorted(
+            np.ndindex(tokens, idx_TK.shape[1]), key=lambda at: -weights_TK[shard * tokens + at[0], at[1]]
+        )
+        for token, choice in by_weight:
+            device = idx_TK[shard * tokens + token, choice] // (E // num_expert_devices)
+            kept_TK[shard * tokens + token, choice] = used[device] < rows
+            used[device] += 1
     return kept_TK
 
 
@@ -236,7 +241,7 @@ def test_capacity_drops_exactly_what_does_not_fit(split: tuple[int, int, int], e
     x, g = inputs()
     devices = split[1] * split[2]
     rows = math.ceil(factor * T // 8 * 3 / devices / 8) * 8
-    kept_TK = kept_choices(choose(layer, x), 8, devices, rows)
+    kept_TK = kept_choices(layer, x, 8, devices, rows)
     assert 0 < kept_TK.mean() < 1
     result = run(layer, x, g)
     assert_agree(result, dense(layer, x, g, kept_TK))
@@ -508,6 +513,33 @@ def test_bad_inputs() -> None:
         MoELayer(D, E, 2, F, activation="relu", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"num_experts_per_tok = 9"):
         MoELayer(D, E, 9, F, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("split", [None, (1, 2, 4)])
+def test_a_router_that_chooses_another_number_than_was_said(split: tuple[int, int, int] | None) -> None:
+    axes: dict[str, Any] = {} if split is None else {"mesh": make_mesh(split), "expert_axes": EXPERT}
+    x, _ = inputs()
+    tokens = T if split is None else T // 8
+
+    def call(**changed: Any) -> None:
+        def router(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
+            return replace(round_robin(x_TD), **{name: change(x_TD) for name, change in changed.items()})
+
+        MoELayer(D, E, 2, F, router=router, rngs=nnx.Rngs(0), **axes)(x)
+
+    said = "for num_experts_per_tok = 2 and num_experts = 8"
+    one = {
+        "topk_idx_TK": lambda x_TD: jnp.zeros((x_TD.shape[0], 1), jnp.int32),
+        "topk_weights_TK": lambda x_TD: jnp.ones((x_TD.shape[0], 1)),
+    }
+    shape = rf"\({tokens}, 1\): must be \({tokens}, 2\)"
+    with pytest.raises(ValueError, match=rf"router: topk_idx_TK.shape = {shape} {said}"):
+        call(**one)
+    with pytest.raises(ValueError, match=rf"router: topk_weights_TK.shape = {shape} {said}"):
+        call(topk_weights_TK=one["topk_weights_TK"])
+    for name in ("counts_E", "probs_sum_E"):
+        with pytest.raises(ValueError, match=rf"router: {name}.shape = \(7,\): must be \(8,\) {said}"):
+            call(**{name: lambda x_TD: jnp.zeros(7)})
 
 
 def test_package_exports() -> None:

@@ -147,7 +147,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1: must be a list"),
         ("qwen3_moe", {"mlp_only_layers": [7]}, "mlp_only_layers = .7,.: must lie between 0 and 3"),
         ("qwen2_moe", {"use_sliding_window": False}, "layer_types = .*: needs use_sliding_window"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: is not supported, only null"),
+        ("olmoe", {"clip_qkv": -8.0}, "clip_qkv = -8.0: must be greater than 0"),
+        ("olmoe", {"clip_qkv": "8"}, "clip_qkv = '8': must be a number"),
         ("olmoe", {"head_dim": 16}, "head_dim = 16: is not supported, only 8"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': is not supported, only 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy': is not supported"),
@@ -185,6 +186,16 @@ def test_written_and_read_again(name: str) -> None:
     fields = hf_config(config)
     assert fields["model_type"] == fields_of(name)["model_type"]
     assert spelled_out(model_config(fields)) == spelled_out(config)
+
+
+def test_clipped_queries_are_written_and_read_again() -> None:
+    config = model_config(fields_of("olmoe", clip_qkv=8))
+    assert config.clip_qkv == 8.0
+    fields = hf_config(config)
+    assert fields["model_type"] == "olmoe" and fields["clip_qkv"] == 8.0
+    assert model_config(fields) == model_config(hf_config(model_config(fields)))
+    with pytest.raises(ValueError, match=r"mixtral differs in clip_qkv: 8.0 -> None"):
+        hf_config(dataclasses.replace(model_config(fields_of("mixtral")), clip_qkv=8.0))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ Legend: B batch, S sequence, V vocabulary, N layers with experts, T = B S tokens
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -153,3 +155,74 @@ def test_training(name: str) -> None:
         state = adamw(state, grads, jnp.int32(step))
         losses.append(float(loss))
     np.testing.assert_allclose(losses, ref["adamw_losses"], rtol=0, atol=LOSS_TOLERANCE)
+
+
+def stored_weights(name: str) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint of bfloat16, in float64."""
+    data = (FOLDER / name / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    weights = {}
+    for key, entry in json.loads(data[8:start]).items():
+        if key != "__metadata__":
+            assert entry["dtype"] == "BF16"
+            first, last = entry["data_offsets"]
+            bits = np.frombuffer(data[start + first : start + last], np.uint16).astype(np.uint32) << 16
+            weights[key] = bits.view(np.float32).reshape(entry["shape"]).astype(np.float64)
+    return weights
+
+
+def olmoe_in_numpy(fields: dict[str, Any], w: dict[str, np.ndarray], tokens_BS: np.ndarray) -> np.ndarray:
+    """Logits after `modeling_olmoe.py` of transformers: q and k are normalised, then all three clipped, rotated."""
+    heads, groups, eps = fields["num_attention_heads"], fields["num_key_value_heads"], fields["rms_norm_eps"]
+    dim, length, clip = fields["hidden_size"] // heads, tokens_BS.shape[1], fields["clip_qkv"]
+    angle = np.arange(length)[:, None] * fields["rope_parameters"]["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+    cos, sin = (np.concatenate([f(angle)] * 2, axis=1) for f in (np.cos, np.sin))
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * w[f"{name}.weight"]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        e = np.exp(x - x.max(axis=-1, keepdims=True))
+        return e / e.sum(axis=-1, keepdims=True)
+
+    def split(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*x.shape[:2], -1, dim).swapaxes(1, 2)
+
+    def rotated(x: np.ndarray) -> np.ndarray:
+        return x * cos + np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], axis=-1) * sin
+
+    x = w["model.embed_tokens.weight"][tokens_BS]
+    for layer in range(fields["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        h = norm(x, f"{at}.input_layernorm")
+        q, k = (norm(linear(h, f"{at}.self_attn.{n}_proj"), f"{at}.self_attn.{n}_norm") for n in "qk")
+        v = linear(h, f"{at}.self_attn.v_proj")
+        if clip is not None:
+            q, k, v = (np.clip(y, -clip, clip) for y in (q, k, v))
+        q, k, v = rotated(split(q)), *(np.repeat(y, heads // groups, axis=1) for y in (rotated(split(k)), split(v)))
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(dim) + np.triu(np.full((length, length), -np.inf), 1)
+        x = x + linear((softmax(scores) @ v).swapaxes(1, 2).reshape(x.shape), f"{at}.self_attn.o_proj")
+        h = norm(x, f"{at}.post_attention_layernorm")
+        probs = softmax(linear(h, f"{at}.mlp.gate"))
+        kth = np.sort(probs, axis=-1)[..., -fields["num_experts_per_tok"], None]
+        for e in range(fields["num_experts"]):
+            gate, up = (linear(h, f"{at}.mlp.experts.{e}.{n}_proj") for n in ("gate", "up"))
+            out = linear(gate / (1 + np.exp(-gate)) * up, f"{at}.mlp.experts.{e}.down_proj")
+            x = x + np.where(probs >= kth, probs, 0)[..., e, None] * out
+    return linear(norm(x, "model.norm"), "lm_head")
+
+
+def test_clipped_queries_keys_and_values(tmp_path: Path) -> None:
+    """`clip_qkv` of OLMoE against a reference in NumPy, which without it gives the stored logits of transformers."""
+    ref, weights, fields = reference("olmoe"), stored_weights("olmoe"), read_config(FOLDER / "olmoe")
+    plain = olmoe_in_numpy(fields, weights, ref["input_ids"])
+    np.testing.assert_allclose(plain, ref["logits"], rtol=0, atol=TOLERANCE)
+    clipped = olmoe_in_numpy(fields | {"clip_qkv": 0.5}, weights, ref["input_ids"])
+    assert np.abs(clipped - plain).max() > 100 * TOLERANCE
+    shutil.copy(FOLDER / "olmoe" / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"clip_qkv": 0.5}))
+    model = jmoe.load_pretrained(tmp_path, dtype="float32")
+    np.testing.assert_allclose(model(ref["input_ids"]), clipped, rtol=0, atol=TOLERANCE)
