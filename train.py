@@ -27,19 +27,21 @@ from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.training import distributed
 from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.compatibility import check_compatible
+from jmoe.training.compatibility import FINGERPRINT, check_before_data, check_compatible
 from jmoe.training.data import (
     COMPARABLE_BYTES,
     Corpus,
     Role,
     TrainBatches,
     baselines,
+    discard,
     prepare,
+    publish,
     train_batches,
 )
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
-from jmoe.training.pretrained import pretrained_state, with_pretrained_model
+from jmoe.training.pretrained import TOKENIZER, pretrained_state, with_pretrained_model
 from jmoe.training.progress import PreparingData
 from jmoe.training.report import print_final_summary, write_report
 from jmoe.training.run_folder import WAIT_S, RunFolder
@@ -67,6 +69,7 @@ class Run:
     checkpoints: Checkpoints
     watchdog: distributed.Watchdog
     folder: RunFolder
+    tokenizer: dict[str, bytes]  # its file, which every checkpoint has; empty: the tokens came without one
     log: MetricsLog | None  # process 0 only
 
     @property
@@ -100,7 +103,19 @@ class Run:
         with self.watchdog.waiting_for("checkpoint of step", step):
             self.folder.check()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
-            self.checkpoints.save(step, saved, self.batches.get_state(), resolved)
+            self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
+
+
+def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
+    """Whether the run resumes, as far as process 0 sees; `ValueError` if that is a run of another configuration."""
+
+    def look() -> str:
+        saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
+        if saved is not None:
+            check_before_data(saved, resolved)
+        return "" if saved is None else "resumes"
+
+    return bool(distributed.from_rank_0("configuration", look, config.distributed.start_timeout_s))
 
 
 def start_or_resume(
@@ -261,9 +276,14 @@ def run_all(config: TrainConfig) -> None:
         with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
             stack.enter_context(folder)
         main_process, made = jax.process_index() == 0, PreparingData(say)
-        role = Role(main_process, made.report, limits.start_timeout_s, watchdog.progress_of_rank_0)
+        resolved, cache = json.loads(config.to_json()), output_dir / "data"
+        if main_process:
+            stack.callback(discard, cache)
         with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, progress=made.progress, option=option):
-            corpus = prepare(config.data, config.model.vocab_size, output_dir / "data", role)
+            keep = has_checkpoint(config, resolved)
+            role = Role(main_process, made.report, limits.start_timeout_s, watchdog.progress_of_rank_0, keep)
+            corpus = prepare(config.data, config.model.vocab_size, cache, role)
+        tokenizer = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
         held_out = len(corpus.held_out_tokens)
         say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
         batches = train_batches(
@@ -285,16 +305,18 @@ def run_all(config: TrainConfig) -> None:
         checkpoints = stack.enter_context(
             Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
-        resolved = json.loads(config.to_json()) | {"data_fingerprint": corpus.fingerprint}
+        resolved |= {FINGERPRINT: corpus.fingerprint}
         with watchdog.waiting_for("restore or initialisation", progress=program.progress):
             state = start_or_resume(config, program, checkpoints, batches, resolved)
+        if main_process:
+            publish(corpus, cache)
         start = int(state.step)
         log = MetricsLog(output_dir, start_step=start) if main_process else None
         if log is not None:
             stack.push(closing(log.close))
         if main_process:
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
-        run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, folder, log)
+        run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, folder, tokenizer, log)
         before: tuple[float, float] | None = None
         if start == 0:
             before = run.evaluate(state)

@@ -1,6 +1,8 @@
 """train.py in folders that are not its alone: another run is in the output folder, other things lie in the tiers'."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -77,3 +79,50 @@ def test_a_mistake_leaves_no_folder(runs: TrainRuns, tmp_path: Path, run_python:
     assert done.returncode == 1
     assert "no such file or folder" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of every file of an output folder but its lock, which names the process that had it last."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if name != "run.lock"}
+
+
+def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
+    runs: TrainRuns, tmp_path: Path, run_python: Run
+) -> None:
+    output_dir, text, other = tmp_path / "run", tmp_path / "text", tmp_path / "other"
+    shutil.copytree(runs.text, text)
+    other.mkdir()
+    for number in range(3):
+        (other / f"{number}.txt").write_text(f"other words, {number} of them\n" * 2000)
+    small = ("--data.held-out-bytes", 20000)
+    done = run_python(runs.command(output_dir, *small, "--num-steps", 6, data=text), runs.environment())
+    assert done.returncode == 0, done.stderr
+    before = files(output_dir)
+
+    with (text / "random.py").open("a") as file:
+        file.write("# one more line\n")
+    for data, why in ((other, f"data.path: ['{text}'] -> ['{other}']"), (text, f"data.path = ['{text}']")):
+        done = run_python(runs.command(output_dir, *small, "--num-steps", 8, data=data), runs.environment())
+        assert done.returncode == 1
+        assert f"the data has changed since the checkpoint was saved: {why}" in done.stderr
+        assert "Traceback" not in done.stderr and not re.search("[0-9a-f]{32}", done.stderr)
+        assert files(output_dir) == before
+    done = run_python(runs.command(output_dir, *small, "--seed", 1, data=other), runs.environment())
+    assert done.returncode == 1
+    assert "seed: 0 -> 1" in done.stderr
+    assert files(output_dir) == before
+
+    moved = tmp_path / "moved"
+    shutil.copytree(runs.text, moved)
+    done = run_python(runs.command(output_dir, *small, "--num-steps", 8, data=moved), runs.environment())
+    assert done.returncode == 0, done.stderr
+    assert "(the text itself is the same)" in done.stdout
+    kept = {name: content for name, content in files(output_dir / "data").items() if name != "manifest.json"}
+    assert kept == {name: before[f"data/{name}"] for name in kept}
+    assert not list(output_dir.glob(".data*"))
+
+    (output_dir / "data" / "tokenizer.json").write_bytes(before["data/tokenizer.json"].replace(b"import", b"impor_"))
+    done = run_python(["-m", "jmoe.training.export", output_dir, tmp_path / "exported"], runs.environment())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == before["data/tokenizer.json"]

@@ -1,10 +1,10 @@
 """Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s.
 
 A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data` (the data iterator's state,
-JSON), `config` (the resolved configuration, JSON) and, with experts on tiers, `records`. Before Orbax renames the
-folder into place, `manifest.json` is added: every file's size and CRC-32, every array's dtype and shape. Orbax syncs
-the array files only, so everything else is synced here: a step that has its final name is complete on disk, and
-damage that happens later is noticed.
+JSON), `config` (the resolved configuration, JSON), with experts on tiers `records`, and the run's tokenizer. Before
+Orbax renames the folder into place, `manifest.json` is added: every file's size and CRC-32, every array's dtype and
+shape. Orbax syncs the array files only, so everything else is synced here: a step that has its final name is complete
+on disk, and damage that happens later is noticed.
 
 Processes share the folder. Orbax's own barriers are kept off the devices (they would be collectives, issued from
 background threads, in another order than the training step's) by naming the active processes explicitly.
@@ -18,6 +18,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -72,6 +73,7 @@ class Checkpoints:
         self._step = -1  # the step being saved, or saved last
         self._arrays: dict[str, Any] = {}  # its manifest entries
         self._meetings = 0  # of all processes, by `wait_for_records`
+        self._files: dict[str, bytes] = {}  # that go with it
         processes = jax.process_count()
         self._processes = ocp.options.MultiprocessingOptions(
             active_processes=set(range(processes)) if processes > 1 else None
@@ -148,6 +150,14 @@ class Checkpoints:
 
     def _folder_of_records(self, step: int) -> Path:
         return self.directory / str(step) / ITEM
+
+    def newest_config(self) -> dict[str, Any] | None:
+        """The configuration saved with the newest complete step, by this process alone; None: none can be read."""
+        for step in reversed(self.steps()):
+            if self._damage(step, prefix="config/") is None:
+                config: dict[str, Any] = json.loads((self.directory / str(step) / "config" / "metadata").read_text())
+                return config
+        return None
 
     def saved_config(self, step: int) -> dict[str, Any]:
         """The configuration saved with `step`. `ValueError` if it is damaged."""
@@ -250,12 +260,14 @@ class Checkpoints:
 
     # Writing
 
-    def save(self, step: int, state: Any, data_state: Any, config_json: str) -> None:
+    def save(
+        self, step: int, state: Any, data_state: Any, config_json: str, files: Mapping[str, bytes] | None = None
+    ) -> None:
         """Start saving `step`; returns once the arrays are copied to the host, so `state` may be donated.
 
         (On CPU the host's view *is* the array: JAX does not donate a buffer that is viewed, the next step copies it.)
         Waits first for the previous save. `OSError` if that one failed, or this one could not begin. Saving again the
-        step saved last does nothing.
+        step saved last does nothing. files: by name, written to the step's folder with the rest.
         """
         self.wait()
         if step == self._step:
@@ -269,6 +281,7 @@ class Checkpoints:
                 f"step = {step}: {self.directory} has got step {newest} meanwhile, which this run did not save"
             )
         names, leaves, _ = named_leaves(state)
+        self._files = dict(files or {})
         self._step, self._arrays = step, {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)}
         items: dict[str, Any] = {
             "state": ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
@@ -451,6 +464,8 @@ class Checkpoints:
         """Process 0, when all is written and before the rename: add the manifest and sync every file and folder."""
         folder = self._writing()
         assert folder is not None, f"Orbax writes step {self._step} somewhere else"
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
         files: dict[str, list[int]] = {}
         for listed in folder.glob("files-*.json"):
             files |= json.loads(listed.read_text())

@@ -33,6 +33,7 @@ NOTED = {
     "optimizer.weight_decay": "from here on",
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
 }
+FINGERPRINT = "data_fingerprint"
 NOTED_WITH_FINGERPRINT = {
     "data.encoding": "the text itself is the same",
     "data.path": "the text itself is the same",
@@ -55,6 +56,11 @@ def _without_memory_tiers(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"tiers": config["tiers"] | memory}
 
 
+def check_before_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """`check_compatible` at a time when the run's data, and so its fingerprint, is not known yet."""
+    check_compatible(saved, now | {name: saved[name] for name in (FINGERPRINT,) if name in saved})
+
+
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Lines to print about allowed differences between a checkpoint's configuration and the present one.
 
@@ -65,11 +71,13 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
     saved, now = _without_memory_tiers(saved), _without_memory_tiers(now)
     noted = dict(NOTED)
-    if "data_fingerprint" in saved and "data_fingerprint" in now:
+    if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
     notes, refused = [], []
-    for line in differences(saved, now):
-        name = line.partition(":")[0]
+    found = {line.partition(":")[0]: line for line in differences(saved, now)}
+    other_data = found.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
+    places = [found.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in found]
+    for name, line in found.items():
         if name in noted:
             notes.append(f"{line} ({noted[name]})")
         elif not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):
@@ -79,5 +87,11 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
             "the checkpoint was made with another configuration (saved -> now): "
             + "; ".join(refused)
             + ". Give the saved values, or another output_dir to start anew"
+        )
+    if other_data:
+        what = "; ".join(places) or f"data.path = {now['data']['path']} names other text now"
+        raise ValueError(
+            f"the data has changed since the checkpoint was saved: {what}; give the text and the tokenizer that the "
+            "run began with, or another output_dir to start anew"
         )
     return notes

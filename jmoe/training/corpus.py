@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
+from jmoe.memory.direct_io import fsync_folder
 from jmoe.training.text_files import (
     SHARD_SUFFIX,
     InputFile,
@@ -148,13 +150,15 @@ class Role:
     """Which part this process has in preparing data, and how it shows and sees progress.
 
     is_main: it alone writes. report: called as the work goes on, at least every few seconds. The others wait for at
-    most `wait_s` seconds since `progress` of the main process last changed.
+    most `wait_s` seconds since `progress` of the main process last changed. keep: what the cache has of other text
+    stays, until the caller, who knows that the new text may take its place, calls `publish`.
     """
 
     is_main: bool = True
     report: Report = lambda what, done, total: None
     wait_s: float = 300
     progress: Callable[[], object] = lambda: None
+    keep: bool = False
 
 
 def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None) -> Corpus:
@@ -180,6 +184,9 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             directory=cache_dir,
             config=config,
         )
+        if role.keep and job.finished() is None:
+            cache_dir = beside(cache_dir)
+            job = dataclasses.replace(job, directory=cache_dir)
         manifest = job.run(role.report) if role.is_main else _wait_for(job, role)
         tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size)
         for number, i in enumerate(texts):
@@ -188,6 +195,32 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
     held_out += _held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
     return _assemble(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
+
+
+def beside(cache_dir: Path) -> Path:
+    """The folder in which text is prepared that is not yet to take the place of what `cache_dir` has."""
+    return cache_dir.with_name(f".{cache_dir.name}.new")
+
+
+def publish(corpus: Corpus, cache_dir: Path) -> None:
+    """Move a corpus that `prepare` has left `beside` to its place; open files stay open. Any other stays where it is.
+
+    The manifest goes first and comes last: whenever this is interrupted, the text is prepared again.
+    """
+    made = beside(cache_dir)
+    if corpus.tokenizer_path is None or corpus.tokenizer_path.parent != made:
+        return
+    cache_dir.mkdir(exist_ok=True)
+    (cache_dir / MANIFEST).unlink(missing_ok=True)
+    for path in sorted(made.iterdir(), key=lambda path: path.name == MANIFEST):
+        path.replace(cache_dir / path.name)
+    fsync_folder(cache_dir)
+    made.rmdir()
+
+
+def discard(cache_dir: Path) -> None:
+    """Remove what `prepare` has left `beside` and nobody has published."""
+    shutil.rmtree(beside(cache_dir), ignore_errors=True)
 
 
 def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:

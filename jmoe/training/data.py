@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import DataConfig
-from jmoe.training.corpus import Corpus, Role, Source, prepare, write_shards
+from jmoe.training.corpus import Corpus, Role, Source, discard, prepare, publish, write_shards
 from jmoe.training.progress import PreparingData
 
 __all__ = [
@@ -31,8 +31,10 @@ __all__ = [
     "Source",
     "TrainBatches",
     "baselines",
+    "discard",
     "held_out_windows",
     "prepare",
+    "publish",
     "train_batches",
     "unigram_bits_per_byte",
     "write_shards",
@@ -107,6 +109,8 @@ class TrainBatches:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called; `ValueError` when that was another corpus or another order."""
+        if state.get("corpus") != self._identity["corpus"]:
+            raise ValueError("data: the saved position is in another corpus, not in this run's: the data has changed")
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise ValueError(

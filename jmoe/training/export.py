@@ -45,8 +45,10 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
         program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
         state, _, _ = checkpoints.restore(step, program.saved_shape)
     decoder = decoder_of(config.model, flat(state.params) | flat(state.router_bias))
-    given = saved["data"]["tokenizer"]
-    tokenizer = Path(given).expanduser() if given else run_dir / "data" / TOKENIZER
+    tokenizer = checkpoints.directory / str(step) / TOKENIZER
+    if not tokenizer.is_file():  # of a run that trained on token shards without one, or saved by an older jmoe
+        given = saved["data"]["tokenizer"]
+        tokenizer = Path(given).expanduser() if given else run_dir / "data" / TOKENIZER
     fields = {}
     if tokenizer.is_file():
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot

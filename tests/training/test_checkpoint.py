@@ -325,8 +325,13 @@ def test_a_fingerprint_stands_for_the_data() -> None:
     with pytest.raises(ValueError, match=r"data.path: \[\] -> \['/moved/text'\]"):
         check_compatible(saved, now)
     assert len(check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"})) == 1
-    with pytest.raises(ValueError, match="data_fingerprint: 'a' -> 'b'"):
-        check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "b"})
+    changed = {**now, "data_fingerprint": "b"}
+    with pytest.raises(
+        ValueError, match=r"the data has changed .*: data.path: \[\] -> \['/moved/text'\]; give the text"
+    ):
+        check_compatible({**saved, "data_fingerprint": "a"}, changed)
+    with pytest.raises(ValueError, match=r"the data has changed .*: data.path = \[\] names other text now"):
+        check_compatible({**saved, "data_fingerprint": "a"}, {**saved, "data_fingerprint": "b"})
 
 
 # Disks that fail
