@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from jmoe.config.checks import check as check
 from jmoe.config.checks import not_negative, one_of, positive
+from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig

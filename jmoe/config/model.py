@@ -8,6 +8,7 @@ from typing import Literal
 
 from jmoe.config.checks import check, not_negative, one_of, positive
 
+LayerKind = Literal["dense", "moe"]
 RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 NO_WINDOW = 2**30  # tokens
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -222,11 +223,11 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def sparse_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Whether the feed-forward of each layer is one MLP (`dense`) or experts (`moe`)."""
         first, step, dense = self.first_k_dense_replace, self.decoder_sparse_step, self.mlp_only_layers
         return tuple(
-            bool(self.num_experts) and i >= first and (i - first + 1) % step == 0 and i not in dense
+            "moe" if self.num_experts and i >= first and (i - first + 1) % step == 0 and i not in dense else "dense"
             for i in range(self.num_hidden_layers)
         )
 
@@ -240,7 +241,7 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return sum(self.sparse_layers)
+        return self.layer_kinds.count("moe")
 
     def _attention_parameters(self) -> int:
         d, dh, heads = self.hidden_size, self.dim_per_head, self.num_attention_heads

@@ -14,7 +14,7 @@ import numpy as np
 from jmoe.inference.residency import Residency
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
-from jmoe.models.decoder import DecoderLayer
+from jmoe.models.block import Block
 from jmoe.models.module_arguments import Structure, split
 
 EstimatorName = Literal["router", "counts"]
@@ -91,7 +91,7 @@ class CountEstimator(Estimator):
 
 
 def make_estimator(
-    name: EstimatorName | None, residency: Residency, layers: Sequence[DecoderLayer], num_experts: int
+    name: EstimatorName | None, residency: Residency, layers: Sequence[Block], num_experts: int
 ) -> Estimator | None:
     """The estimator of a name; None without one, or where nobody would listen to it."""
     routers = [moe.router for layer in layers if (moe := layer.moe) is not None and isinstance(moe.router, Router)]

@@ -22,7 +22,7 @@ from jmoe.inference.estimators import Estimator
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.residency import Residency
 from jmoe.inference.slot_mlp import Routed
-from jmoe.models.decoder import DecoderLayer
+from jmoe.models.block import Block, add_residual
 from jmoe.models.module_arguments import Structure, split
 from jmoe.models.split_checkpoint import Ends
 
@@ -45,6 +45,23 @@ class _Hidden(NamedTuple):
     y_TD: jax.Array
 
 
+class CachedAttention:
+    """Attention of a step's tokens over a KV cache, which then holds their keys and values too."""
+
+    def __init__(self, cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, window: jax.Array | None) -> None:
+        self.cache, self._rows_P, self._positions_PC, self._window = cache, rows_P, positions_PC, window
+
+    def __call__(self, attention: Any, h_PCD: jax.Array) -> jax.Array:
+        """Return the attention's output [P, C, D] of its normed input."""
+        rows_P, positions_PC = self._rows_P, self._positions_PC
+        q, k, v = attention.project(h_PCD, positions_PC)
+        self.cache = write(self.cache, rows_P, positions_PC, k, v)
+        sinks_H = None if attention.sinks is None else attention.sinks[...]
+        options: dict[str, Any] = {"scale": attention.scale, "window": self._window, "sinks_H": sinks_H}
+        out_PCD: jax.Array = attention.output(attend(q, self.cache, rows_P, positions_PC, **options))
+        return out_PCD
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _attend(
     structure: Structure,
@@ -55,33 +72,21 @@ def _attend(
     positions_PC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | Routed]:
-    """Everything of a layer but its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
-    layer = structure.merge(arrays)
-    x_PCD = _add(hidden)
+    """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
+    block: Block = structure.merge(arrays)
+    x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
-    with jax.named_scope("attention"):
-        q, k, v = layer.attention.project(layer.attention_norm(x_PCD, dtype), positions_PC)
-        cache = write(cache, rows_P, positions_PC, k, v)
-        sinks = layer.attention.sinks
-        sinks_H = None if sinks is None else sinks[...]
-        o = attend(q, cache, rows_P, positions_PC, scale=layer.attention.scale, window=window, sinks_H=sinks_H)
-        x_PCD = x_PCD + layer.attention.output(o).astype(dtype)
-    h_TD = layer.feed_forward_norm(x_PCD, dtype).reshape(-1, x_PCD.shape[-1])
-    if layer.moe is None:
-        return x_PCD, cache, layer.mlp(h_TD)
-    with jax.named_scope("router"):
-        routing = layer.moe.router(h_TD)
-        real_T = positions_PC.reshape(-1) < cache.length
-        idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, layer.moe.num_experts)
-    y_TD = layer.shared(h_TD) if layer.shared_expert is not None else jnp.zeros(h_TD.shape, jnp.float32)
-    return x_PCD, cache, Routed(h_TD, idx_TK, routing.topk_weights_TK, y_TD)
+    attention = CachedAttention(cache, rows_P, positions_PC, window)
+    x_PCD = block.attend(x_PCD, attention, dtype)
+    if block.kind == "dense":
+        return x_PCD, attention.cache, block.feed_forward(x_PCD.reshape(-1, x_PCD.shape[-1]), dtype)
+    h_TD, routing = block.route(x_PCD, dtype)
+    real_T = positions_PC.reshape(-1) < cache.length
+    idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)  # E: padding chooses no expert
+    return x_PCD, attention.cache, Routed(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
 
 
-def _add(hidden: _Hidden) -> jax.Array:
-    return hidden.x_PCD + hidden.y_TD.reshape(hidden.x_PCD.shape).astype(hidden.x_PCD.dtype)
-
-
-_add_alone = jax.jit(_add)
+_add_alone = jax.jit(lambda hidden: add_residual(*hidden))
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -108,7 +113,7 @@ class RingDecoder:
         self,
         config: ModelConfig,
         ends: Ends,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Block],
         residency: Residency,
         caches: Sequence[KVCache],
         dtype: Any,
@@ -122,7 +127,7 @@ class RingDecoder:
         self._ends = split(ends)
         self._layers = [split(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
-        self._moe_index = (np.cumsum(config.sparse_layers) - 1).tolist()
+        self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
 

@@ -54,7 +54,7 @@ class MoEMetrics:
 def dispatch_local(
     x_TD: jax.Array, routing: Routing, exchange: Exchange, *, worst_case: bool = False, pieces: int = 1
 ) -> list[Arrived]:
-    """Each token's rows where their experts are, inside `shard_map`, in so many pieces; see `moe_local`."""
+    """Each token's rows where their experts are, inside `shard_map`, in so many pieces; see `moe`."""
     pieces = 1 if x_TD.shape[0] % pieces else pieces
     experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
     arrived = []
@@ -73,7 +73,7 @@ def _run_experts(expert_fn: ExpertFn, part: Arrived) -> jax.Array:
 
 
 def combine_local(arrived: Sequence[Arrived], expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
-    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe_local`."""
+    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe`."""
     with jax.named_scope("experts"):
         out = [_run_experts(expert_fn, part) for part in arrived]
     y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]
@@ -85,7 +85,14 @@ def num_dropped(arrived: Sequence[Arrived]) -> jax.Array:
     return jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
 
 
-def moe_local(
+def moe_stats(routing: Routing, arrived: Sequence[Arrived], *, keep_routing: bool = False) -> MoEStats:
+    """Return what this device knows of its routing. keep_routing: every token's too."""
+    kept = routing if keep_routing else None
+    dropped = num_dropped(arrived)
+    return MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
+
+
+def moe(
     x_TD: jax.Array,
     routing: Routing,
     expert_fn: ExpertFn,
@@ -93,14 +100,14 @@ def moe_local(
     *,
     worst_case: bool = False,
     pieces: int = 1,
-) -> tuple[jax.Array, jax.Array]:
-    """(float32 y_TD, dropped assignments): the weighted sum of each token's experts, inside `shard_map`.
+) -> tuple[jax.Array, list[Arrived]]:
+    """Return (float32 y_TD, the weighted sum of each token's experts; what was dispatched), inside `shard_map`.
 
     expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. pieces: the tokens go in so many
     parts, if that divides them, each with buffers of its own; experts begin when the first has come.
     """
     arrived = dispatch_local(x_TD, routing, exchange, worst_case=worst_case, pieces=pieces)
-    return combine_local(arrived, expert_fn, exchange), num_dropped(arrived)
+    return combine_local(arrived, expert_fn, exchange), arrived
 
 
 class MoELayer(nnx.Module):
@@ -118,7 +125,7 @@ class MoELayer(nnx.Module):
             data_axes: further axes that split tokens.
         exchange: `flat`; over two expert axes (across nodes, inside a node) also `two_level` and `dedup`, which sends a
             token once to a node; `auto` takes one of them by topology and top-k, see `layer.exchange_plan.reason`.
-        pieces: tokens are exchanged in so many parts, so that experts begin with the first; see `moe_local`.
+        pieces: tokens are exchanged in so many parts, so that experts begin with the first; see `moe`.
 
     Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
@@ -198,6 +205,29 @@ class MoELayer(nnx.Module):
         )
         return (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
 
+    def route(
+        self,
+        x_TD: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+        topk_idx_TK: jax.Array | None = None,
+    ) -> Routing:
+        """Return where each token goes. key: for jitter; topk_idx_TK: choices made before, to keep to."""
+        given = {} if topk_idx_TK is None else {"topk_idx_TK": topk_idx_TK}
+        with jax.named_scope("router"):
+            routing = self.router(x_TD, key=key, train=train, **given)
+            self._check_routing(routing, x_TD.shape[0])
+            return replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
+
+    def dispatch(self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False) -> list[Arrived]:
+        """Send each token's row to its experts' devices, inside `shard_map`, in `pieces` parts."""
+        return dispatch_local(x_TD, routing, self.exchange, worst_case=worst_case, pieces=self.pieces)
+
+    def apply_experts(self, arrived: Sequence[Arrived]) -> jax.Array:
+        """Return float32 y_TD: the weighted sum of each token's experts, once its rows are where they are."""
+        return combine_local(arrived, self.experts, self.exchange)
+
     def local(
         self,
         x_TD: jax.Array,
@@ -207,15 +237,14 @@ class MoELayer(nnx.Module):
         worst_case: bool = False,
         keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats]:
-        """(float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`; `experts` holds its L experts.
+        """Return (float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`.
 
-        keep_routing: the statistics hold the whole `Routing` too.
+        `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too.
         """
-        with jax.named_scope("router"):
-            routing = self.router(x_TD, key=key, train=train)
-            self._check_routing(routing, x_TD.shape[0])
-            routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
-        return self.routed(x_TD, routing, worst_case=worst_case, keep_routing=keep_routing)
+        routing = self.route(x_TD, key=key, train=train)
+        options: dict[str, Any] = {"worst_case": worst_case, "pieces": self.pieces}
+        y_TD, arrived = moe(x_TD, routing, self.experts, self.exchange, **options)
+        return y_TD, moe_stats(routing, arrived, keep_routing=keep_routing)
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
         """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
@@ -229,15 +258,6 @@ class MoELayer(nnx.Module):
             found = getattr(routing, name).shape
             limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {self.num_experts}"
             check(found == shape, f"router: {name}.shape", found, limit)
-
-    def routed(
-        self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False, keep_routing: bool = False
-    ) -> tuple[jax.Array, MoEStats]:
-        """`local` for tokens that have been routed."""
-        y_TD, dropped = moe_local(x_TD, routing, self.experts, self.exchange, worst_case=worst_case, pieces=self.pieces)
-        kept = routing if keep_routing else None
-        stats = MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
-        return y_TD, stats
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, train: bool = False

@@ -306,7 +306,7 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
         "num_experts": config.num_experts,
         "norm_topk_prob": _normalises(config),
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, sparse in enumerate(config.sparse_layers) if not sparse],
+        "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"],
         "use_sliding_window": config.sliding_window is not None,
         **window,
     }
@@ -384,7 +384,7 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config) | {
         "head_dim": config.dim_per_head,
         "layer_types": config.layer_types or ("sliding_attention",) * config.num_hidden_layers,
-        "sparse_layers": config.sparse_layers,
+        "layer_kinds": config.layer_kinds,
         "router": (router.bias, kind, _normalises(config)),
         "routed_scaling_factor": router.routed_scaling_factor,
     }
@@ -393,7 +393,7 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
         values["router"] += (router.n_group, router.topk_group) if limited else (1, 1)
     if config.sliding_window is None:
         del values["layer_types"]
-    if all(config.sparse_layers):
+    if "dense" not in config.layer_kinds:
         del values["intermediate_size"]
     for name in ("capacity_factor", "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers"):
         del values[name]

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig, check
-from jmoe.models.decoder import Decoder, DecoderLayer
+from jmoe.models.block import Block
+from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config, read_table
 from jmoe.models.safetensors_io import TensorReader, read_headers
@@ -45,14 +46,13 @@ class Ends(nnx.Module):
         return dot(h_TD, self.head[...].astype(h_TD.dtype))
 
 
-def without_experts(decoder: Decoder) -> tuple[Ends, list[DecoderLayer]]:
+def without_experts(decoder: Decoder) -> tuple[Ends, list[Block]]:
     """(`Ends`, the layers in order, those with experts without them)."""
-    config, layers, next_of = decoder.config, [], {False: 0, True: 0}
-    stacks = {False: decoder.dense_layers, True: decoder.moe_layers}
-    for kind in config.sparse_layers:
-        graph, state = nnx.split(stacks[kind])
+    config, layers, next_of = decoder.config, [], dict.fromkeys(STACKS, 0)
+    for kind in config.layer_kinds:
+        graph, state = nnx.split(getattr(decoder, STACKS[kind]))
         layer = nnx.merge(graph, jax.tree.map(lambda w, i=next_of[kind]: w[i], state))
-        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer, Block)
         if layer.moe is not None:
             del layer.moe.experts
         layers.append(layer)
@@ -129,7 +129,7 @@ class SplitCheckpoint:
             part = self._loader.region(parameter, self._dtypes[parameter.path], at)[0, 0]
             views[name][...] = part.view(views[name].dtype)
 
-    def load_rest(self) -> tuple[Ends, list[DecoderLayer]]:
+    def load_rest(self) -> tuple[Ends, list[Block]]:
         """Everything but the experts, on the default device."""
         arrays: dict[Names, jax.Array] = {}
         for p in self._parameters:

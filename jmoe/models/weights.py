@@ -78,11 +78,11 @@ def flat(tree: Any) -> dict[Names, Any]:
 
 def parameters(shapes: Any, config: ModelConfig, family: str) -> list[Parameter]:
     """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of."""
-    sparse = np.array(config.sparse_layers)
+    kinds = np.array(config.layer_kinds)
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
-        layers = np.flatnonzero(sparse == (names[0] == "moe_layers")).tolist() if stack_dims(path) else []
+        layers = np.flatnonzero(kinds == names[0].removesuffix("_layers")).tolist() if stack_dims(path) else []
         source = source_of(names, config, family)
         experts = config.num_experts if is_expert(path) else 0
         found.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))

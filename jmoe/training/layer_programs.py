@@ -35,28 +35,25 @@ from jmoe.collectives.fusion import (
     unpack,
 )
 from jmoe.collectives.schedule import interleave
-from jmoe.config import TrainConfig
-from jmoe.layers.moe import MoEStats, combine_local, dispatch_local, num_dropped
-from jmoe.layers.router import Routing
+from jmoe.config import LayerKind, TrainConfig
+from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, EXPERTS_PATH, REPLICATED, split_over
-from jmoe.models.decoder import DecoderLayer
-from jmoe.training.dense_update import (
-    STACKS,
+from jmoe.models.block import Block, add_residual, causal
+from jmoe.models.decoder import STACKS
+from jmoe.training.layer_gradients import (
     Gradients,
-    auxiliary_losses,
     finish_local,
     kind_of_layers,
     kind_of_outside,
-    num_tokens,
-    over_devices,
     without_stacks,
 )
 from jmoe.training.layer_values import Ahead, Beside, Experts, Layer, Routed, Sums
 from jmoe.training.parts import Part, without_experts
 from jmoe.training.residuals import keeping, pulled
 from jmoe.training.reverse_scan import Kind
-from jmoe.training.step import PureDecoder, TrainState
-from kernels_pallas.saved import saved_residual
+from jmoe.training.state import TrainState
+from jmoe.training.step import PureDecoder
+from jmoe.training.update import auxiliary_losses, over_devices, router_key, tokens_per_accumulation_step
 
 
 def _at(tree: Any, index: jax.Array) -> Any:
@@ -86,7 +83,7 @@ class LayerPrograms:
         self._model = model = PureDecoder(config, mesh)
         self.dtype = model.dtype
         self._scan = model.reverse_scan()
-        self._num_tokens = num_tokens(config)
+        self._num_tokens = tokens_per_accumulation_step(config)
         decoder: Any = nnx.eval_shape(model.build)
         self._experts = Part(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
@@ -152,8 +149,8 @@ class LayerPrograms:
 
     # What travels
 
-    def _prepare(self, params: Any, *, first: bool) -> tuple[Any, dict[bool, jax.Array], jax.Array | None]:
-        """(outside, every layer's part of its buffer by kind, the first layer's buffer). first: has it experts?"""
+    def _prepare(self, params: Any, *, first: LayerKind) -> tuple[Any, dict[LayerKind, jax.Array], jax.Array | None]:
+        """(outside, every layer's part of its buffer by kind, the first layer's buffer). first: its kind."""
         outside, scan = without_stacks(params), self._scan
         if scan is None:
             return outside, {}, None
@@ -226,12 +223,9 @@ class LayerPrograms:
 
     def _run_dense(self, params: Any, layer: Layer, x_BSD: jax.Array) -> jax.Array:
         assert self._dense is not None
-        module: DecoderLayer = self._dense(self._model.cast(params))
-        assert module.mlp is not None
-        x_BSD = module.attend(x_BSD, layer.window, self.dtype)
-        with jax.named_scope("mlp"):
-            y_BSD = module.mlp(module.feed_forward_norm(x_BSD, self.dtype))
-        return x_BSD + y_BSD.astype(x_BSD.dtype)
+        block: Block = self._dense(self._model.cast(params))
+        x_BSD = block.attend(x_BSD, causal(layer.window), self.dtype)
+        return add_residual(x_BSD, block.feed_forward(x_BSD, self.dtype))
 
     def _route(
         self,
@@ -261,17 +255,21 @@ class LayerPrograms:
         return *found, begun
 
     def _run_route(
-        self, params: Any, bias: Any, layer: Layer, x_BSD: jax.Array, *, worst_case: bool, **options: Any
+        self,
+        params: Any,
+        bias: Any,
+        layer: Layer,
+        x_BSD: jax.Array,
+        *,
+        train: bool,
+        worst_case: bool,
+        topk_idx_TK: jax.Array | None = None,
     ) -> Routed:
-        module = self._moe_module(params, bias)
-        x_BSD, h_TD, routing = self._run_router(module, layer, x_BSD, **options)
-        moe = module.moe
-        assert moe is not None
-        with jax.named_scope("moe"):
-            arrived = dispatch_local(h_TD, routing, moe.exchange, worst_case=worst_case, pieces=moe.pieces)
-        stats = MoEStats(
-            routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, num_dropped(arrived)
-        )
+        block: Block = self._moe(self._model.cast(params), bias)
+        x_BSD = block.attend(x_BSD, causal(layer.window), self.dtype)
+        key = self._key(layer, train)
+        h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, topk_idx_TK=topk_idx_TK)
+        arrived = block.dispatch(h_TD, routing, worst_case=worst_case)
         sizes = [part.group_sizes_L for part in arrived]
         return Routed(
             x_BSD,
@@ -279,23 +277,8 @@ class LayerPrograms:
             [replace(part, dropped=part.dropped[None]) for part in arrived],
             sum(sizes[1:], sizes[0]),
             routing.topk_idx_TK,
-            jax.tree.map(lambda value: value[None], stats),
+            jax.tree.map(lambda value: value[None], moe_stats(routing, arrived)),
         )
-
-    def _moe_module(self, params: Any, bias: Any) -> DecoderLayer:
-        module: DecoderLayer = self._moe(self._model.cast(params), bias)
-        return module
-
-    def _run_router(
-        self, module: DecoderLayer, layer: Layer, x_BSD: jax.Array, *, train: bool, **options: Any
-    ) -> tuple[jax.Array, jax.Array, Routing]:
-        assert module.moe is not None
-        x_BSD = module.attend(x_BSD, layer.window, self.dtype)
-        h_TD = module.feed_forward_norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
-        with jax.named_scope("router"):
-            routing = module.moe.router(h_TD, key=self._key(layer, train), train=train, **options)
-            routing = replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
-        return x_BSD, h_TD, routing
 
     def _key(self, layer: Layer, train: bool) -> jax.Array | None:
         """For the router's jitter, the same as the ordinary step's; None where there is none."""
@@ -304,8 +287,7 @@ class LayerPrograms:
             return None
         assert layer.step is not None and layer.accumulation is not None
         device = lax.axis_index(ALL) if self.mesh.size > 1 else 0
-        key = jax.random.fold_in(jax.random.key(config.seed), layer.step)
-        key = jax.random.fold_in(jax.random.fold_in(key, device), layer.accumulation)
+        key = router_key(config, layer.step, device, layer.accumulation)
         return jax.random.split(key, config.model.num_moe_layers)[layer.number]
 
     def _add_experts(
@@ -331,20 +313,16 @@ class LayerPrograms:
 
     def _run_experts(self, params: Any, experts: Experts, routed: Routed) -> jax.Array:
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)  # it has done its work
-        module, x_BSD = self._moe_module(params, bias), routed.x_BSD
-        assert module.moe is not None
-        module.moe.experts = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
-        with jax.named_scope("moe"):
-            y_TD = combine_local(routed.arrived, module.moe.experts, module.moe.exchange)
-            if module.shared_expert is not None:
-                y_TD = y_TD + module.shared(routed.h_TD)
-        return x_BSD + y_TD.reshape(x_BSD.shape).astype(x_BSD.dtype)
+        block: Block = self._moe(self._model.cast(params), bias)
+        assert block.moe is not None
+        block.moe.experts = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
+        return block.apply_experts(routed.x_BSD, routed.h_TD, routed.arrived)
 
     def _totals(self, stats: Sequence[Sequence[MoEStats]]) -> tuple[jax.Array, jax.Array]:
         """(assignments to each expert [N, A, E], assignments that found no row [N]) of all devices, from [N][A]."""
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
-        return over_devices(self.mesh, (counts_NAE, dropped_N))
+        return over_devices(self.mesh.size, (counts_NAE, dropped_N))
 
     def _head(self, outside: Any, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(the last norm's output [T, D], the head as `Embedding` makes it)."""
@@ -358,7 +336,7 @@ class LayerPrograms:
         return self._model.embedding.cross_entropy(*head, labels_BS.reshape(-1), weights_BS.reshape(-1))
 
     def _nll(self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
-        nll: jax.Array = over_devices(self.mesh, self._nll_local(outside, x_BSD, labels_BS, weights_BS))
+        nll: jax.Array = over_devices(self.mesh.size, self._nll_local(outside, x_BSD, labels_BS, weights_BS))
         return nll
 
     def _logits(self, outside: Any, x_BSD: jax.Array, position: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmoe.models.decoder import SAVED
+from jmoe.models.block import SAVED
 
 
 @jax.tree_util.register_static
@@ -45,7 +45,7 @@ def _floating(tree: Any) -> list[jax.Array]:
 def keeping(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int]) -> tuple[Any, Any]:
     """(function(*args), what `pulled` needs for the gradients by the arguments that are `wanted`).
 
-    Of what is inside, the values that are named in `models.decoder.SAVED` are kept; the rest is computed again. All
+    Of what is inside, the values that are named in `models.block.SAVED` are kept; the rest is computed again. All
     that is kept has a leading dimension of 1, that of devices.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED)

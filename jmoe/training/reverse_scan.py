@@ -31,7 +31,8 @@ from jmoe.collectives.fusion import (
     unpack_gradients,
 )
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
-from jmoe.models.decoder import Layer, Plan, Stacks
+from jmoe.config import LayerKind
+from jmoe.models.decoder import STACKS, Layer, Plan, Stacks
 from jmoe.training.residuals import with_known, without
 
 
@@ -48,9 +49,9 @@ def _put(tree: Any, index: Any, values: Any) -> Any:
 class _Unit:
     """A pattern of layers that repeats; in each kind's stack its first layer is number `start[kind]`."""
 
-    kinds: tuple[bool, ...]
+    kinds: tuple[LayerKind, ...]
     repeats: int
-    start: dict[bool, int]
+    start: dict[LayerKind, int]
 
     def index(self, position: int, repeat: Any) -> Any:
         """Where the layer at `position` of a repeat is in the stack of its kind."""
@@ -60,7 +61,7 @@ class _Unit:
 
 def _units(plan: Plan, layers_per_bucket: int) -> list[_Unit]:
     """The plan's patterns, each repeated until it holds a whole bucket, where the number of repeats allows it."""
-    units, used = [], {False: 0, True: 0}
+    units, used = [], dict.fromkeys(STACKS, 0)
     for pattern, repeats in plan:
         wanted = -(-layers_per_bucket // len(pattern))
         together = next(n for n in range(min(wanted, repeats), 0, -1) if repeats % n == 0)
@@ -74,11 +75,11 @@ def _units(plan: Plan, layers_per_bucket: int) -> list[_Unit]:
 class _Bucket:
     """Gradients that are not reduced yet: of some layers, by their kinds and places in the stacks."""
 
-    kinds: tuple[bool, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()
     indices: tuple[jax.Array, ...] = ()
     rows_RG: tuple[jax.Array, ...] = ()
 
-    def add(self, kind: bool, index: Any, rows_RG: jax.Array) -> "_Bucket":
+    def add(self, kind: LayerKind, index: Any, rows_RG: jax.Array) -> "_Bucket":
         return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.rows_RG, rows_RG))
 
 
@@ -106,9 +107,9 @@ class Kind:
 class _Kept:
     """What the backward pass needs of the forward pass."""
 
-    flat: dict[bool, jax.Array]  # [N, C]
-    rest: dict[bool, list[jax.Array]]
-    extras: dict[bool, Any]
+    flat: dict[LayerKind, jax.Array]  # [N, C]
+    rest: dict[LayerKind, list[jax.Array]]
+    extras: dict[LayerKind, Any]
     whole: jax.Array  # the last layer's parameters
     residuals: list[Any]  # by unit: of all repeats but the last, and of the last
 
@@ -186,7 +187,7 @@ class ReverseScan:
 class _Scan:
     """One decoder's layers and how they are run."""
 
-    def __init__(self, config: ReverseScan, plan: Plan, layer: Layer, states: dict[bool, Any]) -> None:
+    def __init__(self, config: ReverseScan, plan: Plan, layer: Layer, states: dict[LayerKind, Any]) -> None:
         self.config, self.layer = config, layer
         self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
         self.kinds = {}
@@ -197,7 +198,7 @@ class _Scan:
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.units = _units(plan, self.layers_per_bucket)
 
-    def _gradient_bytes(self, kind: bool) -> int:
+    def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * self.num_devices * sum(part.size for part in self.kinds[kind].parts)
 
     def _reductions(self, bucket: _Bucket) -> list[Work]:
@@ -206,7 +207,9 @@ class _Scan:
             return []
         return self.config.reductions(jnp.concatenate(bucket.rows_RG, axis=1))
 
-    def _store(self, sums: dict[bool, jax.Array], bucket: _Bucket, reduced: list[jax.Array]) -> dict[bool, jax.Array]:
+    def _store(
+        self, sums: dict[LayerKind, jax.Array], bucket: _Bucket, reduced: list[jax.Array]
+    ) -> dict[LayerKind, jax.Array]:
         """A bucket's sums in their layers' places."""
         row, start, sums = jnp.concatenate([jnp.zeros(0), *reduced]), 0, dict(sums)
         for kind, index in zip(bucket.kinds, bucket.indices, strict=True):
@@ -217,7 +220,7 @@ class _Scan:
 
     # Forwards
 
-    def forward(self, states: dict[bool, Any], extras: dict[bool, Any], x: jax.Array) -> tuple[Any, _Kept]:
+    def forward(self, states: dict[LayerKind, Any], extras: dict[LayerKind, Any], x: jax.Array) -> tuple[Any, _Kept]:
         """((x, statistics), what the backward pass needs)."""
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
@@ -261,10 +264,12 @@ class _Scan:
             )
             whole = whole if following is None else self.config.whole(gathered, following)
             residuals.append(kept)
-            stats += [found] * kind
+            stats += [found] if kind == "moe" else []
         return (whole, x), (residuals, stats)
 
-    def _forward_layer(self, kind: bool, whole: jax.Array, rest: Any, extra: Any, x: jax.Array) -> tuple[Any, Any, Any]:
+    def _forward_layer(
+        self, kind: LayerKind, whole: jax.Array, rest: Any, extra: Any, x: jax.Array
+    ) -> tuple[Any, Any, Any]:
         layers = self.kinds[kind]
         params = unpack(whole, layers.parts, self.config.levels)
         key, window = extra
@@ -281,7 +286,7 @@ class _Scan:
         indices: list[int] = []
         parts = []
         for unit, early, last in found:
-            for number, position in enumerate(p for p, kind in enumerate(unit.kinds) if kind):
+            for number, position in enumerate(p for p, kind in enumerate(unit.kinds) if kind == "moe"):
                 indices += [unit.index(position, repeat) for repeat in range(unit.repeats)]
                 stacked = jax.tree.map(lambda s: s[None], last[number])
                 if early is not None:
@@ -294,7 +299,7 @@ class _Scan:
 
     # Backwards
 
-    def backward(self, kept: _Kept, dx: jax.Array, dstats: Any) -> tuple[dict[bool, Any], jax.Array]:
+    def backward(self, kept: _Kept, dx: jax.Array, dstats: Any) -> tuple[dict[LayerKind, Any], jax.Array]:
         """The gradients of the parameters, on their shards, and of x."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
@@ -341,7 +346,7 @@ class _Scan:
                 _at(kept.extras[kind], index),
                 residuals[position],
                 dx,
-                _at(dstats, index) if kind else [],
+                _at(dstats, index) if kind == "moe" else [],
             )
             (rows_RG, drest_here, dx), results = interleave(
                 partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
@@ -356,7 +361,7 @@ class _Scan:
         return whole, dx, pending, sums, drest
 
     def _backward_layer(
-        self, kind: bool, whole: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
+        self, kind: LayerKind, whole: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
     ) -> tuple[jax.Array, Any, jax.Array]:
         layers, levels = self.kinds[kind], self.config.levels
         known = [*unpack(whole, layers.parts, levels), *rest, *jax.tree.leaves(extra)]

@@ -21,8 +21,7 @@ from jmoe.collectives.fusion import Part, all_reduce_local, gather_fused_local, 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, chunk_bytes
 from jmoe.config import TrainConfig
 from jmoe.layers.embedding import Embedding
-from jmoe.layers.moe import MoEStats
-from jmoe.layers.router import RouterBias, balance_loss_local, updated_bias
+from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
     ACCUMULATED_BATCH,
@@ -42,22 +41,17 @@ from jmoe.mesh import (
 from jmoe.models.decoder import Decoder, LayerScan
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.training.bandwidth import gathered_bytes_per_s
-from jmoe.training.optimizer import advance, decays, learning_rate
 from jmoe.training.reverse_scan import ReverseScan
+from jmoe.training.state import TrainState as TrainState
+from jmoe.training.update import (
+    auxiliary_losses,
+    finish_step,
+    over_devices,
+    router_key,
+    tokens_per_accumulation_step,
+)
 
 LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar)."""
-
-    params: Any
-    m: Any
-    v: Any
-    router_bias: Any
-    step: jax.Array
 
 
 Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
@@ -225,20 +219,11 @@ class PureDecoder:
         return hidden, self.embedding.head(model.embedding[...], head, self.dtype), stats
 
 
-def _auxiliary_losses(config: TrainConfig, stats: MoEStats, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """This device's part of the (weighted) balance and z losses, averaged over layers; tokens are global."""
-    router, model = config.model.router, config.model
-    counts_NE = lax.psum(stats.counts_E, ALL)
-    balance = balance_loss_local(stats.probs_sum_E, counts_NE, num_tokens, model.num_experts, model.num_experts_per_tok)
-    layers = model.num_moe_layers
-    return router.aux_loss_coef * balance.sum() / layers, router.z_loss_coef * stats.z_sum.sum() / num_tokens / layers
-
-
 def _make_loss(
     config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
 ) -> Callable[..., Any]:
     accumulation = config.gradient_accumulation_steps
-    num_tokens = config.batch_size * config.sequence_length // accumulation
+    num_tokens = tokens_per_accumulation_step(config)
     has_moe = config.model.num_moe_layers > 0
 
     def loss_fn(params: Any, router_bias: Any, tokens: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
@@ -260,10 +245,11 @@ def _make_loss(
         sums = {"loss": nll}
         if has_moe:
             with jax.named_scope("auxiliary_losses"):
-                balance, z = _auxiliary_losses(config, stats, num_tokens)
+                counts_NE = lax.psum(stats.counts_E, ALL)
+                balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, counts_NE)
             sums |= {
-                "balance_loss": balance / accumulation,
-                "z_loss": z / accumulation,
+                "balance_loss": balance,
+                "z_loss": z,
                 "counts": stats.counts_E,
                 "entropy": stats.entropy_sum / (num_tokens * accumulation),
                 "dropped": stats.dropped,
@@ -315,10 +301,7 @@ def _local_gradients(
 
     def gradients(state: TrainState, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         def one(key_index: jax.Array, tokens: jax.Array) -> tuple[Any, Any]:
-            key = None
-            if jitter:
-                key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-                key = jax.random.fold_in(jax.random.fold_in(key, lax.axis_index(ALL)), key_index)
+            key = router_key(config, state.step, lax.axis_index(ALL), key_index) if jitter else None
             (_, sums), grads = loss_fn(state.params, state.router_bias, tokens, key)
             return grads, sums
 
@@ -339,43 +322,16 @@ def _make_step(
     config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
 ) -> Callable[..., Any]:
     gradients = _local_gradients(config, model, worst_case, layers)
-    schedule = learning_rate(config.optimizer, config.num_steps)
-    clip_norm, mesh = config.optimizer.clip_norm, model.mesh
-    dropless = config.model.capacity_factor is None
+    dropless, num_devices = config.model.capacity_factor is None, model.mesh.size
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, sums = gradients(state, tokens)
         with jax.named_scope("reduce_gradients"):
             grads = _reduce(grads, model)
-            metrics = lax.psum(sums, ALL) if mesh.size > 1 else sums
-        squares = squared_norms_local(grads, model)
-        squares = lax.psum(squares, ALL) if mesh.size > 1 else squares
-        norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
+            metrics = over_devices(num_devices, sums)
+        squares = over_devices(num_devices, squared_norms_local(grads, model))
         overflow = metrics["dropped"].sum() > 0 if dropless and "dropped" in metrics else jnp.bool_(False)
-        ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
-        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12)) if clip_norm else jnp.float32(1.0)
-        lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
-        with jax.named_scope("optimizer"):
-            leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
-            new = [
-                advance(
-                    w, m, v, g, config=config.optimizer, decay=decays(path, w), lr=lr, step=state.step, clip=clip, ok=ok
-                )
-                for (path, w), m, v, g in zip(
-                    leaves, jax.tree.leaves(state.m), jax.tree.leaves(state.v), jax.tree.leaves(grads), strict=True
-                )
-            ]
-            params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
-        speed = config.model.router.bias_update_speed
-        bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias)
-        metrics |= {
-            "grad_norm": norm,
-            "grad_norms": jax.tree.map(jnp.sqrt, squares),
-            "learning_rate": lr,
-            "overflow": overflow,
-            "ok": ok,
-        }
-        return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32)), metrics
+        return finish_step(config, state, grads, squares, metrics, overflow)
 
     return step
 

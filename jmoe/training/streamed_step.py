@@ -26,14 +26,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from jmoe.config import TrainConfig
+from jmoe.config import LayerKind, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
-from jmoe.models.decoder import Decoder
-from jmoe.training.dense_update import STACKS, Gradients
+from jmoe.models.decoder import STACKS, Decoder
 from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks
 from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
+from jmoe.training.layer_gradients import Gradients
 from jmoe.training.layer_programs import LayerPrograms
 from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
 from jmoe.training.parts import without_experts
@@ -64,7 +64,7 @@ class _Run:
     """
 
     outside: Any
-    flat: dict[bool, jax.Array]
+    flat: dict[LayerKind, jax.Array]
     whole_RC: jax.Array | None
     train: bool
     worst_case: bool
@@ -83,14 +83,14 @@ class StreamedProgram:
         self.config, self.tiers, self.mesh = config, config.tiers, mesh
         self._ordinary = make_program(config, mesh)
         self.programs = LayerPrograms(config, mesh)
-        self._sparse = config.model.sparse_layers
+        self._kinds = config.model.layer_kinds
         windows = config.model.windows
-        kinds: dict[bool, int] = {False: 0, True: 0}
+        counts = dict.fromkeys(STACKS, 0)
         self._layers = []
-        for i, sparse in enumerate(self._sparse):
+        for i, kind in enumerate(self._kinds):
             window = None if windows is None else jnp.int32(windows[i])
-            self._layers.append(Layer(jnp.int32(kinds[sparse]), window))
-            kinds[sparse] += 1
+            self._layers.append(Layer(jnp.int32(counts[kind]), window))
+            counts[kind] += 1
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
         shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
         one = mesh.size == 1
@@ -303,27 +303,27 @@ class StreamedProgram:
         """Layer i, where there is one and its parameters have to be gathered."""
         if not run.flat or not 0 <= i < len(self._layers):
             return None
-        return Ahead(run.flat[self._sparse[i]], self._layers[i].number)
+        return Ahead(run.flat[self._kinds[i]], self._layers[i].number)
 
     def _forward(
         self, state: TrainState, inputs: Sequence[jax.Array], *, train: bool, worst_case: bool
     ) -> tuple[_Run, list[jax.Array]]:
         """(what the way back needs, hidden states)."""
         programs = self.programs
-        outside, flat, whole_RC = self._done(programs.prepare(state.params, first=self._sparse[0]))
+        outside, flat, whole_RC = self._done(programs.prepare(state.params, first=self._kinds[0]))
         # buffers for the worst case are as large as all devices' tokens: too much to keep of every layer
         keeps = train and not worst_case and self.config.remat == "none"
         run = _Run(outside, flat, whole_RC, train, worst_case, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
-        for i, sparse in enumerate(self._sparse):
+        for i, kind in enumerate(self._kinds):
             if not train:
                 run.passed.clear()  # there is no way back
             run.passed.append(_Passed(xs))
-            xs = (self._forward_experts if sparse else self._forward_dense)(state, run, i, xs)
+            xs = (self._forward_experts if kind == "moe" else self._forward_dense)(state, run, i, xs)
         return run, xs
 
     def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
-        stack, whole_RC, ahead = state.params[STACKS[False]], run.whole_RC, self._ahead(run, i + 1)
+        stack, whole_RC, ahead = state.params[STACKS["dense"]], run.whole_RC, self._ahead(run, i + 1)
         ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
         for a, x in enumerate(xs):
             args = stack, whole_RC, x, self._layers[i], ahead
@@ -348,7 +348,7 @@ class StreamedProgram:
         self, state: TrainState, run: _Run, i: int, whole_RC: jax.Array | None, xs: Sequence[jax.Array], first: int
     ) -> list[jax.Array]:
         """Of a layer with experts, for those of its inputs from number `first` on."""
-        programs, experts, stack = self.programs, self._state, state.params[STACKS[True]]
+        programs, experts, stack = self.programs, self._state, state.params[STACKS["moe"]]
         here, options = run.passed[-1], {"train": run.train, "worst_case": run.worst_case, "keeps": run.keeps}
         layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(first + a)) for a in range(len(xs))]
         aheads = [self._ahead(run, i + 1) if first + a == 0 else None for a in range(len(xs))]
@@ -360,7 +360,7 @@ class StreamedProgram:
         run.stats.append([r.stats for r in routed])
         here.choices = [r.topk_idx_TK for r in routed]
         here.chosen_P = np.any([self._on_host(r.arrived_E) > 0 for r in routed], axis=0)
-        number = sum(self._sparse[:i])
+        number = self._kinds[:i].count("moe")
         slot = self._joined(experts.fetch_more(here.chosen_P) if first else experts.fetch(number, here.chosen_P))
         ys = []
         for (r, before, begun), layer, ahead in zip(found, layers, aheads, strict=True):
@@ -381,21 +381,21 @@ class StreamedProgram:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """(gradients of the first layer's inputs, squared norms of each layer's experts' gradients); fills `grads`."""
         squares: list[jax.Array] = []
-        pending: tuple[bool, jax.Array] | None = None  # a layer's kind and gradients, not summed over devices yet
-        for i in reversed(range(len(self._sparse))):
-            sparse, before = self._sparse[i], self._ahead(run, i - 1)
-            sums = Sums(None, grads.rest[sparse])
+        pending: tuple[LayerKind, jax.Array] | None = None  # a layer's kind and gradients, not summed over devices yet
+        for i in reversed(range(len(self._kinds))):
+            kind, before = self._kinds[i], self._ahead(run, i - 1)
+            sums = Sums(None, grads.rest[kind])
             args = state, run, i, dxs, sums, (before, None if pending is None else pending[1])
-            if sparse:
+            if kind == "moe":
                 sums, beside, square = self._backward_experts(*args, counts_NAE)
                 squares.append(square)
             else:
                 sums, beside = self._backward_dense(*args)
-            grads.rest[sparse] = sums.rest
+            grads.rest[kind] = sums.rest
             if pending is not None and beside.sum_G is not None:
                 grads.rows_G[pending[0]].append(beside.sum_G)
             run.whole_RC = beside.whole_RC
-            pending = None if sums.rows_RG is None else (sparse, sums.rows_RG)
+            pending = None if sums.rows_RG is None else (kind, sums.rows_RG)
             run.passed.pop()  # what it kept is needed no more
         if pending is not None:
             grads.rows_G[pending[0]].append(self._done(self.programs.reduce(pending[1])))
@@ -407,7 +407,7 @@ class StreamedProgram:
         self, state: TrainState, run: _Run, i: int, dxs: list[jax.Array], sums: Sums, also: _Also
     ) -> tuple[Sums, Beside]:
         """Of one layer; changes `dxs`."""
-        found, stack = Beside(None, None), state.params[STACKS[False]]
+        found, stack = Beside(None, None), state.params[STACKS["dense"]]
         for a, (x, kept) in enumerate(zip(run.passed[i].xs, run.passed[i].kept, strict=True)):
             args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], *also, kept
             dxs[a], sums, beside = self._done(self.programs.dense_gradients(*args))
@@ -425,8 +425,8 @@ class StreamedProgram:
         counts_NAE: jax.Array,
     ) -> tuple[Sums, Beside, jax.Array]:
         """Of one layer, with the squared norm of its experts' gradients, which go to their tier; changes `dxs`."""
-        programs, experts, here, stack = self.programs, self._state, run.passed[i], state.params[STACKS[True]]
-        number = sum(self._sparse[:i])
+        programs, experts, here, stack = self.programs, self._state, run.passed[i], state.params[STACKS["moe"]]
+        number = self._kinds[:i].count("moe")
         slot = self._joined(experts.fetch(number, here.chosen_P))
         found, square = Beside(None, None), None
         for a, (x, idx, kept) in enumerate(zip(here.xs, here.choices, here.kept, strict=True)):

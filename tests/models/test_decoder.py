@@ -366,8 +366,8 @@ def test_the_program_does_not_grow_with_depth(options: Callable[[int], dict[str,
     ],
 )
 def test_layer_plan(kinds: str, plan: list[tuple[str, int]]) -> None:
-    found = layer_plan([kind == "M" for kind in kinds])
-    assert [("".join("DM"[sparse] for sparse in pattern), repeats) for pattern, repeats in found] == plan
+    found = layer_plan(["moe" if kind == "M" else "dense" for kind in kinds])
+    assert [("".join("DM"[kind == "moe"] for kind in pattern), repeats) for pattern, repeats in found] == plan
 
 
 def test_statistics_of_irregular_layers_are_in_order() -> None:

@@ -174,9 +174,9 @@ def spelled_out(config: ModelConfig) -> ModelConfig:
         head_dim=config.dim_per_head,
         decoder_sparse_step=1,
         first_k_dense_replace=0,
-        mlp_only_layers=tuple(i for i, sparse in enumerate(config.sparse_layers) if not sparse),
+        mlp_only_layers=tuple(i for i, kind in enumerate(config.layer_kinds) if kind == "dense"),
         layer_types=types if config.sliding_window else (),
-        intermediate_size=1 if all(config.sparse_layers) else config.intermediate_size,
+        intermediate_size=1 if "dense" not in config.layer_kinds else config.intermediate_size,
     )
 
 

@@ -60,7 +60,7 @@ def layer_elements(model: ModelConfig) -> list[int]:
     d, attention = model.hidden_size, 4 * model.hidden_size**2 + 2 * model.hidden_size
     mlp = 3 * d * model.intermediate_size
     sparse = d * model.num_experts + 3 * d * model.shared_expert_intermediate_size
-    return [attention + (sparse if is_sparse else mlp) for is_sparse in model.sparse_layers]
+    return [attention + (sparse if kind == "moe" else mlp) for kind in model.layer_kinds]
 
 
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 8), 0), ((2, 2, 2), 9000)], ids=["whole", "chunks"])

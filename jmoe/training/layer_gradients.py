@@ -1,4 +1,4 @@
-"""What ends a step that runs layer by layer: the gradients of all but the experts, on their shards, and their update.
+"""The gradients of a step that runs layer by layer, all but the experts', and how they come onto their shards.
 
 Legend: A accumulation steps, N layers of a kind, E experts, R devices, G elements of a device's part of the gradients
 of a layer's flat buffer.
@@ -12,27 +12,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh
 
 from jmoe.collectives.fusion import all_reduce_local, pack_gradients, reduce_scatter_rows_local, unpack_gradients
-from jmoe.config import TrainConfig
+from jmoe.config import LayerKind, TrainConfig
 from jmoe.layers.moe import MoEStats
-from jmoe.layers.router import balance_loss_local, updated_bias
-from jmoe.mesh import ALL, path_names
-from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.mesh import path_names
+from jmoe.models.decoder import STACKS
 from jmoe.training.reverse_scan import Kind
-from jmoe.training.step import PureDecoder, TrainState, squared_norms_local
-
-STACKS = {False: "dense_layers", True: "moe_layers"}  # has experts -> the parameters of such layers
+from jmoe.training.state import TrainState
+from jmoe.training.step import PureDecoder, squared_norms_local
+from jmoe.training.update import auxiliary_losses, finish_step, over_devices, tokens_per_accumulation_step
 
 
 class Gradients(NamedTuple):
     """Of everything but the experts. outside: [R, ...]. By kind of layer, rest: [R, N, ...], and rows_G: by layer."""
 
     outside: Any
-    rest: dict[bool, list[jax.Array]]
-    rows_G: dict[bool, list[jax.Array]]
+    rest: dict[LayerKind, list[jax.Array]]
+    rows_G: dict[LayerKind, list[jax.Array]]
 
 
 def without_stacks(params: Any) -> Any:
@@ -49,28 +46,6 @@ def kind_of_layers(model: PureDecoder, stack: Any) -> Kind:
 def kind_of_outside(model: PureDecoder, outside: Any) -> Kind:
     """Of the parameters outside the layers as they lie here."""
     return Kind(outside, [model.part(path, w.shape) for path, w in jax.tree_util.tree_leaves_with_path(outside)])
-
-
-def over_devices(mesh: Mesh, tree: Any) -> Any:
-    """The sum over all devices."""
-    return lax.psum(tree, ALL) if mesh.size > 1 else tree
-
-
-def num_tokens(config: TrainConfig) -> int:
-    """Of an accumulation step, on all devices."""
-    return config.batch_size * config.sequence_length // config.gradient_accumulation_steps
-
-
-def auxiliary_losses(
-    config: TrainConfig, probs_sum_E: jax.Array, z_sum: jax.Array, counts_E: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """This device's part of a layer's (weighted) balance and z losses of one accumulation step."""
-    model, router = config.model, config.model.router
-    parts = model.num_moe_layers * config.gradient_accumulation_steps
-    balance = balance_loss_local(
-        probs_sum_E, counts_E, num_tokens(config), model.num_experts, model.num_experts_per_tok
-    )
-    return router.aux_loss_coef * balance / parts, router.z_loss_coef * z_sum / num_tokens(config) / parts
 
 
 def _on_shards(model: PureDecoder, params: Any, grads: Gradients) -> Any:
@@ -112,41 +87,20 @@ def finish_local(
     squares: of each layer's experts' gradients. losses: parts to add up. stats: [N][A]. totals: of `_totals`.
     """
     counts_NAE, dropped_N = totals
-    metrics = over_devices(model.mesh, _metrics(config, losses, stats, counts_NAE))
-    found = _on_shards(model, state.params, grads)
-    norms = squared_norms_local(found, model)
+    metrics = over_devices(model.mesh.size, _metrics(config, losses, stats, counts_NAE))
+    metrics |= {"counts": counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": dropped_N}
+    reduced = _on_shards(model, state.params, grads)
+    norms = squared_norms_local(reduced, model)
     norms["moe_layers"] = norms["moe_layers"] + jnp.stack([square[0] for square in squares])
-    norms = over_devices(model.mesh, norms)
-    norm = jnp.sqrt(sum(jnp.sum(square) for square in norms.values()))
-    ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    limit = config.optimizer.clip_norm
-    clip = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0)
-    lr = jnp.asarray(learning_rate(config.optimizer, config.num_steps)(state.step.astype(jnp.float32)), jnp.float32)
-    options: dict[str, Any] = {"config": config.optimizer, "lr": lr, "step": state.step, "clip": clip, "ok": ok}
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
-    old = zip(leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, found)), strict=True)
-    new = [advance(w, m, v, g, decay=decays(path, w), **options) for (path, w), m, v, g in old]
-    params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
-    speed, counts_NE = config.model.router.bias_update_speed, counts_NAE.sum(axis=1, dtype=jnp.int32)
-    bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, counts_NE, speed), b), state.router_bias)
-    metrics |= {
-        "counts": counts_NE,
-        "dropped": dropped_N,
-        "grad_norm": norm,
-        "grad_norms": jax.tree.map(jnp.sqrt, norms),
-        "learning_rate": lr,
-        "clip": clip,
-        "overflow": jnp.bool_(False),
-        "ok": ok,
-    }
-    return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32)), metrics
+    norms = over_devices(model.mesh.size, norms)
+    return finish_step(config, state, reduced, norms, metrics, jnp.bool_(False))
 
 
 def _metrics(
     config: TrainConfig, losses: Sequence[jax.Array], stats: Sequence[Sequence[MoEStats]], counts_NAE: jax.Array
 ) -> dict[str, jax.Array]:
     """This device's part of the step's losses and of its routers' entropies."""
-    total_tokens = num_tokens(config) * config.gradient_accumulation_steps
+    total_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
     parts = [
         auxiliary_losses(config, s.probs_sum_E[0], s.z_sum[0], counts_NAE[n, a])
         for n, layer in enumerate(stats)

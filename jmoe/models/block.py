@@ -1,0 +1,176 @@
+"""One transformer block, in the phases that its runners call.
+
+Legend: B batch, S sequence, T = B S tokens, D hidden, K choices a token.
+
+A dense block is `attend`, `feed_forward`. A block with experts is `attend`, `route`, `dispatch`, `apply_experts`. Three
+runners call these phases and know nothing else of a layer: the scan over stacked layers with its reverse pass (training
+on the device), the host that fetches experts between `dispatch` and `apply_experts` (training with streamed experts),
+and the decoder with a KV cache (inference, which puts experts from slots in place of the last two). `Block.__call__`
+composes the phases.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from jmoe.collectives.exchange import Arrived
+from jmoe.config import LayerKind, ModelConfig
+from jmoe.layers.attention import Attention
+from jmoe.layers.experts import MLP, normal
+from jmoe.layers.latent_attention import LatentAttention
+from jmoe.layers.moe import MoELayer, MoEStats, moe_stats
+from jmoe.layers.norm import Norm
+from jmoe.layers.router import Routing
+from jmoe.planning.exchange import ExchangeChoice
+from kernels_pallas.matmul import matmul
+from kernels_pallas.saved import saved
+
+# (the block's attention module, its normed input [..., D]) -> its output [..., D]
+AttentionFn = Callable[[Any, jax.Array], jax.Array]
+
+# Kept for the backward pass: what matrix products and routing made. The rest (norms, rotations, casts, permutations,
+# and a layer's unsharded weights, which are gathered again) is computed again: cheaper than to write and read it.
+SAVED = ("qkv", "attention", "after_attention", "routing", "expert_rows", "expert_up", "expert_out", "mlp_up")
+
+
+def causal(window: jax.Array | None = None) -> AttentionFn:
+    """Attention to the tokens before, of the same sequence. window: int32, how many of them; None: all."""
+    return lambda attention, h_BSD: attention(h_BSD, window)
+
+
+def add_residual(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y in the dtype and shape of x."""
+    return x + y.reshape(x.shape).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); the feed-forward is an `MLP` or a `MoELayer`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        kind: LayerKind,
+        mesh: jax.sharding.Mesh | None = None,
+        expert_axes: tuple[str, ...] = (),
+        exchange: ExchangeChoice = "auto",
+        pieces: int = 1,
+        rngs: nnx.Rngs,
+    ) -> None:
+        out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+        self.attention_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
+        attention = Attention if config.kv_lora_rank is None else LatentAttention
+        self.attention = attention(config, out_std, rngs=rngs)
+        self.feed_forward_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
+        mlp: dict[str, Any] = {
+            "activation": config.hidden_act,
+            "bias": config.mlp_bias,
+            "init_std": config.initializer_range,
+            "init_out_std": out_std,
+            "rngs": rngs,
+        }
+        d, shared = config.hidden_size, config.shared_expert_intermediate_size
+        self.mlp = MLP(d, config.intermediate_size, **mlp) if kind == "dense" else None
+        self.shared_expert = MLP(d, shared, **mlp) if kind == "moe" and shared else None
+        self.moe = (
+            MoELayer(
+                d,
+                config.num_experts,
+                config.num_experts_per_tok,
+                config.moe_intermediate_size,
+                router=config.router,
+                capacity_factor=config.capacity_factor,
+                mesh=mesh,
+                expert_axes=expert_axes,
+                exchange=exchange,
+                pieces=pieces,
+                **mlp,
+            )
+            if kind == "moe"
+            else None
+        )
+        gate = kind == "moe" and config.shared_expert_gate
+        self.shared_expert_gate = normal(rngs, (d, 1), config.initializer_range) if gate else None
+
+    @property
+    def kind(self) -> LayerKind:
+        """Whether the feed-forward is one MLP or experts."""
+        return "dense" if self.moe is None else "moe"
+
+    def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
+        """Return x + attention(norm(x)), the first half of the block. dtype: of the matrix products."""
+        with jax.named_scope("attention"):
+            h_BSD = attention(self.attention, self.attention_norm(x_BSD, dtype))
+            return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
+
+    def feed_forward(self, x_BSD: jax.Array, dtype: Any) -> jax.Array:
+        """Return mlp(norm(x)), [T, D]: what the second half of a dense block adds to x."""
+        assert self.mlp is not None
+        with jax.named_scope("mlp"):
+            return self.mlp(self.feed_forward_norm(x_BSD, dtype))
+
+    def route(
+        self,
+        x_BSD: jax.Array,
+        dtype: Any,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+        topk_idx_TK: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Return (h_TD = norm(x) as the experts take it, where each token goes); see `MoELayer.route`."""
+        assert self.moe is not None
+        with jax.named_scope("moe"):
+            h_TD = self.feed_forward_norm(x_BSD, dtype).reshape(-1, x_BSD.shape[-1])
+            return h_TD, self.moe.route(h_TD, key=key, train=train, topk_idx_TK=topk_idx_TK)
+
+    def dispatch(self, h_TD: jax.Array, routing: Routing, *, worst_case: bool = False) -> list[Arrived]:
+        """Send each token to its experts' devices; see `MoELayer.dispatch`."""
+        assert self.moe is not None
+        with jax.named_scope("moe"):
+            return self.moe.dispatch(h_TD, routing, worst_case=worst_case)
+
+    def apply_experts(self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: Sequence[Arrived]) -> jax.Array:
+        """Return x + the weighted sum of each token's experts + the shared expert."""
+        assert self.moe is not None
+        with jax.named_scope("moe"):
+            y_TD = self.moe.apply_experts(dispatched)
+            if self.shared_expert is not None:
+                y_TD = y_TD + self.shared(h_TD)
+        return add_residual(x_BSD, y_TD)
+
+    def shared(self, h_TD: jax.Array) -> jax.Array:
+        """Return the shared expert's float32 output, gated where it has a gate; zeros without one."""
+        if self.shared_expert is None:
+            return jnp.zeros(h_TD.shape, jnp.float32)
+        y_TD = self.shared_expert(h_TD)
+        if self.shared_expert_gate is None:
+            return y_TD
+        return y_TD * jax.nn.sigmoid(matmul(h_TD, self.shared_expert_gate[...].astype(h_TD.dtype)))
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        window: jax.Array | None = None,
+        *,
+        dtype: Any,
+        key: jax.Array | None = None,
+        train: bool = False,
+        worst_case: bool = False,
+        keep_routing: bool = False,
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Return (the block's output, the statistics of its routing; None of a dense block).
+
+        keep_routing: the statistics hold every token's `Routing` too.
+        """
+        x_BSD = self.attend(x_BSD, causal(window), dtype)
+        if self.kind == "dense":
+            return add_residual(x_BSD, self.feed_forward(x_BSD, dtype)), None
+        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train)
+        dispatched = self.dispatch(h_TD, routing, worst_case=worst_case)
+        y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
+        return y_BSD, moe_stats(routing, dispatched, keep_routing=keep_routing)

@@ -1,0 +1,85 @@
+"""How every training step ends, once its gradients are reduced; and what both kinds of step compute alike.
+
+Legend: N MoE layers, E experts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe.config import TrainConfig
+from jmoe.layers.router import balance_loss_local, updated_bias
+from jmoe.mesh import ALL
+from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.training.state import TrainState
+
+
+def tokens_per_accumulation_step(config: TrainConfig) -> int:
+    """Return how many tokens one accumulation step has on all devices."""
+    return config.batch_size * config.sequence_length // config.gradient_accumulation_steps
+
+
+def router_key(config: TrainConfig, step: jax.Array, device: jax.Array | int, accumulation: jax.Array) -> jax.Array:
+    """Return the key of a device's router jitter in one accumulation step; split it over the MoE layers."""
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    return jax.random.fold_in(jax.random.fold_in(key, device), accumulation)
+
+
+def auxiliary_losses(
+    config: TrainConfig, probs_sum_E: jax.Array, z_sum: jax.Array, counts_E: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return this device's part of the weighted (balance, z) losses of one accumulation step.
+
+    Summed over leading dimensions (layers), averaged over all MoE layers. counts_E: of all devices.
+    """
+    model, router, num_tokens = config.model, config.model.router, tokens_per_accumulation_step(config)
+    balance = balance_loss_local(probs_sum_E, counts_E, num_tokens, model.num_experts, model.num_experts_per_tok)
+    layers, accumulation = model.num_moe_layers, config.gradient_accumulation_steps
+    z = router.z_loss_coef * z_sum.sum() / num_tokens / layers
+    return router.aux_loss_coef * balance.sum() / layers / accumulation, z / accumulation
+
+
+def finish_step(
+    config: TrainConfig,
+    state: TrainState,
+    grads: Any,
+    squares: dict[str, jax.Array],
+    metrics: dict[str, jax.Array],
+    overflow: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Clip, update the parameters and the router's bias, and complete the metrics: (state, metrics).
+
+    grads: like `state.params`, on this device's shards, reduced. squares: of the gradients' global norms, by name.
+    metrics: of all devices, `loss` and `counts` [N, E] among them. Unless `metrics["ok"]` (loss and norm are finite,
+    and nothing overflowed) the state is returned as it was.
+    """
+    norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
+    ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
+    limit = config.optimizer.clip_norm
+    clip = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0)
+    schedule = learning_rate(config.optimizer, config.num_steps)
+    lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
+    options: dict[str, Any] = {"config": config.optimizer, "lr": lr, "step": state.step, "clip": clip, "ok": ok}
+    with jax.named_scope("optimizer"):
+        leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
+        old = zip(leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True)
+        new = [advance(w, m, v, g, decay=decays(path, w), **options) for (path, w), m, v, g in old]
+        params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
+    speed = config.model.router.bias_update_speed
+    bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias)
+    metrics = metrics | {
+        "grad_norm": norm,
+        "grad_norms": jax.tree.map(jnp.sqrt, squares),
+        "learning_rate": lr,
+        "clip": clip,
+        "overflow": overflow,
+        "ok": ok,
+    }
+    return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32)), metrics
+
+
+def over_devices(num_devices: int, tree: Any) -> Any:
+    """Return the sum over all devices of the mesh."""
+    return lax.psum(tree, ALL) if num_devices > 1 else tree
