@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmoe.config import MoEConfig
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
 from kernels_pallas.grouped_matmul import grouped_matmul, quantize, quantized_grouped_matmul
@@ -120,7 +121,7 @@ def matmul_on_cpu(dtype: Any, rounds: int) -> dict[str, Any]:
 def layer_on_cpu(dtype: Any, rounds: int, k: int = 2) -> dict[str, Any]:
     """Forward and backward of a MoE layer and of the dense FFN with as many active parameters, random routing."""
     t, d, f, e = CPU.num_tokens, CPU.hidden_size, CPU.moe_intermediate_size, CPU.num_experts
-    modules = {"dense": MLP(d, k * f, rngs=nnx.Rngs(1)), "moe": MoELayer(d, e, k, f, rngs=nnx.Rngs(0))}
+    modules = {"dense": MLP(d, k * f, rngs=nnx.Rngs(1)), "moe": MoELayer(MoEConfig(d, e, k, f), rngs=nnx.Rngs(0))}
     x, dy = normal(3, (t, d), dtype), normal(4, (t, d), jnp.float32)
     calls: dict[str, Call] = {}
     for name, module in modules.items():
@@ -274,7 +275,7 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
 
     makers: dict[str, Callable[[], nnx.Module]] = {
         "floor_s": lambda: MLP(d, k * f, rngs=nnx.Rngs(0)),
-        "s": lambda: MoELayer(d, shape.num_experts, k, f, rngs=nnx.Rngs(0)),
+        "s": lambda: MoELayer(MoEConfig(d, shape.num_experts, k, f), rngs=nnx.Rngs(0)),
     }
     for name, make in makers.items():
         graph, state = nnx.split(nnx.eval_shape(make))

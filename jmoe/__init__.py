@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jmoe.config import ModelConfig, RouterConfig, TrainConfig
+    from jmoe.config import ModelConfig, MoEConfig, RouterConfig, TrainConfig
     from jmoe.inference.engine import Engine
     from jmoe.inference.sampling import SamplingParams
     from jmoe.layers.experts import Experts
-    from jmoe.layers.moe import MoELayer, MoEMetrics, MoEStats, moe_metrics
+    from jmoe.layers.moe import ExpertParallel, MoELayer, MoEMetrics, MoEStats, moe_metrics
     from jmoe.layers.router import Router, Routing
     from jmoe.models.decoder import Decoder
     from jmoe.models.pretrained import LanguageModel, load_pretrained, save_pretrained
@@ -22,8 +22,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Decoder",
     "Engine",
+    "ExpertParallel",
     "Experts",
     "LanguageModel",
+    "MoEConfig",
     "MoELayer",
     "MoEMetrics",
     "MoEStats",
@@ -43,8 +45,10 @@ __all__ = [
 _HOME = {
     "Decoder": "jmoe.models.decoder",
     "Engine": "jmoe.inference.engine",
+    "ExpertParallel": "jmoe.layers.moe",
     "Experts": "jmoe.layers.experts",
     "LanguageModel": "jmoe.models.pretrained",
+    "MoEConfig": "jmoe.config",
     "MoELayer": "jmoe.layers.moe",
     "MoEMetrics": "jmoe.layers.moe",
     "MoEStats": "jmoe.layers.moe",

@@ -17,8 +17,10 @@ from jmoe.config.checks import check as check
 from jmoe.config.checks import not_negative, one_of, positive
 from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig
+from jmoe.config.model import MoEConfig as MoEConfig
 from jmoe.config.model import RouterConfig as RouterConfig
 from jmoe.config.model import YarnConfig as YarnConfig
+from jmoe.config.model import check_routing as check_routing
 from jmoe.config.tiers import MachineConfig as MachineConfig
 from jmoe.config.tiers import TiersConfig as TiersConfig
 

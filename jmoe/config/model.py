@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from jmoe.config.checks import check, not_negative, one_of, positive
 
+HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 LayerKind = Literal["dense", "moe"]
 RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 NO_WINDOW = 2**30  # tokens
@@ -42,6 +43,53 @@ class RouterConfig:
         check(
             self.topk_group <= self.n_group, "topk_group", self.topk_group, f"must not exceed n_group = {self.n_group}"
         )
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """One Mixture-of-Experts feed-forward layer: `num_experts` MLPs, of which each token uses `num_experts_per_tok`."""
+
+    hidden_size: int
+    num_experts: int
+    num_experts_per_tok: int = 2
+    intermediate_size: int = 1024  # of one expert
+    hidden_act: HiddenAct = "swiglu"
+    bias: bool = False  # experts add biases
+    capacity_factor: float | None = None  # rows per destination device / fair share; None: dropless
+    initializer_range: float = 0.02
+    output_initializer_range: float | None = None  # of the down projections; None: initializer_range
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
+        one_of(self, hidden_act=get_args(HiddenAct))
+        check(
+            self.output_initializer_range is None or self.output_initializer_range > 0,
+            "output_initializer_range",
+            self.output_initializer_range,
+            "must be greater than 0, or None",
+        )
+        check_routing(self.num_experts, self.num_experts_per_tok, self.router)
+        check(
+            self.capacity_factor is None or self.capacity_factor > 0,
+            "capacity_factor",
+            self.capacity_factor,
+            "must be greater than 0, or None for dropless",
+        )
+
+
+def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
+    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts` experts."""
+    k, name = num_experts_per_tok, "num_experts_per_tok"
+    check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
+    check(router.kind != "switch" or k == 1, name, k, "must be 1 for router.kind = 'switch'")
+    check(router.kind != "gshard" or k == 2, name, k, "must be 2 for router.kind = 'gshard'")
+    check(
+        num_experts % router.n_group == 0, "router.n_group", router.n_group, f"must divide num_experts = {num_experts}"
+    )
+    reachable = num_experts // router.n_group * router.topk_group
+    limit = f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups"
+    check(router.kind != "group_limited" or k <= reachable, name, k, limit)
 
 
 @dataclass(frozen=True)
@@ -106,7 +154,7 @@ class ModelConfig:
     mlp_only_layers: tuple[int, ...] = ()  # these layers are dense too
     shared_expert_intermediate_size: int = 0  # 0: no shared expert
     shared_expert_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
-    hidden_act: Literal["swiglu", "gelu", "clamped_swiglu"] = "swiglu"
+    hidden_act: HiddenAct = "swiglu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     position: Literal["rope", "learned"] = "rope"
@@ -136,7 +184,7 @@ class ModelConfig:
         positive(self, "num_key_value_heads", "max_position_embeddings", "intermediate_size", "moe_intermediate_size")
         positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
         not_negative(self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size")
-        one_of(self, hidden_act=("swiglu", "gelu", "clamped_swiglu"), norm=("rmsnorm", "layernorm"))
+        one_of(self, hidden_act=get_args(HiddenAct), norm=("rmsnorm", "layernorm"))
         one_of(self, position=("rope", "learned"), qk_norm=("none", "head", "full"))
         self._check_attention()
         if self.num_experts:
@@ -187,24 +235,7 @@ class ModelConfig:
         )
 
     def _check_experts(self) -> None:
-        k, router, experts = self.num_experts_per_tok, self.router, self.num_experts
-        check(1 <= k <= experts, "num_experts_per_tok", k, f"must be between 1 and num_experts = {experts}")
-        check(router.kind != "switch" or k == 1, "num_experts_per_tok", k, "must be 1 for router.kind = 'switch'")
-        check(router.kind != "gshard" or k == 2, "num_experts_per_tok", k, "must be 2 for router.kind = 'gshard'")
-        check(experts % router.n_group == 0, "router.n_group", router.n_group, f"must divide num_experts = {experts}")
-        reachable = experts // router.n_group * router.topk_group
-        check(
-            router.kind != "group_limited" or k <= reachable,
-            "num_experts_per_tok",
-            k,
-            f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups",
-        )
-        check(
-            self.capacity_factor is None or self.capacity_factor > 0,
-            "capacity_factor",
-            self.capacity_factor,
-            "must be greater than 0, or None for dropless",
-        )
+        _ = self.moe  # raises `ValueError` for what does not fit
         layers = self.num_hidden_layers
         inside = all(0 <= layer < layers for layer in self.mlp_only_layers)
         check(inside, "mlp_only_layers", self.mlp_only_layers, f"must lie between 0 and {layers - 1}")
@@ -238,6 +269,27 @@ class ModelConfig:
             return None
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
         return tuple(self.sliding_window if t == "sliding_attention" else NO_WINDOW for t in types)
+
+    @property
+    def moe(self) -> MoEConfig:
+        """The layers with experts."""
+        return MoEConfig(
+            hidden_size=self.hidden_size,
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.num_experts_per_tok,
+            intermediate_size=self.moe_intermediate_size,
+            hidden_act=self.hidden_act,
+            bias=self.mlp_bias,
+            capacity_factor=self.capacity_factor,
+            initializer_range=self.initializer_range,
+            output_initializer_range=self.output_initializer_range,
+            router=self.router,
+        )
+
+    @property
+    def output_initializer_range(self) -> float:
+        """Of the projections that add to the hidden states: smaller the deeper the model (GPT-2)."""
+        return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
     @property
     def num_moe_layers(self) -> int:

@@ -13,14 +13,14 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from jmoe.collectives.exchange import Arrived, Exchange, make_exchange
-from jmoe.config import RouterConfig, check
+from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import EXPERTS_PATH, path_names, split_over
-from jmoe.planning.exchange import ExchangeChoice, plan_exchange
+from jmoe.planning.exchange import ExchangeChoice, ExchangePlan, plan_exchange
 from kernels_pallas.saved import saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -110,22 +110,67 @@ def moe(
     return combine_local(arrived, expert_fn, exchange), arrived
 
 
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Which axes of a mesh a layer's experts and tokens are split over, and how tokens reach their experts.
+
+    mesh: of your `jit`, its axes of type Auto. expert_axes: hold the experts (and split tokens): one axis, or two,
+    (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert axes
+    also `two_level` and `dedup`, which sends a token once to a node; `auto` takes one of them by topology and top-k.
+    pieces: tokens are exchanged in so many parts, so that experts begin with the first.
+    """
+
+    mesh: Mesh
+    expert_axes: tuple[str, ...] = ()
+    data_axes: tuple[str, ...] = ()
+    exchange: ExchangeChoice = "auto"
+    pieces: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("expert_axes", "data_axes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            for axis in getattr(self, name):
+                check(axis in self.mesh.shape, name, axis, f"is not an axis of {tuple(self.mesh.shape)}")
+                kind = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[axis]
+                check(kind == AxisType.Auto, "mesh.axis_types", kind, f"axis {axis!r} must be AxisType.Auto")
+        check(self.pieces > 0, "pieces", self.pieces, "must be greater than 0")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that split tokens."""
+        return self.data_axes + self.expert_axes
+
+    def plan(self, config: MoEConfig) -> ExchangePlan:
+        """Return which exchange takes this layer's tokens to its experts, and why."""
+        sizes = tuple(self.mesh.shape[axis] for axis in self.expert_axes)
+        devices = math.prod(sizes)
+        many = f"must be a multiple of {devices} devices"
+        check(config.num_experts % devices == 0, "num_experts", config.num_experts, many)
+        num_nodes, devices_per_node = (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
+        limited = config.router.kind == "group_limited"
+        return plan_exchange(
+            self.exchange,
+            num_nodes=num_nodes,
+            devices_per_node=devices_per_node,
+            num_experts=config.num_experts,
+            num_experts_per_tok=config.num_experts_per_tok,
+            n_group=config.router.n_group if limited else 1,
+            topk_group=config.router.topk_group if limited else 1,
+        )
+
+
 class MoELayer(nnx.Module):
     """A Mixture-of-Experts feed-forward layer: `y, metrics = layer(x)`.
 
     y[t] = sum_k weight[t, k] * expert_{idx[t, k]}(x[t]).
 
     Args:
-        hidden_size, num_experts, num_experts_per_tok, intermediate_size: D, E, K, F.
-        router: a `RouterConfig`, or any callable (x_TD, key=, train=) -> `Routing`.
-        experts: None for SwiGLU / GELU experts, or any module called as experts(rows, group_sizes, expected_rows) ->
-            rows whose parameters have a leading expert dimension.
-        capacity_factor: rows per destination / fair share; None: dropless (buffers for the worst case).
-        mesh: the mesh of your `jit`, its axes of type Auto; None: one device. expert_axes: its axes that hold experts;
-            data_axes: further axes that split tokens.
-        exchange: `flat`; over two expert axes (across nodes, inside a node) also `two_level` and `dedup`, which sends a
-            token once to a node; `auto` takes one of them by topology and top-k, see `layer.exchange_plan.reason`.
-        pieces: tokens are exchanged in so many parts, so that experts begin with the first; see `moe`.
+        config: sizes, activation, capacity, and how tokens choose experts.
+        parallel: where experts and tokens are; None: on one device. `layer.exchange_plan.reason` says why its exchange
+            was chosen.
+        router: any callable (x_TD, key=, train=) -> `Routing`, in place of `config.router`'s.
+        experts: any module called as experts(rows, group_sizes, expected_rows) -> rows whose parameters have a leading
+            expert dimension, in place of the MLPs that `config` describes.
 
     Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
@@ -133,77 +178,35 @@ class MoELayer(nnx.Module):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        intermediate_size: int,
+        config: MoEConfig,
+        parallel: ExpertParallel | None = None,
         *,
-        rngs: nnx.Rngs,
-        router: RouterConfig | Callable[..., Routing] | None = None,
+        router: Callable[..., Routing] | None = None,
         experts: Callable[..., jax.Array] | None = None,
-        activation: str = "swiglu",
-        bias: bool = False,
-        capacity_factor: float | None = None,
-        mesh: jax.sharding.Mesh | None = None,
-        expert_axes: tuple[str, ...] = (),
-        data_axes: tuple[str, ...] = (),
-        exchange: ExchangeChoice = "auto",
-        pieces: int = 1,
-        init_std: float = 0.02,
-        init_out_std: float | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
-        router = RouterConfig() if router is None else router
-        self.router_config = router if isinstance(router, RouterConfig) else RouterConfig()
-        self.router = (
-            Router(hidden_size, num_experts, num_experts_per_tok, router, rngs=rngs)
-            if isinstance(router, RouterConfig)
-            else router
+        e, d, k = config.num_experts, config.hidden_size, config.num_experts_per_tok
+        self.config, self.parallel = config, parallel
+        self.router = Router(d, e, k, config.router, rngs=rngs) if router is None else router
+        self.experts = (
+            Experts(
+                e,
+                d,
+                config.intermediate_size,
+                activation=config.hidden_act,
+                bias=config.bias,
+                init_std=config.initializer_range,
+                init_out_std=config.output_initializer_range,
+                rngs=rngs,
+            )
+            if experts is None
+            else experts
         )
-        self.experts = experts or Experts(
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            activation=activation,
-            bias=bias,
-            init_std=init_std,
-            init_out_std=init_out_std,
-            rngs=rngs,
-        )
-        self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
-        self.capacity_factor, self.mesh = capacity_factor, mesh
-        self.expert_axes, self.data_axes = tuple(expert_axes), tuple(data_axes)
-        num_nodes, devices_per_node = self._check_mesh()
-        self.exchange_plan = plan_exchange(
-            exchange,
-            num_nodes=num_nodes,
-            devices_per_node=devices_per_node,
-            num_experts=num_experts,
-            num_experts_per_tok=num_experts_per_tok,
-            **self._groups(),
-        )
-        self.pieces = pieces
-        self.exchange = make_exchange(self.exchange_plan, self.expert_axes, capacity_factor)
-
-    def _groups(self) -> dict[str, int]:
-        """How routing is limited to groups of experts, as `plan_exchange` takes it."""
-        config = self.router_config
-        return {"n_group": config.n_group, "topk_group": config.topk_group} if config.kind == "group_limited" else {}
-
-    def _check_mesh(self) -> tuple[int, int]:
-        """(nodes, devices of a node) that share the experts; one node unless there are two expert axes."""
-        if self.mesh is None:
-            check(not self.expert_axes, "expert_axes", self.expert_axes, "needs a mesh")
-            return 1, 1
-        for axis in self.expert_axes + self.data_axes:
-            kind = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)).get(axis, AxisType.Auto)
-            check(kind == AxisType.Auto, "mesh.axis_types", kind, f"axis {axis!r} must be AxisType.Auto")
-            check(axis in self.mesh.shape, "expert_axes/data_axes", axis, f"is not an axis of {tuple(self.mesh.shape)}")
-        sizes = tuple(self.mesh.shape[a] for a in self.expert_axes)
-        devices = math.prod(sizes)
-        check(
-            self.num_experts % devices == 0, "num_experts", self.num_experts, f"must be a multiple of {devices} devices"
-        )
-        return (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
+        one_device = ExchangePlan("flat", "all experts are on one device", 1, 1, 1.0)
+        self.exchange_plan = one_device if parallel is None else parallel.plan(config)
+        expert_axes = () if parallel is None else parallel.expert_axes
+        self.pieces = 1 if parallel is None else parallel.pieces
+        self.exchange = make_exchange(self.exchange_plan, expert_axes, config.capacity_factor)
 
     def route(
         self,
@@ -262,46 +265,46 @@ class MoELayer(nnx.Module):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, train: bool = False
     ) -> tuple[jax.Array, MoEMetrics]:
-        """x [..., D] -> (y [..., D] in x's dtype, `MoEMetrics`). Tokens are split over all the layer's axes."""
-        check(x.shape[-1] == self.hidden_size, "x.shape", x.shape, f"must end in hidden_size = {self.hidden_size}")
-        x_TD = x.reshape(-1, self.hidden_size)
-        axes = self.data_axes + self.expert_axes
-        if self.mesh is None or not axes:
+        """Return (y [..., D] in x's dtype, `MoEMetrics`) of x [..., D]. Tokens are split over all the layer's axes."""
+        config, parallel = self.config, self.parallel
+        check(x.shape[-1] == config.hidden_size, "x.shape", x.shape, f"must end in hidden_size = {config.hidden_size}")
+        x_TD = x.reshape(-1, config.hidden_size)
+        if parallel is None or not parallel.axes:
             y_TD, stats = self.local(x_TD, key=key, train=train)
-            return y_TD.astype(x.dtype).reshape(x.shape), moe_metrics(
-                stats, self.router_config, x_TD.shape[0], self.num_experts_per_tok
-            )
-        devices = math.prod(self.mesh.shape[a] for a in axes)
+            metrics = moe_metrics(stats, config.router, x_TD.shape[0], config.num_experts_per_tok)
+            return y_TD.astype(x.dtype).reshape(x.shape), metrics
+        devices = math.prod(parallel.mesh.shape[axis] for axis in parallel.axes)
         check(x_TD.shape[0] % devices == 0, "tokens", x_TD.shape[0], f"must be a multiple of {devices} devices")
-        return self._sharded(x_TD, key, train, axes, x)
+        y_TD, metrics = self._sharded(parallel, x_TD, key, train)
+        return y_TD.reshape(x.shape), metrics
 
     def _sharded(
-        self, x_TD: jax.Array, key: jax.Array | None, train: bool, axes: tuple[str, ...], x: jax.Array
+        self, parallel: ExpertParallel, x_TD: jax.Array, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, MoEMetrics]:
-        graph, state = nnx.split(self)
-        num_tokens = x_TD.shape[0]
+        (graph, state), axes = nnx.split(self), parallel.axes
+        config, num_tokens = self.config, x_TD.shape[0]
 
         def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
-            return split_over(self.expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
+            return split_over(parallel.expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
 
         def body(state: Any, x_TD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, MoEMetrics]:
             if key is not None:
                 key = jax.random.fold_in(key, lax.axis_index(axes))
             layer = nnx.merge(graph, state)
-            worst_case = self.capacity_factor is None  # a layer alone cannot rerun a step that overflows
+            worst_case = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
             y_TD, stats = layer.local(x_TD, key=key, train=train, worst_case=worst_case)
-            metrics = moe_metrics(stats, self.router_config, num_tokens, self.num_experts_per_tok, axes)
+            metrics = moe_metrics(stats, config.router, num_tokens, config.num_experts_per_tok, axes)
             return y_TD.astype(x_TD.dtype), metrics
 
         sharded = jax.shard_map(
             body,
-            mesh=self.mesh,
+            mesh=parallel.mesh,
             in_specs=(jax.tree_util.tree_map_with_path(spec, state), split_over(axes), split_over(())),
             out_specs=(split_over(axes), split_over(())),
             check_vma=False,
         )
         y_TD, metrics = sharded(state, x_TD, key)
-        return y_TD.reshape(x.shape), metrics
+        return y_TD, metrics
 
 
 def moe_metrics(

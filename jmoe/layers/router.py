@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.nn.initializers import Initializer, normal
 
-from jmoe.config import RouterConfig, check
+from jmoe.config import RouterConfig, check, check_routing
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
 _BIASED_KINDS = ("sigmoid", "group_limited")
@@ -51,21 +51,6 @@ class Routing:
     logits_TE: jax.Array | None = None
 
 
-def check_router(num_experts: int, num_experts_per_tok: int, config: RouterConfig) -> None:
-    """Raise `ValueError` if this router cannot choose `num_experts_per_tok` of `num_experts` experts."""
-    k, name = num_experts_per_tok, "num_experts_per_tok"
-    check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
-    check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
-    check(config.kind != "switch" or k == 1, name, k, "must be 1 for router.kind = 'switch'")
-    check(config.kind != "gshard" or k == 2, name, k, "must be 2 for router.kind = 'gshard'")
-    if config.kind == "group_limited":
-        ok = num_experts % config.n_group == 0
-        check(ok, "router.n_group", config.n_group, f"must divide num_experts = {num_experts}")
-        reachable = num_experts // config.n_group * config.topk_group
-        limit = f"must not exceed the {reachable} experts in router.topk_group = {config.topk_group} groups"
-        check(k <= reachable, name, k, limit)
-
-
 def route(
     logits_TE: jax.Array,
     num_experts_per_tok: int,
@@ -93,7 +78,7 @@ def route(
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
     num_experts = logits_TE.shape[1]
-    check_router(num_experts, num_experts_per_tok, config)
+    check_routing(num_experts, num_experts_per_tok, config)
     if bias_E is not None:
         check(config.kind in _BIASED_KINDS, "router.kind", config.kind, "takes no bias_E")
         check(bias_E.shape == (num_experts,), "bias_E.shape", bias_E.shape, f"must be ({num_experts},)")
@@ -238,7 +223,7 @@ class Router(nnx.Module):
         kernel_init: Initializer = normal(0.02),  # noqa: B008 (stateless)
     ) -> None:
         check(hidden_size > 0, "hidden_size", hidden_size, "must be greater than 0")
-        check_router(num_experts, num_experts_per_tok, config)
+        check_routing(num_experts, num_experts_per_tok, config)
         self.num_experts_per_tok = num_experts_per_tok
         self.config = config
         self.kernel = nnx.Param(kernel_init(rngs.params(), (hidden_size, num_experts), jnp.float32))

@@ -9,7 +9,6 @@ and the decoder with a KV cache (inference, which puts experts from slots in pla
 composes the phases.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +21,9 @@ from jmoe.config import LayerKind, ModelConfig
 from jmoe.layers.attention import Attention
 from jmoe.layers.experts import MLP, normal
 from jmoe.layers.latent_attention import LatentAttention
-from jmoe.layers.moe import MoELayer, MoEStats, moe_stats
+from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import Routing
-from jmoe.planning.exchange import ExchangeChoice
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
@@ -51,21 +49,13 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); the feed-forward is an `MLP` or a `MoELayer`."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        kind: LayerKind,
-        mesh: jax.sharding.Mesh | None = None,
-        expert_axes: tuple[str, ...] = (),
-        exchange: ExchangeChoice = "auto",
-        pieces: int = 1,
-        rngs: nnx.Rngs,
+        self, config: ModelConfig, kind: LayerKind, parallel: ExpertParallel | None = None, *, rngs: nnx.Rngs
     ) -> None:
-        out_std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
-        self.attention_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
+        d, shared, out_std = config.hidden_size, config.shared_expert_intermediate_size, config.output_initializer_range
+        self.attention_norm = Norm(d, config.norm, config.norm_eps)
         attention = Attention if config.kv_lora_rank is None else LatentAttention
         self.attention = attention(config, out_std, rngs=rngs)
-        self.feed_forward_norm = Norm(config.hidden_size, config.norm, config.norm_eps)
+        self.feed_forward_norm = Norm(d, config.norm, config.norm_eps)
         mlp: dict[str, Any] = {
             "activation": config.hidden_act,
             "bias": config.mlp_bias,
@@ -73,27 +63,11 @@ class Block(nnx.Module):
             "init_out_std": out_std,
             "rngs": rngs,
         }
-        d, shared = config.hidden_size, config.shared_expert_intermediate_size
-        self.mlp = MLP(d, config.intermediate_size, **mlp) if kind == "dense" else None
-        self.shared_expert = MLP(d, shared, **mlp) if kind == "moe" and shared else None
-        self.moe = (
-            MoELayer(
-                d,
-                config.num_experts,
-                config.num_experts_per_tok,
-                config.moe_intermediate_size,
-                router=config.router,
-                capacity_factor=config.capacity_factor,
-                mesh=mesh,
-                expert_axes=expert_axes,
-                exchange=exchange,
-                pieces=pieces,
-                **mlp,
-            )
-            if kind == "moe"
-            else None
-        )
-        gate = kind == "moe" and config.shared_expert_gate
+        moe = kind == "moe"
+        self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
+        self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
+        self.moe = MoELayer(config.moe, parallel, rngs=rngs) if moe else None
+        gate = moe and config.shared_expert_gate
         self.shared_expert_gate = normal(rngs, (d, 1), config.initializer_range) if gate else None
 
     @property

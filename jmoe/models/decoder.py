@@ -18,10 +18,9 @@ from jax import lax
 from jmoe.config import LayerKind, ModelConfig
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import normal
-from jmoe.layers.moe import MoEStats
+from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import SAVED, Block
-from jmoe.planning.exchange import ExchangeChoice
 
 Gather = Callable[[Any], Any]
 Plan = list[tuple[tuple[LayerKind, ...], int]]  # see `layer_plan`
@@ -133,22 +132,11 @@ class Decoder(nnx.Module):
     They are run by `scan_layers`, or by what `layers` is given.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        mesh: jax.sharding.Mesh | None = None,
-        expert_axes: tuple[str, ...] = (),
-        exchange: ExchangeChoice = "auto",
-        pieces: int = 1,
-    ) -> None:
+    def __init__(self, config: ModelConfig, parallel: ExpertParallel | None = None, *, rngs: nnx.Rngs) -> None:
         self.config = config
 
         def block(kind: LayerKind) -> Callable[[nnx.Rngs], nnx.Module]:
-            return lambda rngs: Block(
-                config, kind=kind, mesh=mesh, expert_axes=expert_axes, exchange=exchange, pieces=pieces, rngs=rngs
-            )
+            return lambda rngs: Block(config, kind, parallel, rngs=rngs)
 
         std = config.initializer_range
         dense = config.num_hidden_layers - config.num_moe_layers
@@ -168,7 +156,7 @@ class Decoder(nnx.Module):
         for _ in range(1 + (config.position == "learned") + dense):  # what the decoder draws before
             rngs.params()
         key = jax.random.split(rngs.params(), config.num_moe_layers)[layer]
-        drawn = Block(config, kind="moe", exchange="flat", rngs=nnx.Rngs(params=key))
+        drawn = Block(config, "moe", rngs=nnx.Rngs(params=key))
         assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
         return drawn.moe.experts
 

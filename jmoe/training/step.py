@@ -21,6 +21,7 @@ from jmoe.collectives.fusion import Part, all_reduce_local, gather_fused_local, 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, chunk_bytes
 from jmoe.config import TrainConfig
 from jmoe.layers.embedding import Embedding
+from jmoe.layers.moe import ExpertParallel
 from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import (
@@ -138,11 +139,13 @@ class PureDecoder:
         config = self.config
         return Decoder(
             config.model,
+            ExpertParallel(
+                self.mesh,
+                EXPERT,
+                exchange=config.mesh.exchange,
+                pieces=SCHEDULES[config.mesh.schedule].pieces if self.fused else 1,
+            ),
             rngs=nnx.Rngs(config.seed),
-            mesh=self.mesh,
-            expert_axes=EXPERT,
-            exchange=config.mesh.exchange,
-            pieces=SCHEDULES[config.mesh.schedule].pieces if self.fused else 1,
         )
 
     def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:

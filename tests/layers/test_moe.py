@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import jmoe
-from jmoe import Experts, MoELayer, MoEMetrics, Router, RouterConfig, Routing, moe_metrics
+from jmoe import ExpertParallel, Experts, MoEConfig, MoELayer, MoEMetrics, Router, RouterConfig, Routing, moe_metrics
 from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
 
 T, D, F, E = 128, 16, 12, 8
@@ -35,12 +35,23 @@ CASES = {
 SPLITS = [(d, i, 8 // d // i) for d in (1, 2, 4, 8) for i in (1, 2, 4, 8) if 8 % (d * i) == 0]
 
 
+def config_of(k: int = 2, router: RouterConfig = RouterConfig(), **options: Any) -> MoEConfig:  # noqa: B008 (frozen)
+    sizes = {"hidden_size": D, "num_experts": E, "num_experts_per_tok": k, "intermediate_size": F}
+    return MoEConfig(router=router, **(sizes | options))
+
+
+def over(mesh: Mesh | None, **options: Any) -> ExpertParallel | None:
+    """Experts and tokens over all of a mesh's axes, unless others are given."""
+    return None if mesh is None else ExpertParallel(mesh, **({"expert_axes": EXPERT, "data_axes": (DATA,)} | options))
+
+
 def make(name: str, mesh: Mesh | None = None, **options: Any) -> MoELayer:
     """A layer with parameters large enough that every term of a gradient shows, the same on every mesh."""
-    k, config = CASES[name]
-    if mesh is not None:
-        options = {"expert_axes": EXPERT, "data_axes": (DATA,)} | options
-    layer = MoELayer(D, E, k, F, router=config, mesh=mesh, init_std=0.3, rngs=nnx.Rngs(0), **options)
+    k, router = CASES[name]
+    own = {key: options.pop(key) for key in ("router", "experts") if key in options}
+    spread = {key: options.pop(key) for key in ("expert_axes", "data_axes", "exchange", "pieces") if key in options}
+    config = config_of(k, router, initializer_range=0.3, **options)
+    layer = MoELayer(config, over(mesh, **spread), rngs=nnx.Rngs(0), **own)
     rng = np.random.default_rng(0)
     for biases in (getattr(layer.experts, "b_up", None), getattr(layer.experts, "b_down", None)):
         if biases is not None:
@@ -84,7 +95,7 @@ def run(layer: MoELayer, x: jax.Array, g: jax.Array) -> Result:
 
 def choose(layer: MoELayer, x: jax.Array) -> np.ndarray:
     """[T, K] experts of each token by plain sorting, in float64."""
-    router, (k, config) = layer.router, (layer.num_experts_per_tok, layer.router_config)
+    router, (k, config) = layer.router, (layer.config.num_experts_per_tok, layer.config.router)
     assert isinstance(router, Router)
     logits = np.asarray(x, np.float64) @ np.asarray(router.kernel[...], np.float64)
     if config.kind not in ("sigmoid", "group_limited"):
@@ -101,7 +112,7 @@ def choose(layer: MoELayer, x: jax.Array) -> np.ndarray:
 
 def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | None = None) -> Result:
     """The same as `run(layer, x, g)`: y = sum_e weight[t, e] expert_e(x[t]) over *all* experts."""
-    k, config = layer.num_experts_per_tok, layer.router_config
+    k, config = layer.config.num_experts_per_tok, layer.config.router
     idx = choose(layer, x)
     kept_TK = np.ones(idx.shape, bool) if kept_TK is None else kept_TK
     onehot_TKE = jnp.asarray(np.eye(E, dtype=np.float32)[idx])
@@ -191,7 +202,7 @@ def test_every_router_on_8_devices(name: str) -> None:
 
 @pytest.mark.parametrize("split", [None, (1, 2, 4)])
 def test_gelu_experts(split: tuple[int, int, int] | None) -> None:
-    layer = make("softmax", None if split is None else make_mesh(split), activation="gelu", bias=True)
+    layer = make("softmax", None if split is None else make_mesh(split), hidden_act="gelu", bias=True)
     assert_agree(run(layer, *inputs()), dense(layer, *inputs()))
 
 
@@ -383,13 +394,12 @@ class ExpertsBias(nnx.Module):
 @pytest.mark.parametrize("split", [None, (1, 2, 4)])
 def test_own_router_and_own_experts(split: tuple[int, int, int] | None) -> None:
     mesh = None if split is None else make_mesh(split)
-    axes: dict[str, Any] = {} if mesh is None else {"expert_axes": EXPERT, "data_axes": (DATA,)}
     x, g = inputs()
     first_T = np.arange(T) % E  # 16 tokens a device: every device starts at expert 0
     scale = np.asarray(Scale().scale[...])
     expected = np.asarray(x) * (scale[first_T] + scale[(first_T + 3) % E]) / 2
     for router, factor in ((round_robin, 1.0), (ExpertsBias(), 3.0)):
-        layer = MoELayer(D, E, 2, F, router=router, experts=Scale(), mesh=mesh, rngs=nnx.Rngs(0), **axes)
+        layer = MoELayer(config_of(), over(mesh), router=router, experts=Scale(), rngs=nnx.Rngs(0))
         result = run(layer, x, g)
         assert_same(result.y, factor * expected)
         assert_same(result.dx, factor * np.asarray(g) * expected / np.asarray(x))
@@ -402,7 +412,7 @@ def test_own_router_and_own_experts(split: tuple[int, int, int] | None) -> None:
 
 
 def test_plain_function_as_experts() -> None:
-    layer = MoELayer(D, E, 2, F, router=round_robin, experts=lambda rows, sizes, expected: 3 * rows, rngs=nnx.Rngs(0))
+    layer = MoELayer(config_of(), router=round_robin, experts=lambda rows, sizes, expected: 3 * rows, rngs=nnx.Rngs(0))
     x, _ = inputs()
     y, _ = layer(x)
     assert_same(y, 3 * x)
@@ -439,9 +449,8 @@ def test_our_experts_gather_rows_that_a_users_are_given() -> None:
 @pytest.mark.parametrize("split", [None, (2, 2, 2)])
 def test_jitter_in_training_only(split: tuple[int, int, int] | None) -> None:
     mesh = None if split is None else make_mesh(split)
-    axes: dict[str, Any] = {} if mesh is None else {"expert_axes": EXPERT, "data_axes": (DATA,)}
     config = RouterConfig(kind="switch", jitter_noise=0.2, z_loss_coef=1.0)
-    layer = MoELayer(D, E, 1, F, router=config, mesh=mesh, rngs=nnx.Rngs(0), **axes)
+    layer = MoELayer(config_of(1, config), over(mesh), rngs=nnx.Rngs(0))
     assert isinstance(layer.router, Router)
     layer.router.kernel[...] = jnp.ones((D, E)) * jnp.linspace(0.1, 1.0, E)
     graph, state = nnx.split(layer)
@@ -463,9 +472,7 @@ def test_jitter_in_training_only(split: tuple[int, int, int] | None) -> None:
 
 def test_devices_draw_different_jitter() -> None:
     config = RouterConfig(kind="switch", jitter_noise=0.5)
-    layer = MoELayer(
-        D, E, 1, F, router=config, mesh=make_mesh((8, 1, 1)), data_axes=(DATA,), expert_axes=EXPERT, rngs=nnx.Rngs(0)
-    )
+    layer = MoELayer(config_of(1, config), over(make_mesh((8, 1, 1))), rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
     y, _ = jax.jit(lambda x, key: nnx.merge(graph, state)(x, key=key, train=True))(jnp.ones((T, D)), jax.random.key(0))
     shards = np.asarray(y).reshape(8, -1)
@@ -499,20 +506,20 @@ def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match=r"tokens = 12: must be a multiple of 8 devices"):
         make("softmax", mesh)(jnp.zeros((12, D)))
     with pytest.raises(ValueError, match=r"num_experts = 6: must be a multiple of 4 devices"):
-        MoELayer(D, 6, 2, F, mesh=mesh, expert_axes=EXPERT, rngs=nnx.Rngs(0))
+        MoELayer(config_of(num_experts=6), over(mesh), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"'model'.* is not an axis of \('data', 'expert_inter', 'expert_intra'\)"):
-        MoELayer(D, E, 2, F, mesh=mesh, expert_axes=("model",), rngs=nnx.Rngs(0))
+        ExpertParallel(mesh, ("model",))
     explicit = jax.make_mesh((8,), ("gpu",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match=r"mesh.axis_types = .*Explicit.*: axis 'gpu' must be AxisType.Auto"):
-        MoELayer(D, E, 2, F, mesh=explicit, expert_axes=("gpu",), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"expert_axes = \('expert_intra',\): needs a mesh"):
-        MoELayer(D, E, 2, F, expert_axes=("expert_intra",), rngs=nnx.Rngs(0))
+        ExpertParallel(explicit, ("gpu",))
+    with pytest.raises(ValueError, match=r"pieces = 0: must be greater than 0"):
+        ExpertParallel(mesh, EXPERT, pieces=0)
     with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of auto, flat, two_level, dedup"):
-        MoELayer(D, E, 2, F, mesh=mesh, expert_axes=EXPERT, exchange="ring", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"activation = 'relu'"):
-        MoELayer(D, E, 2, F, activation="relu", rngs=nnx.Rngs(0))
+        MoELayer(config_of(), over(mesh, exchange="ring"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"hidden_act = 'relu'"):
+        config_of(hidden_act="relu")
     with pytest.raises(ValueError, match=r"num_experts_per_tok = 9"):
-        MoELayer(D, E, 9, F, rngs=nnx.Rngs(0))
+        config_of(9)
 
 
 @pytest.mark.parametrize("split", [None, (1, 2, 4)])
