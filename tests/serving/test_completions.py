@@ -243,3 +243,9 @@ def test_async_streams_beside_each_other(server: HttpProcess, engine: Engine) ->
             return await asyncio.gather(*(read(client, i) for i in expected))
 
     assert dict(enumerate(asyncio.run(read_all()))) == expected
+
+
+def test_the_client_of_the_examples(server: HttpProcess, run_python: Callable[..., Any]) -> None:
+    done = run_python(["examples/chat_client.py", server.url, "def f("])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

@@ -1,0 +1,18 @@
+"""Generate with a ring of half the layers on the device: python examples/generate_offloaded.py FOLDER."""
+
+import sys
+
+from jmoe import Engine
+
+PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]  # token ids; strings work too where the folder has a tokenizer
+OPTIONS = {"max_batch": 2, "max_seq_len": 32, "dtype": "float32"}
+
+outputs = []
+for policy in ({"policy": "resident"}, {"policy": "ring", "ring_slots": 1}):
+    with Engine.from_pretrained(sys.argv[1], **OPTIONS, **policy) as engine:
+        completions = engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)
+        stats = engine.stats()
+    outputs.append([completion.token_ids for completion in completions])
+    print(f"{policy['policy']}: {stats.device_expert_bytes:,} bytes of experts on the device", end=", ")
+    print(f"{stats.streamed_bytes:,} moved; tokens {outputs[-1]}")
+print(f"the same tokens: {outputs[0] == outputs[1]}")

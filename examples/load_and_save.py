@@ -1,0 +1,15 @@
+"""Load a Hugging Face checkpoint, look at its logits, save it again: python examples/load_and_save.py FOLDER COPY."""
+
+import sys
+
+import jax.numpy as jnp
+
+import jmoe
+
+folder, copy = sys.argv[1:3]
+model = jmoe.load_pretrained(folder, dtype="float32")
+tokens_BS = jnp.arange(8, dtype=jnp.int32)[None]
+logits_BSV = model(tokens_BS)
+print(f"most likely next tokens {logits_BSV.argmax(axis=-1)[0].tolist()}")
+jmoe.save_pretrained(model, copy)
+print(f"the copy gives the same: {bool((jmoe.load_pretrained(copy)(tokens_BS) == logits_BSV).all())}")
