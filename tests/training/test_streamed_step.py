@@ -128,7 +128,7 @@ def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: T
     for ours, theirs in zip(on_host.metrics, ordinary.metrics, strict=True):
         assert ours.keys() - {"clip"} == theirs.keys()
         np.testing.assert_array_equal(ours["counts"], theirs["counts"])
-        for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate"):
+        for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate", "clip"):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, err_msg=name)
         for name, norm in theirs["grad_norms"].items():
             np.testing.assert_allclose(ours["grad_norms"][name], norm, rtol=1e-4, err_msg=name)
