@@ -251,7 +251,8 @@ class MoELayer(nnx.Module):
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
         """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
-        experts, choices = (self.num_experts,), (num_tokens, self.num_experts_per_tok)
+        config = self.config
+        experts, choices = (config.num_experts,), (num_tokens, config.num_experts_per_tok)
         for name, shape in (
             ("topk_idx_TK", choices),
             ("topk_weights_TK", choices),
@@ -259,7 +260,7 @@ class MoELayer(nnx.Module):
             ("probs_sum_E", experts),
         ):
             found = getattr(routing, name).shape
-            limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {self.num_experts}"
+            limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {config.num_experts}"
             check(found == shape, f"router: {name}.shape", found, limit)
 
     def __call__(
