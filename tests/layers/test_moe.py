@@ -524,7 +524,7 @@ def test_bad_inputs() -> None:
 
 @pytest.mark.parametrize("split", [None, (1, 2, 4)])
 def test_a_router_that_chooses_another_number_than_was_said(split: tuple[int, int, int] | None) -> None:
-    axes: dict[str, Any] = {} if split is None else {"mesh": make_mesh(split), "expert_axes": EXPERT}
+    mesh = None if split is None else make_mesh(split)
     x, _ = inputs()
     tokens = T if split is None else T // 8
 
@@ -532,7 +532,7 @@ def test_a_router_that_chooses_another_number_than_was_said(split: tuple[int, in
         def router(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
             return replace(round_robin(x_TD), **{name: change(x_TD) for name, change in changed.items()})
 
-        MoELayer(D, E, 2, F, router=router, rngs=nnx.Rngs(0), **axes)(x)
+        MoELayer(config_of(), over(mesh), router=router, rngs=nnx.Rngs(0))(x)
 
     said = "for num_experts_per_tok = 2 and num_experts = 8"
     one = {
