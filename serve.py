@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
         server = HttpServer(
             make_app(service, api_keys, jmoe.__version__),
             service.loop,
-            config.drain_timeout_s,
+            config,
             lambda: print(f"serving {url} (the API under {url}/v1)", flush=True),
         )
         server.run(sockets=[listening])

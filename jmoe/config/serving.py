@@ -19,12 +19,19 @@ class ServeConfig:
     # a file with one key a line, any of which a client must send as `Authorization: Bearer KEY`; None: everyone who
     # reaches the port is served
     api_key_file: str | None = None
+    # names under which the server may be reached without keys at a loopback address, beside localhost and addresses:
+    # a page of another site could otherwise reach it under a name of its own
+    allowed_hosts: tuple[str, ...] = ()
     max_batch: int = 8  # sequences that run at once
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; None: 2048, or the model's positions
     max_waiting: int = 64  # sequences that wait for a place; a request for more gets 429
     request_timeout_s: float = 600.0  # a request that takes longer is ended
     drain_timeout_s: float = 30.0  # after SIGTERM or Ctrl-C what runs has so long to finish
     max_body_bytes: int = 4 << 20  # the longest body of a request; a longer one gets 413
+    max_connections: int = 512  # when there are more, the one that has waited longest for its client is closed
+    header_timeout_s: float = 10.0  # a client has so long to send the headers of a request
+    body_timeout_s: float = 60.0  # a client has so long to send the body of a request
+    send_timeout_s: float = 60.0  # a client has so long to take what was written for it
     # resident: every expert on the device; ring: whole layers in turn; experts: those that the tokens chose, beside the
     # most used ones; auto: resident if that fits, else ring or experts by step, whichever is faster
     policy: Literal["auto", "resident", "ring", "experts"] = "auto"
@@ -46,6 +53,7 @@ class ServeConfig:
         check(0 <= self.port < 65536, "port", self.port, "must be between 0 and 65535")
         check(self.max_waiting >= 0, "max_waiting", self.max_waiting, "must not be negative")
         positive(self, "max_batch", "request_timeout_s", "drain_timeout_s", "max_body_bytes", "prefill_chunk_tokens")
+        positive(self, "max_connections", "header_timeout_s", "body_timeout_s", "send_timeout_s")
         if self.max_prefill_tokens is not None:
             chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
             constraint = f"must be at least {chunk}, a chunk of one prompt"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 
@@ -48,7 +50,7 @@ class TextStream:
     ) -> None:
         self.matched_stop: str | None = None
         self._decode = detokenizer.decode
-        self._stop, self._min_new_tokens = tuple(stop), min_new_tokens
+        self._state, self._min_new_tokens = _automaton(tuple(stop)), min_new_tokens
         self._num_tokens = 0
         self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text is out already
         self._context_text = self._decode(self._context)
@@ -97,20 +99,56 @@ class TextStream:
 
     def _search(self, text: str) -> str:
         """`text` behind what was held back: what can go out, up to a stop string or the possible beginning of one."""
-        text = self._held + text
-        self._held = ""
-        if not self._stop or self._num_tokens <= self._min_new_tokens:
+        if self._num_tokens <= self._min_new_tokens:
             return text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.matched_stop = min(found)
-            return text[:at]
-        held = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        text, begin = self._held + text, len(self._held)
+        state = self._state
+        for at in range(begin, len(text)):
+            state = state.after(text[at])
+            if state.match is not None:
+                self.matched_stop, self._held = state.match, ""
+                return text[: at + 1 - len(state.match)]
+        self._state, self._held = state, text[len(text) - state.depth :]
+        return text[: len(text) - state.depth]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(stop[:n])), 0)
+@dataclass(eq=False)
+class _State:
+    """The longest end of a text that a stop string begins with.
+
+    match: the longest stop string that the text ends with. shorter: the next shorter such end; None: of the empty one.
+    """
+
+    depth: int = 0
+    match: str | None = None
+    longer: dict[str, _State] = field(default_factory=dict)
+    shorter: _State | None = None
+
+    def after(self, char: str) -> _State:
+        state = self
+        while (found := state.longer.get(char)) is None:
+            if state.shorter is None:
+                return state
+            state = state.shorter
+        return found
+
+
+@lru_cache(maxsize=64)
+def _automaton(stop: tuple[str, ...]) -> _State:
+    """Build Aho and Corasick's automaton: what a character costs does not grow with the number of strings.
+
+    The libraries that have one search whole texts; here a text goes on, and its end may be the beginning of a string.
+    """
+    root = _State()
+    for string in stop:
+        state = root
+        for char in string:
+            state = state.longer.setdefault(char, _State(state.depth + 1))
+        state.match = string
+    states = [root]
+    for state in states:  # in the order of their depth
+        for char, child in state.longer.items():
+            child.shorter = root if state.shorter is None else state.shorter.after(char)
+            child.match = child.match or child.shorter.match
+            states.append(child)
+    return root

@@ -13,6 +13,7 @@ from jmoe.config import check
 GREEDY_BELOW = 1e-5  # a lower temperature counts as 0: logits / temperature would leave float32's range
 MAX_LOGPROBS = 20
 MAX_IDS = 1000  # entries of logit_bias, and of stop_token_ids
+MAX_STOP, MAX_STOP_CHARS = 64, 256  # strings of stop, and characters of each
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class SamplingParams:
     logit_bias: token id -> a number added to its logit.
     seed: the draw at a position depends on the seed, the prompt and the position alone; None: on a random number.
     stop_token_ids: end the request like the end-of-text token; the token is the last of the output's ids.
-    stop: strings (or one string) that end the request; the text ends before them.
+    stop: strings (or one string) that end the request; the text ends before them. At most 64 of at most 256 characters.
     ignore_eos: the end-of-text token does not end the request. stop_token_ids still do.
     min_new_tokens: until so many are drawn, end-of-text and stop_token_ids cannot be, and `stop` is not looked for.
     logprobs: None, or: return the log-probability of each token drawn, and of the n most likely ones in its place;
@@ -72,6 +73,11 @@ class SamplingParams:
         stop = (given,) if isinstance(given, str) else given
         ok = isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
         check(ok, "stop", self.stop, "must be a string or a list of strings, none of them empty")
+        check(len(stop) <= MAX_STOP, "len(stop)", len(stop), f"must be at most {MAX_STOP}")
+        longest = max(map(len, stop), default=0)
+        check(
+            longest <= MAX_STOP_CHARS, "the longest of stop", longest, f"must have at most {MAX_STOP_CHARS} characters"
+        )
         object.__setattr__(self, "stop", tuple(stop))
 
         ids = self.stop_token_ids

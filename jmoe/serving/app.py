@@ -34,10 +34,16 @@ from jmoe.serving.service import Service
 from jmoe.serving.tokens import TokenTexts
 
 PAGE = Path(__file__).with_name("page.html")
+# What the page's own meta element says, and that no other page may show it in a frame.
+PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is not valid"},
     401: {"description": "An API key is needed"},
+    403: {"description": "The host is not one that this server has"},
     404: {"description": "There is no such model or path"},
     413: {"description": "The body is too large"},
     429: {"description": "The queue is full; Retry-After says when to try again"},
@@ -72,7 +78,7 @@ def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
     responses = {status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()}
     app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    app.add_middleware(Front, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
+    app.add_middleware(Front, api_keys=api_keys, config=service.config)
     for router in (completions_router, chat_router, tokens_router, state_router):
         app.include_router(router(service))
 
@@ -98,19 +104,26 @@ def tokens_router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         """The tokens that a prompt or a chat becomes."""
         service.check_model(body.model)
-        if body.messages is not None:
-            text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-            tokens = await service.encode(text, add_special_tokens=False)
-        else:
-            tokens = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-        strs = [service.texts.text(token) for token in tokens] if body.return_token_strs else None
-        return TokenizeResponse(count=len(tokens), max_model_len=service.max_seq_len, tokens=tokens, token_strs=strs)
+
+        def make() -> TokenizeResponse:
+            if body.messages is not None:
+                text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+                (tokens,) = service.encode([text], add_special_tokens=False)
+            else:
+                (tokens,) = service.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens)
+            strs = [service.texts.text(token) for token in tokens] if body.return_token_strs else None
+            limit = service.max_seq_len
+            return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs)
+
+        return await service.off_the_loop(make, body.size)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of tokens."""
         service.check_model(body.model)
-        vocab_size = service.loop.engine.config.vocab_size
+        vocab_size, limit = service.loop.engine.config.vocab_size, service.max_seq_len
+        if len(body.tokens) > limit:
+            raise ApiError(400, f"tokens has {len(body.tokens)} entries; at most {limit} are allowed", param="tokens")
         for token in body.tokens:
             if token >= vocab_size:
                 raise ApiError(400, f"a token of tokens = {token}: must be below {vocab_size}", param="tokens")
@@ -138,7 +151,7 @@ def state_router(service: Service) -> APIRouter:
     @router.get("/health")
     async def health() -> Status:
         """The process lives and its engine too; 503 asks for a restart."""
-        if service.loop.failure is not None:
+        if service.loop.failed:
             service.loop.check_ready()
         return Status()
 
@@ -161,7 +174,7 @@ def state_router(service: Service) -> APIRouter:
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(PAGE, media_type="text/html")
+        return FileResponse(PAGE, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     return router
 

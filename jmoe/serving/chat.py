@@ -10,7 +10,7 @@ from starlette.responses import Response
 from jmoe.inference.outputs import TokenLogprob
 from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.completions import EVENTS
-from jmoe.serving.engine_loop import Generation
+from jmoe.serving.engine_loop import Generation, Job
 from jmoe.serving.schemas import (
     AnswerMessage,
     ChatChoice,
@@ -61,7 +61,7 @@ class _Chat:
         shared = dict(self.envelope)
         for index in range(self.body.n):
             delta = Delta(role="assistant", content="")
-            yield ChatChunk(**shared, choices=[ChunkChoice(index=index, delta=delta)])
+            yield ChatChunk(**shared, choices=[ChunkChoice(index=index, delta=delta)], usage=self._usage_so_far())
         async for index, output in self.generation:
             assert output.finish_reason != "abort", "what is aborted has no reader"
             choice = ChunkChoice(
@@ -70,12 +70,15 @@ class _Chat:
                 logprobs=self._logprobs(output.logprobs),
                 finish_reason=output.finish_reason,
             )
-            yield ChatChunk(**shared, choices=[choice])
+            yield ChatChunk(**shared, choices=[choice], usage=self._usage_so_far())
         if self.body.includes_usage:
             yield ChatChunk(**shared, choices=[], usage=self._usage())
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
         return self.service.texts.chat_logprobs(logprobs) if self.body.logprobs else None
+
+    def _usage_so_far(self) -> Usage | None:
+        return self._usage() if self.body.usage_so_far else None
 
     def _usage(self) -> Usage:
         return usage([self.prompt], self.generation)
@@ -89,19 +92,22 @@ def chat_router(service: Service) -> APIRouter:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletionResponse | Response:
         """Answer a chat."""
         service.check_model(body.model)
-        service.loop.check_ready()
-        text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-        prompt = await service.encode(text, add_special_tokens=False)  # the template has written them
+        service.loop.check_room(body.n)  # before any work
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        most = service.max_new_tokens(prompt, asked, None)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
-        def sampling(_: list[int], choice: int) -> SamplingParams:
-            return body.sampling(most, choice, logprobs=logprobs)
+        def sampling(prompt: list[int], choice: int) -> SamplingParams:
+            return body.sampling(service.max_new_tokens(prompt, asked, None), choice, logprobs=logprobs)
 
-        jobs = await service.jobs(body, [prompt], sampling)
+        def make() -> tuple[str, list[int], list[Job]]:
+            text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+            (prompt,) = service.encode([text], add_special_tokens=False)  # the template has written them
+            return text, prompt, service.jobs(body, [prompt], sampling)
+
+        size = sum(message.size for message in body.messages)
+        text, prompt, jobs = await service.off_the_loop(make, size)
         note_prompts(service, request, [prompt], [text], len(jobs))
-        generation = service.loop.submit(jobs)
+        generation = service.loop.submit(jobs, request.state.client)
         chat = _Chat(service, body, prompt, generation, service.envelope(request, "chatcmpl"))
         if body.stream:
             return service.stream(body, generation, chat.chunks())

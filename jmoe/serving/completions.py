@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jmoe.inference.outputs import Output, TokenLogprob
 from jmoe.inference.sampling import SamplingParams
-from jmoe.serving.engine_loop import Generation
+from jmoe.serving.engine_loop import Generation, Job
 from jmoe.serving.schemas import (
     CompletionChoice,
     CompletionLogprobs,
@@ -76,16 +76,18 @@ def join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     return pieces[-1].model_copy(update={"text": text, "logprobs": logprobs})
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
+def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     """The prompts with their token ids; text is echoed as it came."""
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    if texts:
+        ids = service.encode(texts, add_special_tokens=body.add_special_tokens)
+        return [_Prompt(text, found) for text, found in zip(texts, ids, strict=True)]
     prompts = []
     for prompt in body.prompts:
-        if isinstance(prompt, str):
-            ids = await service.encode(prompt, add_special_tokens=body.add_special_tokens)
-            prompts.append(_Prompt(prompt, ids))
-        else:
-            text = service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
-            prompts.append(_Prompt(text, prompt))
+        assert isinstance(prompt, list)
+        service.max_new_tokens(prompt, body.max_tokens, DEFAULT_MAX_TOKENS)  # whether it fits, before it is decoded
+        text = service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
+        prompts.append(_Prompt(text, prompt))
     return prompts
 
 
@@ -109,7 +111,8 @@ class _Completion:
     async def chunks(self) -> AsyncIterator[CompletionResponse]:
         shared = dict(self.envelope)
         async for piece in self._pieces():
-            yield CompletionResponse(**shared, choices=[piece])
+            so_far = self._usage() if self.body.usage_so_far else None
+            yield CompletionResponse(**shared, choices=[piece], usage=so_far)
         if self.body.includes_usage:
             yield CompletionResponse(**shared, choices=[], usage=self._usage())
 
@@ -131,18 +134,21 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> CompletionResponse | Response:
         """Continue a text."""
         service.check_model(body.model)
-        service.loop.check_ready()
-        prompts = await _prompts(service, body)
+        service.loop.check_room(len(body.prompts) * body.n)  # before any work
         prompt_logprobs = body.logprobs if body.echo else None
 
         def sampling(token_ids: list[int], choice: int) -> SamplingParams:
             most = service.max_new_tokens(token_ids, body.max_tokens, DEFAULT_MAX_TOKENS)
             return body.sampling(most, choice, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
 
+        def make() -> tuple[list[_Prompt], list[Job]]:
+            prompts = _prompts(service, body)
+            return prompts, service.jobs(body, [p.token_ids for p in prompts], sampling)
+
+        prompts, jobs = await service.off_the_loop(make, sum(map(len, body.prompts)))
         token_ids = [p.token_ids for p in prompts]
-        jobs = await service.jobs(body, token_ids, sampling)
         note_prompts(service, request, token_ids, [p.text or p.token_ids for p in prompts], len(jobs))
-        generation = service.loop.submit(jobs)
+        generation = service.loop.submit(jobs, request.state.client)
         completion = _Completion(service, body, prompts, generation, service.envelope(request, "cmpl"))
         if body.stream:
             return service.stream(body, generation, completion.chunks())

@@ -1,20 +1,24 @@
 """The one thread that owns the engine, and what the event loop hears from it.
 
 Handlers submit sequences and read what the engine drew for them; commands go to the thread through a queue and are
-taken in between two steps. Every attribute of `EngineLoop` that is not said to be the thread's belongs to the event
+taken in between two steps. The engine gets no more sequences than it runs at once: which of the others comes next is
+decided when a place is free. Every attribute of `EngineLoop` that is not said to be the thread's belongs to the event
 loop.
 """
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -24,14 +28,17 @@ from jmoe.inference.sampling import SamplingParams
 from jmoe.inference.scheduler import SchedulerStats
 from jmoe.inference.stats import EngineStats
 from jmoe.serving.errors import ApiError
+from jmoe.serving.fair_queue import FairQueue
 from jmoe.serving.grammar import JsonConstraint
 from jmoe.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+ENGINE_FAILED = "the engine has failed; the server's log says why"
 RATE_WINDOW_S = 5.0
 VIEW_S = 1.0
 MAX_RETRY_AFTER_S = 60
+RECENT = 0.05  # the weight of the last token in what is remembered of the time between two
 JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
 
 
@@ -89,6 +96,7 @@ class Generation:
         self.ids = [owner._new_id() for _ in jobs]
         self._unfinished = len(jobs)
         self._items: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
+        self.num_read = 0  # tokens that the reader has got
         self.begun_s = time.monotonic()
         self.progress = [Progress() for _ in jobs]
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
@@ -119,11 +127,12 @@ class Generation:
         if isinstance(item, ApiError):
             raise item
         index, output = item
+        self.num_read += len(output.token_ids)
         if output.finish_reason is not None:
             self._unfinished -= 1
             constraint = self.jobs[index].constraint
             if constraint is not None and constraint.error:
-                raise ApiError(400, f"response_format: {constraint.error}", param="response_format")
+                raise ApiError(400, f"response_format: {constraint.error.splitlines()[0]}", param="response_format")
         return item
 
     def __enter__(self) -> Self:
@@ -170,9 +179,10 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._rate = _Rate()
-        self._finish_times: deque[float] = deque(maxlen=32)
+        self._token_s = 0.0  # between two tokens of a sequence, of late
+        self._queue: FairQueue[Job] = FairQueue()  # the thread's
         self.draining = False
-        self.failure: str | None = None
+        self.failed = False
         self.snapshot = self._look()
         self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
 
@@ -205,7 +215,7 @@ class EngineLoop:
 
     async def view(self) -> View:
         """Not older than a second, unless a step takes longer than that or the engine has failed."""
-        if self.failure is None and time.monotonic() - self._viewed_s > VIEW_S:
+        if not self.failed and time.monotonic() - self._viewed_s > VIEW_S:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
             self._commands.put(lambda: self._refresh_view(done))
@@ -215,26 +225,34 @@ class EngineLoop:
 
     def check_ready(self) -> None:
         """`ApiError` 503 if no request is taken in any more."""
-        if self.failure is not None:
-            raise ApiError(503, f"the engine has failed: {self.failure}", code="engine_failed")
+        if self.failed:
+            raise ApiError(503, ENGINE_FAILED, code="engine_failed")
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
-    def submit(self, jobs: Sequence[Job]) -> Generation:
-        """Queue jobs, all or none; `ApiError` 503, 429 or 400."""
+    def check_room(self, count: int) -> None:
+        """`ApiError` 503, 429 or 400 if so many sequences are not taken in now."""
         self.check_ready()
-        count = len(jobs)
         if count > self._capacity:
             raise ApiError(400, f"{count} sequences in one request: at most {self._capacity} run and wait here")
         if len(self._open) + count > self._capacity:
             self._metrics.rejected.labels("queue").inc()
             message = f"{len(self._open)} sequences run and wait, {self._capacity} can: try again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(self._retry_after_s())})
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(self._retry_after_s(count))})
+
+    def submit(self, jobs: Sequence[Job], client: str) -> Generation:
+        """Queue jobs, all or none; `ApiError` 503, 429 or 400. client: between clients the engine's time is shared."""
+        self.check_room(len(jobs))
         generation = Generation(self, jobs, self._request_timeout_s)
         for index, (request_id, job) in enumerate(zip(generation.ids, jobs, strict=True)):
             self._open[request_id] = _Open(generation, index)
-            self._commands.put(lambda i=request_id, j=job: self._add(i, j))  # type: ignore[misc]
+            self._commands.put(partial(self._queue.push, request_id, client, generation.ids[0], job))
         return generation
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any sequence has not ended."""
+        return bool(self._open)
 
     def drain(self, timeout_s: float) -> None:
         """Take in nothing more; what still runs after `timeout_s` fails."""
@@ -245,17 +263,26 @@ class EngineLoop:
     def _new_id(self) -> str:
         return f"sequence-{next(self._numbers)}"
 
-    def _retry_after_s(self) -> int:
-        """About when the next place becomes free, from the last ends of sequences."""
-        times = self._finish_times
-        mean_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
-        return max(1, min(MAX_RETRY_AFTER_S, round(mean_s)))
+    def _retry_after_s(self, count: int) -> int:
+        """When there should be room for `count` sequences, if those that run and wait draw all the tokens they may."""
+        left = [
+            found.generation.jobs[found.index].sampling.max_new_tokens
+            - found.generation.progress[found.index].num_tokens
+            for found in self._open.values()
+        ]
+        ends = sorted(left[: self._engine.max_batch])  # in tokens from now
+        waiting = deque(left[self._engine.max_batch :])
+        for _ in range(len(left) + count - self._capacity - 1):
+            end = heapq.heappop(ends)
+            if waiting:
+                heapq.heappush(ends, end + waiting.popleft())
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(ends[0] * self._token_s)))
 
     def _abort(self, ids: list[str]) -> None:
         for request_id in ids:
             if self._open.pop(request_id, None) is not None:
                 self._metrics.finished.labels("abort").inc()
-                self._commands.put(lambda i=request_id: self._engine.abort(i))  # type: ignore[misc]
+                self._commands.put(partial(self._end, request_id))
 
     def _deliver(self, outputs: list[Output]) -> None:
         now = time.monotonic()
@@ -263,10 +290,11 @@ class EngineLoop:
         for output in outputs:
             if (found := self._open.get(output.request_id)) is None:
                 continue
+            if (progress := found.generation.progress[found.index]).num_tokens:
+                self._token_s += RECENT * (now - progress.last_token_s - self._token_s)
             self._metrics.observe(found.generation, found.index, output, now)
             if output.finish_reason is not None:
                 del self._open[output.request_id]
-                self._finish_times.append(now)
             found.generation.put(found.index, output)
 
     def _fail(self, request_id: str, error: ApiError) -> None:
@@ -277,10 +305,10 @@ class EngineLoop:
         for generation in {found.generation: None for found in self._open.values()}:
             generation.fail(error)
 
-    def _engine_failed(self, reason: str) -> None:
-        self.failure = reason
+    def _engine_failed(self) -> None:
+        self.failed = True
         self._metrics.finished.labels("error").inc(len(self._open))
-        self._fail_all(ApiError(500, f"the engine has failed: {reason}", code="engine_failed"))
+        self._fail_all(ApiError(500, ENGINE_FAILED, code="engine_failed"))
         self._open.clear()
 
     # The thread's side
@@ -288,18 +316,22 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
+                self._admit()
                 outputs = self._engine.step()
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._queue.end(output.request_id)
                 self.snapshot = self._look()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
-        except Exception as error:
+        except Exception:
             log.exception("the engine has failed; no request is served any more")
-            self._loop.call_soon_threadsafe(self._engine_failed, f"{type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._engine_failed)
 
     def _take_commands(self) -> bool:
         """Carry out what waits; without unfinished requests wait for more. False at the end."""
         while True:
             try:
-                command = self._commands.get(block=not self._engine.has_unfinished)
+                command = self._commands.get(block=not (self._engine.has_unfinished or len(self._queue)))
             except queue.Empty:
                 return True
             if command is None:
@@ -308,13 +340,21 @@ class EngineLoop:
             if self._commands.empty():
                 self.snapshot = self._look()
 
-    def _add(self, request_id: str, job: Job) -> None:
-        try:
-            self._engine.add_request(
-                job.prompt_token_ids, job.sampling, request_id=request_id, constraint=job.constraint
-            )
-        except ValueError as error:
-            self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
+    def _admit(self) -> None:
+        """Give the engine as many sequences as it runs at once."""
+        while len(self._queue) and self._queue.num_running < self._engine.max_batch:
+            request_id, job = self._queue.pop()
+            try:
+                self._engine.add_request(
+                    job.prompt_token_ids, job.sampling, request_id=request_id, constraint=job.constraint
+                )
+            except ValueError as error:
+                self._queue.end(request_id)
+                self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
+
+    def _end(self, request_id: str) -> None:
+        if self._queue.end(request_id):
+            self._engine.abort(request_id)
 
     def _refresh_view(self, done: asyncio.Event) -> None:
         self.last_view = self._look_closely()
@@ -325,4 +365,5 @@ class EngineLoop:
         return View(self._engine.residency.occupancy() if streams else [], self._engine.expert_use().tolist())
 
     def _look(self) -> Snapshot:
-        return Snapshot(self._engine.stats(), self._engine.scheduler_stats())
+        stats = self._engine.scheduler_stats()
+        return Snapshot(self._engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue)))

@@ -11,12 +11,15 @@ from starlette.exceptions import HTTPException
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+MAX_MESSAGE = 1000  # characters: what is wrong may be quoted, and be long
+UNKNOWN = "unknown_parameter"  # the type of pydantic's error for it
 # What the engine calls them, and what OpenAI does.
 PARAMS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompt_token_ids": "prompt"}
 
@@ -51,7 +54,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers
         kind = TYPES.get(status, "invalid_request_error")
-        self.body = ErrorResponse(error=ErrorDetail(message=printable(message), type=kind, param=param, code=code))
+        message, param = printable(message[:MAX_MESSAGE]), None if param is None else param[:MAX_MESSAGE]
+        self.body = ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
     @classmethod
     def from_value_error(cls, error: ValueError) -> "ApiError":
@@ -76,8 +80,9 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     param = printable(".".join(place)) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param}: is not a parameter that this server supports", param=param)
+    if first["type"] == UNKNOWN:
+        param = printable(".".join([*place, first["ctx"]["name"]]))
+        return ApiError(400, f"{param[: MAX_MESSAGE // 2]}: is not a parameter that this server supports", param=param)
     if not place and first["type"] != "value_error":
         return ApiError(400, "the body must be a JSON object, sent as Content-Type: application/json")
     if first["type"] == "json_invalid":
@@ -102,7 +107,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, f"internal error: {type(error).__name__}").response()
+        return ApiError(500, "internal error; the server's log says more").response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, invalid)

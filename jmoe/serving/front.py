@@ -1,7 +1,8 @@
-"""What stands before every handler: a request id, API keys, the limit of a body, one line of log."""
+"""What stands before every handler: a request id, API keys, the host, limits of bodies, headers, one line of log."""
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
@@ -12,31 +13,44 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jmoe.config import check
+from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
 
 log = logging.getLogger(__name__)
 
+DISCONNECTED = 499  # nginx's status for a client that has gone; nobody reads it
 OPEN_PATHS = {"/", "/health", "/ready"}  # hold nothing that a key protects
 ID_HEADER = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PRINTABLE = re.compile(r"[ -~]+")
+MAX_LOGGED_PATH = 200
+# Of all bodies that are being read or answered, in bodies of the largest size.
+MAX_BODIES = 16
+SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
+CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"  # where a response has none of its own
 
 
 def read_api_keys(path: str | None) -> list[str]:
-    """One key a line; `ValueError` naming the file if it has none."""
+    """One key a line; `ValueError` naming the file if it has none, or one that cannot stand in a header."""
     if path is None:
         return []
-    file = Path(path).expanduser()
-    keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    lines = Path(path).expanduser().read_text(errors="replace").splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
     check(bool(keys), "api_key_file", path, "must hold a key, one a line")
+    for number, line in enumerate(lines, 1):
+        printable = not line.strip() or _PRINTABLE.fullmatch(line.strip()) is not None
+        check(printable, "api_key_file", path, f"line {number}: a key must be of printable ASCII characters")
     return keys
 
 
 class Front:
     """ASGI middleware. api_keys: none lets everyone in."""
 
-    def __init__(self, app: ASGIApp, api_keys: list[str], max_body_bytes: int) -> None:
-        self._app, self._max_body_bytes = app, max_body_bytes
+    def __init__(self, app: ASGIApp, api_keys: list[str], config: ServeConfig) -> None:
+        self._app, self._max_body_bytes = app, config.max_body_bytes
         self._digests = [_digest(key) for key in api_keys]
+        self._hosts = None if api_keys or not _is_loopback(config.host) else {"localhost", *config.allowed_hosts}
+        self._held_bytes = 0  # of bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,38 +61,49 @@ class Front:
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         notes: list[str] = []
         scope.setdefault("state", {}).update(request_id=request_id, note=notes.append)
-        begun_s, status = time.monotonic(), 0
+        begun_s, status = time.monotonic(), DISCONNECTED
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[ID_HEADER] = request_id
+                sent = MutableHeaders(scope=message)
+                sent[ID_HEADER] = request_id
+                sent.setdefault("content-security-policy", CONTENT_SECURITY_POLICY)
+                for name, value in SECURITY_HEADERS.items():
+                    sent[name] = value
             await send(message)
 
+        body = bytearray()
         try:
-            self._check_key(scope["path"], headers)
-            body = await self._read_body(headers, receive)
+            self._check_host(headers)
+            self._check_key(scope, headers)
+            if await self._read_body(scope, headers, receive, body):
+                # HEAD is GET without a body, which uvicorn leaves out
+                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(asked, _replay(bytes(body), receive), send_with_headers)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
-        else:
-            await self._app(scope, _replay(body, receive), send_with_id)
+            await error.response()(scope, receive, send_with_headers)
         finally:
+            self._held_bytes -= len(body)
             took_s = time.monotonic() - begun_s
             level = logging.DEBUG if scope["path"] not in LOGGED_PATHS and status < 400 else logging.INFO
-            log.log(
-                level,
-                "%s %s %s %d %.3f s %s",
-                request_id,
-                scope["method"],
-                scope["path"],
-                status,
-                took_s,
-                "; ".join(notes),
-            )
+            path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_LOGGED_PATH]  # as it was sent: one line
+            log.log(level, "%s %s %s %d %.3f s %s", request_id, scope["method"], path, status, took_s, "; ".join(notes))
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        if not self._digests or path in OPEN_PATHS:
+    def _check_host(self, headers: Headers) -> None:
+        """`ApiError` 403 for a name that a page of another site may have given to a loopback address."""
+        host = headers.get("host", "localhost").lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+        if self._hosts is not None and name not in self._hosts and not _is_address(name):
+            message = f"the host {name!r} is not served: name it with --allowed-hosts, or use --api-key-file"
+            raise ApiError(403, message, code="host_not_allowed")
+
+    def _check_key(self, scope: Scope, headers: Headers) -> None:
+        """Note who the client is: a key, or an address."""
+        address = (scope.get("client") or ("",))[0]
+        scope["state"]["client"] = address
+        if not self._digests or scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key)
@@ -87,18 +112,31 @@ class Front:
         if scheme.lower() != "bearer" or not found:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        scope["state"]["client"] = digest.hex()
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
-        """All of it; `ApiError` 413 as soon as it is known to be too large."""
+    async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: bytearray) -> bool:
+        """Append all of it to `body`; False if the client has gone before.
+
+        `ApiError` 413 as soon as it is known to be too large, 503 if too much of others is held. A body that nothing
+        asks for is not read.
+        """
+        if scope["method"] in ("GET", "HEAD") or scope["path"] in OPEN_PATHS:
+            return True
         declared = headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
-        body = b""
         while size <= self._max_body_bytes:
             message = await receive()
-            body += message.get("body", b"")
+            if message["type"] == "http.disconnect":
+                return False
+            piece = message.get("body", b"")
+            if self._held_bytes + len(piece) > MAX_BODIES * self._max_body_bytes:
+                text = "the bodies of other requests take all the room there is for them: try again later"
+                raise ApiError(503, text, headers={"Retry-After": "1"})
+            body += piece
+            self._held_bytes += len(piece)
             size = max(size, len(body))
             if not message.get("more_body", False) and size <= self._max_body_bytes:
-                return body
+                return True
         raise ApiError(413, f"the body has {size} bytes or more; at most {self._max_body_bytes} are allowed")
 
 
@@ -109,6 +147,18 @@ LOGGED_PATHS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detoke
 def _digest(key: str) -> bytes:
     """Keys are compared by digests of one length, so that not even their length shows."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

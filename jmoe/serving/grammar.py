@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 
 # Between the tokens of JSON: room for lines and indentation, but not for a model to go on with for ever.
+MAX_SCHEMA_BYTES = 64 << 10
 WHITESPACE = r"\n? {0,32}"
 
 
@@ -48,7 +49,10 @@ class Grammars:
     def constraints(self, schema: dict[str, Any], count: int) -> list[JsonConstraint]:
         """One for each of `count` outputs; `ValueError` for a schema that cannot be followed."""
         check(bool(self._eos_token_ids), "response_format", "json_schema", "the model has no end-of-text token")
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
+        text = json.dumps(schema)
+        constraint = f"must have at most {MAX_SCHEMA_BYTES} bytes"
+        check(len(text) <= MAX_SCHEMA_BYTES, "len(response_format.json_schema)", len(text), constraint)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
         matcher = LLMatcher(self._tokens, grammar)
         if matcher.is_error():
             raise ValueError(f"response_format.json_schema: {matcher.get_error()}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -10,32 +11,43 @@ import uvicorn
 from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
+from jmoe.config.serving import ServeConfig
+from jmoe.serving.connection import Connections
 from jmoe.serving.engine_loop import EngineLoop
 
 BACKLOG = 1024
 GRACE_S = 5.0  # for the last errors to go out
+IDLE_CHECK_S = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT; a second SIGINT does not wait for what runs."""
+    """Serves until SIGTERM or SIGINT; a second SIGINT does not wait for what runs.
 
-    def __init__(self, app: FastAPI, loop: EngineLoop, drain_timeout_s: float, announce: Callable[[], None]) -> None:
+    Until what runs has ended it goes on listening, so that probes and clients are told why nothing more is taken in.
+    """
+
+    def __init__(self, app: FastAPI, loop: EngineLoop, config: ServeConfig, announce: Callable[[], None]) -> None:
         AppStatus.disable_automatic_graceful_drain()  # it would cut every stream at SIGTERM
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connections(config).connection,  # type: ignore[arg-type]
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="on",
-                timeout_graceful_shutdown=int(drain_timeout_s + GRACE_S),
+                timeout_graceful_shutdown=int(config.drain_timeout_s + GRACE_S),
                 backlog=BACKLOG,
             )
         )
-        self._engine_loop, self._drain_timeout_s, self._announce = loop, drain_timeout_s, announce
+        self._engine_loop, self._drain_timeout_s, self._announce = loop, config.drain_timeout_s, announce
+        self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            gc.collect()
+            gc.freeze()  # else each collection, which a large body may bring about, looks at all that was loaded
             self._announce()
 
     @contextlib.contextmanager
@@ -47,9 +59,18 @@ class HttpServer(uvicorn.Server):
         yield
 
     def _drain(self, number: int) -> None:
-        if not self.should_exit:
+        if self._draining is None:
             self._engine_loop.drain(self._drain_timeout_s)
-        self.handle_exit(number, None)
+            self._draining = asyncio.create_task(self._exit_when_idle(number))
+        else:
+            self.should_exit = True
+            self.handle_exit(number, None)
+
+    async def _exit_when_idle(self, number: int) -> None:
+        while self._engine_loop.is_busy and not self.should_exit:
+            await asyncio.sleep(IDLE_CHECK_S)
+        if not self.should_exit:
+            self.handle_exit(number, None)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -6,16 +6,63 @@ A request holds what the server acts on and nothing else: another parameter is r
 
 import math
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, SamplingParams
+from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_CHARS, SamplingParams
+from jmoe.serving.errors import UNKNOWN, printable
 
 MAX_CHOICES = 128
+MAX_PROMPTS = 8192
+MAX_MESSAGES = 4096  # and pieces of their content, all together
+MAX_METADATA, MAX_VARIABLES = 16, 64
+T = TypeVar("T")
+FastList = Annotated[list[T], Field(fail_fast=True)]  # its first mistake is enough: there may be a million
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _text_or_list(given: Any) -> str:
+    """What it is validated as: errors of both would be told of both."""
+    return "list" if isinstance(given, list) else "text"
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 FinishReason = Literal["stop", "length"]
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Refuse a longer dict before each of its entries is looked at."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > count:
+            raise ValueError(f"has {len(given)} entries; at most {count} are allowed")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _only(harmless: Any) -> BeforeValidator:
+    """Refuse, as a parameter that is not supported, every value but the one that changes nothing."""
+
+    def check(given: Any) -> Any:
+        if given != harmless:
+            message = "is not a parameter that this server supports, except as {harmless}"
+            raise PydanticCustomError("not_supported", message, {"harmless": repr(harmless)})
+        return given
+
+    return BeforeValidator(check)
 
 
 class RequestBody(BaseModel):
@@ -25,15 +72,31 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        """Null is the same as not given."""
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+    def _only_known(cls, data: Any) -> Any:
+        """Null is the same as not given. Of parameters that are not known the first is named, and only that."""
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in given:
+            if name not in known:
+                raise PydanticCustomError(
+                    UNKNOWN, "is not a parameter that this server supports", {"name": printable(name)}
+                )
+        return given
 
 
 class StreamOptions(RequestBody):
-    """include_usage: a last chunk with the token counts."""
+    """include_usage: a last chunk with the token counts. continuous_usage_stats: also those so far with every chunk."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _agree(self) -> "StreamOptions":
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage = true")
+        return self
 
 
 class JsonSchema(RequestBody):
@@ -59,7 +122,10 @@ class ResponseFormat(RequestBody):
 
 
 class GenerationBody(RequestBody):
-    """What completions and chat completions have in common. user and the like name the client; nothing else."""
+    """What completions and chat completions have in common.
+
+    user and metadata name the client, nothing else. store and the like may only have the value that changes nothing.
+    """
 
     model: str | None = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -70,19 +136,25 @@ class GenerationBody(RequestBody):
     presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[Finite, Field(ge=-100, le=100)]] = Field(
-        default_factory=dict, max_length=MAX_IDS
-    )
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[Finite, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_IDS),
+        _at_most(MAX_IDS),
+    ] = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
+    stop: Annotated[
+        Annotated[StopString, Tag("text")] | Annotated[FastList[StopString], Field(max_length=MAX_STOP), Tag("list")],
+        Discriminator(_text_or_list),
+    ] = Field(default_factory=list)
+    stop_token_ids: FastList[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), _at_most(MAX_METADATA)] | None = None
+    store: Annotated[Literal[False], _only(False)] = False
 
     @model_validator(mode="after")
     def _streams(self) -> "GenerationBody":
@@ -103,6 +175,11 @@ class GenerationBody(RequestBody):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_so_far(self) -> bool:
+        """Whether every chunk has the token counts."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(
         self, max_new_tokens: int, choice: int, *, logprobs: int | None, prompt_logprobs: int | None = None
@@ -129,10 +206,28 @@ class GenerationBody(RequestBody):
         )
 
 
+def _kind_of_prompt(prompt: Any) -> str:
+    """By its first element: a list is validated as one thing, not as all that it might have been."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else 0
+    return "texts" if isinstance(first, str) else "several" if isinstance(first, list) else "tokens"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[FastList[TokenId], Tag("tokens")]
+    | Annotated[FastList[str], Field(max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[FastList[FastList[TokenId]], Field(max_length=MAX_PROMPTS), Tag("several")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(GenerationBody):
     """`POST /v1/completions`. prompt: text or token ids, or a list of them. max_tokens 0 needs echo."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Prompt
+    best_of: Annotated[Literal[1], _only(1)] = 1
     max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -147,10 +242,7 @@ class CompletionRequest(GenerationBody):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One or several; an empty list is one prompt without a token."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        numbers = [token for token in self.prompt if isinstance(token, int)]
-        return [numbers] if len(numbers) == len(self.prompt) else self.prompt  # type: ignore[return-value]
+        return [self.prompt] if _kind_of_prompt(self.prompt) in ("text", "tokens") else self.prompt  # type: ignore
 
 
 class TextPart(RequestBody):
@@ -164,8 +256,15 @@ class Message(RequestBody):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[FastList[TextPart], Tag("list")], Discriminator(_text_or_list)
+    ] = ""
     name: str | None = None
+
+    @property
+    def size(self) -> int:
+        """In characters."""
+        return len(self.content) if isinstance(self.content, str) else sum(len(part.text) for part in self.content)
 
     def for_template(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -184,19 +283,34 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables), Field(max_length=MAX_VARIABLES)]
+
+
+def _check_parts(messages: Any) -> Any:
+    """Count the pieces of all messages before any of them is looked at."""
+    if isinstance(messages, list):
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        parts = sum(len(content) for content in contents if isinstance(content, list))
+        if max(len(messages), parts) > MAX_MESSAGES:
+            raise ValueError(f"{len(messages)} messages with {parts} parts; at most {MAX_MESSAGES} of both are allowed")
+    return messages
+
+
+Messages = Annotated[FastList[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_check_parts)]
 
 
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`. chat_template_kwargs: further variables of the model's template."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    tools: Annotated[list[Any], Field(max_length=0), _only([])] = Field(default_factory=list)
+    tool_choice: Annotated[Literal["none"], _only("none")] = "none"
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatCompletionRequest":
@@ -212,7 +326,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
@@ -224,12 +338,17 @@ class TokenizeRequest(RequestBody):
             raise ValueError("either prompt or messages must be given")
         return self
 
+    @property
+    def size(self) -> int:
+        """In characters, about."""
+        return len(self.prompt or "") + sum(message.size for message in self.messages or [])
+
 
 class DetokenizeRequest(RequestBody):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: FastList[TokenId]
 
 
 class TokenizeResponse(BaseModel):

@@ -1,12 +1,15 @@
 """What every handler needs: the model that is served, its tokenizer and template, and the engine's loop."""
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
+from jinja2 import TemplateError
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
@@ -18,14 +21,16 @@ from jmoe.inference.sampling import SamplingParams
 from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.engine_loop import EngineLoop, Generation, Job
 from jmoe.serving.errors import ApiError, printable
+from jmoe.serving.front import DISCONNECTED
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.schemas import Envelope, GenerationBody, Message, Usage
 from jmoe.serving.tokens import TokenTexts
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
-DISCONNECTED = 499  # nginx's status for a client that has gone; nobody reads it
+LONG_TEXT = 1 << 16  # characters: of longer ones one is worked on at a time, so that short ones find a thread
 PING_S = 15
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
 
@@ -43,6 +48,7 @@ class Service:
     chat_template: ChatTemplate | None
     grammars: Grammars
     created: int = field(default_factory=lambda: int(time.time()))
+    _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     @property
     def max_seq_len(self) -> int:
@@ -53,13 +59,29 @@ class Service:
         if name not in (None, self.name):
             raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, in a thread: a long prompt must not hold up the others."""
-        if printable(text) != text:
-            raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
-        encoded = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        ids: list[int] = encoded.ids
-        return ids
+    async def off_the_loop(self, make: Callable[[], T], size: int) -> T:
+        """What `make` gives in a thread: whatever grows with a request must not hold up the others. size: of its text.
+
+        `ApiError` 400 for a `ValueError`.
+        """
+        try:
+            async with self._long_texts if size > LONG_TEXT else contextlib.nullcontext():
+                return await asyncio.to_thread(make)
+        except ValueError as error:
+            raise ApiError.from_value_error(error) from error
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids; `ApiError` 400 for a text that cannot fit, by its length alone."""
+        for text in texts:
+            if printable(text) != text:
+                raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
+            limit, tokens = self.texts.longest_text(self.max_seq_len), self.max_seq_len
+            if limit is not None and len(text) > limit:
+                message = f"the prompt has {len(text)} characters; at most {limit} can be the {tokens} tokens that fit"
+                raise ApiError(400, message, code="context_length_exceeded")
+        # `encode` would not let another thread of Python run meanwhile
+        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoded.ids for encoded in found]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         """The prompt of a chat.
@@ -73,7 +95,10 @@ class Service:
         try:
             return self.chat_template.render(given, add_generation_prompt=add_generation_prompt, **variables)
         except ValueError as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
+            log.info("%s", error)
+            reason = error.__cause__ or error
+            said = reason.message if isinstance(reason, TemplateError) else "cannot render them"
+            raise ApiError(400, f"messages: the model's chat template: {said}", param="messages") from error
 
     def max_new_tokens(self, prompt_token_ids: Sequence[int], asked: int | None, default: int | None) -> int:
         """Tokens to draw at most; `ApiError` 400 with both numbers if prompt and output do not fit."""
@@ -85,19 +110,16 @@ class Service:
         room = limit - length
         return max(1, asked) if asked is not None else min(room, default or room)
 
-    async def jobs(
+    def jobs(
         self, body: GenerationBody, prompts: Sequence[list[int]], make: Callable[[list[int], int], SamplingParams]
     ) -> list[Job]:
-        """Choice i of prompt p has number p * n + i. `ApiError` 400 for what the engine would refuse."""
-        try:
-            jobs = [Job(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)]
-            for job in jobs[:: body.n]:
-                self.loop.engine.check_request(job.prompt_token_ids, job.sampling)
-            if body.json_schema is not None:
-                constraints = await asyncio.to_thread(self.grammars.constraints, body.json_schema, len(jobs))
-                jobs = [replace(job, constraint=found) for job, found in zip(jobs, constraints, strict=True)]
-        except ValueError as error:
-            raise ApiError.from_value_error(error) from error
+        """Choice i of prompt p has number p * n + i. `ValueError` for what the engine would refuse."""
+        jobs = [Job(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)]
+        for job in jobs[:: body.n]:
+            self.loop.engine.check_request(job.prompt_token_ids, job.sampling)
+        if body.json_schema is not None:
+            constraints = self.grammars.constraints(body.json_schema, len(jobs))
+            jobs = [replace(job, constraint=found) for job, found in zip(jobs, constraints, strict=True)]
         return jobs
 
     async def answer(self, request: Request, generation: Generation, make: Awaitable[T]) -> T | Response:
@@ -159,9 +181,9 @@ async def _disconnected(request: Request) -> None:
 
 
 def usage(prompts: Sequence[Sequence[int]], generation: Generation, *, drawn: bool = True) -> Usage:
-    """drawn: False where the one token that was drawn is not part of the answer."""
+    """What has been read so far. drawn: False where the one token that was drawn is not part of the answer."""
     prompt_tokens = sum(map(len, prompts))
-    completion_tokens = generation.num_tokens if drawn else 0
+    completion_tokens = generation.num_read if drawn else 0
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -27,6 +27,10 @@ class TokenTexts:
         self._special = set(tokenizer.get_added_tokens_decoder())
         byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
         self._alphabet = _byte_level_alphabet() if byte_level else None
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        # Without bytes to fall back on, one token stands for any number of characters that the vocabulary lacks.
+        whole = byte_level or "<0x00>" in vocabulary
+        self._longest = max((len(self.bytes(token)) for token in vocabulary.values()), default=0) if whole else None
 
     def bytes(self, token_id: int) -> bytes:
         """b"" for an id that the tokenizer does not have; models have more rows than tokenizers tokens."""
@@ -48,6 +52,10 @@ class TokenTexts:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def longest_text(self, num_tokens: int) -> int | None:
+        """The most characters that so many tokens can be; None if there is no limit."""
+        return None if self._longest is None else num_tokens * self._longest
 
     def completion_logprobs(
         self, prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], offset: int

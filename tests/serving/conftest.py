@@ -17,7 +17,7 @@ END = "<|endoftext|>"
 VOCAB_SIZE = 400
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if fail %}{{ 'x' + fail }}{% endif %}"
 )
 TEXT = "The quick brown fox, 日本語 and 🎉 in one line.\ndef f(x):\n    return x\n"
 
@@ -67,9 +67,9 @@ def serve(
     """`serve(*options)` starts serve.py on a free port and returns when it answers; it is killed with the module."""
     started: list[HttpProcess] = []
 
-    def start(*options: object) -> HttpProcess:
+    def start(*options: object, folder: Path = model_folder) -> HttpProcess:
         log = tmp_path_factory.mktemp("log") / "server.log"
-        server = start_server(model_folder, log, compile_cache, *options)
+        server = start_server(folder, log, compile_cache, *options)
         started.append(server)
         return server
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from conftest import END, TEMPLATE
-from http_servers import LIMIT_S, HttpProcess
+from http_servers import LIMIT_S, HttpProcess, events
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,6 +20,7 @@ MESSAGES: list[ChatCompletionMessageParam] = [
 ]
 RENDERED = "<|system|>Be brief.\n<|user|>日本語?\n🎉\n<|assistant|>"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+VARIABLES = {"chat_template_kwargs": {"fail": 1}}  # the template of these tests then adds it to text
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,37 @@ def test_async_client(server: HttpProcess) -> None:
 def test_what_is_refused(server: HttpProcess, body: dict[str, Any], words: str) -> None:
     response = server.post("/v1/chat/completions", **({"messages": [{"role": "user", "content": "x"}]} | body))
     assert response.status_code == 400 and words in response.json()["error"]["message"]
+
+
+def test_what_changes_nothing_is_taken(server: HttpProcess) -> None:
+    """As clients send it without being asked to."""
+    body = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0}
+    plain = server.post("/v1/chat/completions", **body).json()["choices"]
+    extra = {"tools": [], "tool_choice": "none", "store": False}
+    assert server.post("/v1/chat/completions", **body, **extra).json()["choices"] == plain
+    for name, value in (("tool_choice", "auto"), ("store", True)):
+        refused = server.post("/v1/chat/completions", **body, **{name: value})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+
+def test_usage_with_every_chunk(server: HttpProcess) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES, "max_tokens": 4, "ignore_eos": True, "stream": True, "stream_options": options}
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        *chunks, last, _ = events(response.iter_lines())
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 4]
+    assert last["usage"] == chunks[-1]["usage"]
+
+
+def test_errors_hold_nothing_of_the_server(server: HttpProcess, model_folder: Path) -> None:
+    """What a template cannot do is said without the folder it is from, and without what a library says of it."""
+    refused = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], **VARIABLES)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (
+        error["message"] == "messages: the model's chat template: cannot render them" and error["param"] == "messages"
+    )
+    assert str(model_folder) in server.log.read_text()
 
 
 def test_tokens(server: HttpProcess, engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """/v1/completions over HTTP against the engine in this process; OpenAI's own client reads the answers."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def test_what_is_refused(server: HttpProcess, body: dict[str, Any], status: int,
 
 def test_null_is_not_given_and_names_of_clients_change_nothing(server: HttpProcess) -> None:
     plain = server.post("/v1/completions", prompt="x", max_tokens=4, temperature=0).json()
-    extra = {"suffix": None, "best_of": None, "stop": None, "user": "me", "metadata": {"a": "b"}}
+    extra = {"suffix": None, "stop": None, "user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1}
     assert (
         server.post("/v1/completions", prompt="x", max_tokens=4, temperature=0, **extra).json()["choices"]
         == (plain["choices"])
@@ -181,7 +182,7 @@ def test_null_is_not_given_and_names_of_clients_change_nothing(server: HttpProce
         (b"[]", "application/json", "the body must be a JSON object"),
         (b'{"prompt": "x"}', "text/plain", "sent as Content-Type: application/json"),
         (b'{"prompt": "\\ud800"}', "application/json", "the prompt holds half of a surrogate pair"),
-        (b'{"prompt": "x", "\\ud800": 1}', "application/json", "the body must be a JSON object"),
+        (b'{"prompt": "x", "\\ud800": 1}', "application/json", "?: is not a parameter that this server supports"),
         (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
         (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "application/json", "error parsing the body"),
         (b"[" * 100_000, "application/json", "error parsing the body"),
@@ -190,6 +191,75 @@ def test_null_is_not_given_and_names_of_clients_change_nothing(server: HttpProce
 def test_a_body_that_is_no_proper_json(server: HttpProcess, content: bytes, kind: str, words: str) -> None:
     response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
     assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+
+
+def test_usage_with_every_chunk(server: HttpProcess) -> None:
+    """As guidellm asks for it; without include_usage it is refused."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, done = streamed(server, prompt=PROMPTS[:2], max_tokens=6, ignore_eos=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert done == "[DONE]" and counts == sorted(counts) == list(range(1, 13))
+    assert last["usage"] == chunks[-1]["usage"] and last["choices"] == []
+    refused = server.post("/v1/completions", prompt="x", stream=True, stream_options={"continuous_usage_stats": True})
+    assert refused.status_code == 400
+    assert "continuous_usage_stats needs include_usage = true" in refused.json()["error"]["message"]
+
+
+def test_a_large_request_lets_short_ones_pass(server: HttpProcess) -> None:
+    """60 choices take turns with what comes after them; nothing of them is lost."""
+    body = {"prompt": "x", "n": 60, "max_tokens": 40, "ignore_eos": True, "stream": True, "temperature": 1}
+    ended = 0
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        chunks = events(response.iter_lines())
+        next(chunks)
+        short = server.post("/v1/completions", prompt="y", max_tokens=1)
+        assert short.status_code == 200
+        live = server.get("/live").json()
+        assert live["requests_running"] + live["requests_waiting"] > 30, "most of the 60 are still to come"
+        for chunk in chunks:
+            ended += chunk != "[DONE]" and chunk["choices"][0]["finish_reason"] == "length"
+    assert ended == 60
+
+
+def test_the_page_and_its_headers(server: HttpProcess) -> None:
+    """Nobody may show it in a frame; HEAD is answered like GET."""
+    page = server.get("/")
+    (meta,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.text)
+    assert page.headers["content-security-policy"] == f"{meta}; frame-ancestors 'none'"
+    found = [page, server.get("/v1/models"), server.get("/nothing")]
+    for response in found:
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["x-frame-options"] == "DENY"
+        assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
+    for path in ("/", "/health", "/ready", "/v1/models", "/metrics"):
+        head = httpx.head(server.url + path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert int(head.headers["content-length"]) > 0
+    assert httpx.head(server.url + "/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:1", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("10.0.0.1", 200),
+        ("rebound.example", 403),
+        ("rebound.example:8000", 403),
+        ("localhost.rebound.example", 403),
+        ("[rebound.example]", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_of_another_site_cannot_reach_the_server(server: HttpProcess, host: str, status: int) -> None:
+    """Its name may lead to 127.0.0.1, where the server without keys listens; the browser sends that name."""
+    for path in ("/", "/v1/models", "/live"):
+        response = httpx.get(server.url + path, headers={"host": host})
+        assert response.status_code == status
+        if status == 403:
+            assert "--allowed-hosts" in response.json()["error"]["message"]
 
 
 def test_openai_raises_what_it_is_told(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Keys, limits and time-outs."""
+"""Keys, hosts, limits and time-outs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 from http_servers import LIMIT_S, HttpProcess, events
+
+from jmoe.serving.front import read_api_keys
 
 KEYS = ("first key of all", "second-key")
 HEADERS = {"authorization": f"Bearer {KEYS[1]}"}
@@ -51,6 +53,30 @@ def test_keys(server: HttpProcess) -> None:
     assert server.post("/v1/completions", prompt="x").status_code == 401
 
 
+def test_keys_that_no_header_can_hold(server: HttpProcess, tmp_path: Path) -> None:
+    """Refused at the start, by file and line; from a client they are as wrong as any other."""
+    file = tmp_path / "keys"
+    for content in ("right\nключ\n".encode(), b"right\n\xff\xfe\n", b"right\na\x07b\n"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"^api_key_file = '.*keys': line 2: a key must be of printable ASCII"):
+            read_api_keys(str(file))
+    wrong = httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer ключ".encode()})
+    assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_who_has_a_key_may_use_any_name_of_the_server(client: httpx.Client) -> None:
+    assert client.get("/v1/models", headers={"host": "models.example:8000"}).status_code == 200
+
+
+def test_a_path_cannot_write_lines_of_the_log(server: HttpProcess, client: httpx.Client) -> None:
+    assert client.get("/%0a2026-01-01%20INFO%20all%20is%20well%1b%5b2J").status_code == 404
+    log = server.log.read_text()
+    assert "GET /%0a2026-01-01%20INFO%20all%20is%20well%1b%5b2J 404" in log and "\x1b" not in log
+    assert not any(line.startswith("2026-01-01 INFO all") for line in log.splitlines())
+    client.get("/" + "x" * 5000)
+    assert max(map(len, server.log.read_text().splitlines())) < 500
+
+
 def test_a_body_that_is_too_large(client: httpx.Client) -> None:
     """Refused by what it declares, and by what comes where it declares nothing."""
     body = b'{"prompt": "' + b"x" * 30_000 + b'"}'
@@ -82,10 +108,23 @@ def test_a_full_queue(server: HttpProcess, client: httpx.Client) -> None:
             refused = client.post("/v1/completions", json=LONG)
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert int(refused.headers["retry-after"]) == 1, "300 tokens are soon drawn"
             assert list(first)[-1] == "[DONE]"
             assert list(events(waiting.iter_lines()))[-1] == "[DONE]"
     assert 'jmoe:requests_rejected_total{model_name="tiny-moe",reason="queue"} 1.0' in client.get("/metrics").text
+
+
+def test_when_to_try_again(client: httpx.Client) -> None:
+    """Retry-After says when there is room, by the tokens that those who run and wait may still draw."""
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as running:
+        chunks = events(running.iter_lines())
+        for _ in range(20):
+            next(chunks)
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 3}) as waiting:
+            assert waiting.status_code == 200
+            refused = client.post("/v1/completions", json=LONG)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 1, "nearly 8000 tokens are drawn before a place is free"
 
 
 def test_a_request_that_takes_too_long(server: HttpProcess, client: httpx.Client) -> None:

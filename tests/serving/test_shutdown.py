@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from http_servers import HttpProcess, events
 
 LONG = ("--max-seq-len", 8192)
@@ -17,14 +16,12 @@ def stream_of(client: httpx.Client, max_tokens: int) -> Any:
     return client.stream("POST", "/v1/completions", json=body)
 
 
-def refuses_connections(server: HttpProcess) -> None:
-    """Until it does, it says that it is not ready, or has not heard the signal yet."""
-    for _ in range(1000):
-        try:
-            assert server.get("/ready").status_code in (200, 503)
-        except httpx.TransportError:
-            return
-    pytest.fail("the server still listens")
+def is_not_ready(server: HttpProcess) -> None:
+    """As long as it streams it answers probes, and says that it takes nothing in."""
+    refused = server.until("/ready", lambda response: response.status_code == 503).json()["error"]
+    assert refused["code"] == "shutting_down" and refused["message"] == "the server is shutting down"
+    assert server.post("/v1/completions", prompt="x").status_code == 503
+    assert server.get("/health").status_code == 200
 
 
 def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
@@ -33,7 +30,7 @@ def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
         chunks = events(response.iter_lines())
         assert next(chunks)["choices"]
         server.process.terminate()
-        refuses_connections(server)
+        is_not_ready(server)
         *_, last, done = chunks
     assert last["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
     assert server.process.wait(20) == 0
@@ -67,7 +64,8 @@ def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path)
         (records,) = tmp_path.glob("records-*.bin")
         os.truncate(records, 4096)
         *_, last = chunks
-        assert last["error"]["code"] == "engine_failed" and "records-" in last["error"]["message"]
+        assert last["error"]["code"] == "engine_failed"
+        assert last["error"]["message"] == "the engine has failed; the server's log says why", "and no path"
         assert [e["error"]["code"] for e in events(waiting.iter_lines())] == ["engine_failed"]
     for path in ("/ready", "/health"):
         assert server.get(path).status_code == 503
@@ -75,5 +73,6 @@ def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_failed"
     assert server.get("/metrics").status_code == server.get("/live").status_code == 200
     log = server.log.read_text()
+    assert "records-" in log
     assert log.count("the engine has failed; no request is served any more") == log.count("Traceback") == 1
     assert server.terminate() == 0

@@ -1,0 +1,198 @@
+"""Limits on what a client may send over a connection and how slowly, and on the number of connections.
+
+uvicorn's connection with httptools keeps headers without end, waits for them without end, and accepts everybody.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from jmoe.config.serving import ServeConfig
+from jmoe.serving.errors import ApiError
+
+MAX_HEAD_BYTES = 32 << 10  # of the request line and all headers, and of the trailers behind a body
+MAX_HEADERS = 128
+MAX_PIPELINED = 8  # requests that wait for the answers to those sent before them
+LINGER_S = 1.0  # for a client that still sends to read why it was refused
+
+
+@dataclass
+class Connections:
+    """What the connections of one server share. waiting: those whose client has to do something, the oldest first."""
+
+    config: ServeConfig
+    waiting: "dict[Connection, None]" = field(default_factory=dict)
+
+    def connection(self, **options: Any) -> "Connection":
+        """Make a connection, for uvicorn."""
+        return Connection(self, **options)
+
+
+class _Refused(Exception):
+    """Ends parsing; `Connection.refusal` says why."""
+
+
+class Connection(HttpToolsProtocol):
+    """An HTTP/1.1 connection whose client must send each head and body, and take each answer, within a time.
+
+    When there are too many connections, the one that has waited longest for its client makes room for a new one: slow
+    or silent clients cannot keep others out.
+    """
+
+    def __init__(self, shared: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._shared = shared
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0  # received, and not of a body, since the last message or chunk ended
+        self._refusal: tuple[int, str] | None = None
+
+    # Called by the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > (most := self._shared.config.max_connections):
+            oldest = next(iter(self._shared.waiting), None)
+            if oldest is None:
+                self._answer(503, f"all {most} connections that this server keeps are in use: try again later")
+                self.transport.close()
+                return
+            del self._shared.waiting[oldest]
+            oldest.transport.abort()
+        self._await_client(self._shared.config.header_timeout_s, "headers")
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:  # only the end of what was refused
+            return
+        if self._timer is None and self._is_idle:
+            self._await_client(self._shared.config.header_timeout_s, "headers")
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
+            self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._took()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._shared.waiting[self] = None
+        self._abort_later()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._took()
+        if self._timer is None and not self._is_idle:
+            self._shared.waiting.pop(self, None)
+
+    # Called by the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refusal = (431, f"there are more than {MAX_HEADERS} headers")
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refusal = (431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+            raise _Refused
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = (400, f"more than {MAX_PIPELINED} requests wait for the answers to earlier ones")
+            raise _Refused
+        self._await_client(self._shared.config.body_timeout_s, "body")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = max(0, self._head_bytes - len(body))
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        self._head_bytes = 0
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        self._stop_waiting()
+        super().on_message_complete()
+
+    # Called by uvicorn
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_later()
+        elif self._is_idle:
+            self._shared.waiting[self] = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_later()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(*(self._refusal or (400, "what was sent is not HTTP/1.1")))
+
+    # Own parts
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def _await_client(self, limit_s: float, what: str) -> None:
+        self._stop_waiting()
+        self._shared.waiting[self] = None
+        self._timer = self.loop.call_later(limit_s, self._too_late, limit_s, what)
+
+    def _stop_waiting(self) -> None:
+        self._shared.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _took(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _abort_later(self) -> None:
+        """Give the client a time to take what was written; closing alone would wait for it without end."""
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self._shared.config.send_timeout_s, self.transport.abort)
+
+    def _too_late(self, limit_s: float, what: str) -> None:
+        self._timer = None
+        nothing_begun = what == "headers" and not self._head_bytes
+        answered = what == "body" and self._is_idle
+        if nothing_begun or answered:
+            self.transport.close()
+        else:
+            self._refuse(408, f"the {what} did not arrive in {limit_s:g} s")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, unless other answers are due before, and close; what still arrives is not read."""
+        self._refusal = (status, message)
+        self._stop_waiting()
+        idle = self._is_idle
+        if not idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not self.pipeline and (idle or (self.cycle.more_body and not self.cycle.response_started)):
+            self._answer(status, message)
+            self._shared.waiting[self] = None
+            self.loop.call_later(LINGER_S, self.transport.abort)
+        else:
+            self.transport.abort()
+
+    def _answer(self, status: int, message: str) -> None:
+        body = json.dumps(ApiError(status, message).body.model_dump()).encode()
+        headers = {
+            b"content-type": b"application/json",
+            b"content-length": b"%d" % len(body),
+            b"connection": b"close",
+        }
+        lines = [STATUS_LINE[status], *(b"%b: %b\r\n" % pair for pair in headers.items())]
+        self.transport.write(b"".join([*lines, b"\r\n", body]))

@@ -1,0 +1,341 @@
+"""Requests that are made to stop the server: it refuses them, goes on answering others, and keeps no memory.
+
+How long `/health` took at worst and what the process grew by is printed (`pytest -rP`). The bounds leave room for
+machines that do much else: on one that does not, nothing takes a second.
+"""
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+from http_servers import LIMIT_S, HttpProcess
+from tokenizers import Tokenizer
+
+TIMEOUT_S = 2  # of headers, bodies and answers
+MAX_CONNECTIONS = 64
+LIMITS = (
+    *("--header-timeout-s", TIMEOUT_S, "--body-timeout-s", TIMEOUT_S, "--send-timeout-s", TIMEOUT_S),
+    *("--max-connections", MAX_CONNECTIONS, "--max-body-bytes", 8 << 20, "--max-seq-len", 8192),
+)
+LONGEST_TOKEN = 512
+WORST_S = 5.0
+GROWTH_BYTES = 160 << 20
+
+
+@pytest.fixture(scope="module")
+def server(
+    serve: Callable[..., HttpProcess], model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> HttpProcess:
+    """With a tokenizer of one long token, as those of many models have: long texts could fit, and are encoded."""
+    folder = tmp_path_factory.mktemp("attacked") / "tiny-moe"
+    shutil.copytree(model_folder, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["-" * LONGEST_TOKEN])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    server = serve(*LIMITS, folder=folder)
+    server.post("/v1/completions", prompt="x", max_tokens=1)
+    return server
+
+
+class Watch:
+    """Asks for `/health` in a thread, each time over a new connection, and looks at the memory of the process."""
+
+    def __init__(self, server: HttpProcess) -> None:
+        self._address = server.url.removeprefix("http://")
+        self._process = psutil.Process(server.process.pid)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.times_s: list[float] = []
+        self.wrong: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._begin_bytes = self._peak_bytes = self._process.memory_info().rss
+        self._begun_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        took_s, grown = time.monotonic() - self._begun_s, (self._peak_bytes - self._begin_bytes) / 2**20
+        print(f"/health {len(self.times_s)} times in {took_s:.1f} s, worst {max(self.times_s):.3f} s; +{grown:.0f} MiB")
+
+    def check(self, *, worst_s: float = WORST_S) -> None:
+        assert not self.wrong
+        assert max(self.times_s) < worst_s
+        assert self._peak_bytes - self._begin_bytes < GROWTH_BYTES
+
+    def _run(self) -> None:
+        while not self._end.is_set() or not self.times_s:
+            begun_s = time.monotonic()
+            connection = http.client.HTTPConnection(self._address, timeout=LIMIT_S)
+            try:
+                connection.request("GET", "/health", headers={"connection": "close"})
+                if (status := connection.getresponse().status) != 200:
+                    self.wrong.append(status)
+            except OSError as error:
+                self.wrong.append(error)
+            finally:
+                connection.close()
+            self.times_s.append(time.monotonic() - begun_s)
+            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
+            time.sleep(0.02)
+
+
+def numbered(count: int, value: Any) -> dict[str, Any]:
+    return {f"k{i}": value for i in range(count)}
+
+
+def nested(depth: int) -> Any:
+    return json.loads("[" * depth + "]" * depth)
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = {"role": "user", "content": "x"}
+LONG_TEXT = "x" * (8192 * LONGEST_TOKEN + 1)
+# what is sent, and words of the answer
+BODIES: dict[str, tuple[str, Any, str]] = {
+    "prompts times choices": (COMPLETIONS, {"prompt": ["x"] * 8000, "n": 128}, "1024000 sequences in one request"),
+    "token prompts times choices": (COMPLETIONS, {"prompt": [[1]] * 8000, "n": 128}, "sequences in one request"),
+    "prompts": (COMPLETIONS, {"prompt": ["x"] * 100_000}, "at most 8192 items"),
+    "prompts of two kinds": (COMPLETIONS, {"prompt": [[1], "x"] * 4000}, "prompt.several.1: "),
+    "no prompts": (COMPLETIONS, {"prompt": [[1]] + [["x"] * 1000] * 1000}, "prompt.several.1.0: "),
+    "token ids": (COMPLETIONS, {"prompt": [1] * 2_000_000}, "the prompt has 2000000 tokens"),
+    "lists": (COMPLETIONS, {"prompt": [[1]] * 800_000}, "at most 8192 items"),
+    "echo": (COMPLETIONS, {"prompt": [[1] * 30_000] * 60, "echo": True}, "the prompt has 30000 tokens"),
+    "a long text": (COMPLETIONS, {"prompt": LONG_TEXT}, "characters; at most 4194304 can be the 8192 tokens that fit"),
+    "a long chat": (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, "characters; at most 4194304 can"),
+    "a long text to count": ("/tokenize", {"prompt": LONG_TEXT}, "characters; at most 4194304 can"),
+    "many tokens to decode": ("/detokenize", {"tokens": [1] * 1_000_000}, "at most 8192 are allowed"),
+    "no tokens to decode": ("/detokenize", {"tokens": ["x"] * 500_000}, "tokens.0: "),
+    "unknown parameters": (COMPLETIONS, {"prompt": "x"} | numbered(100_000, 1), "k0: is not a parameter that this"),
+    "a long name": (COMPLETIONS, {"prompt": "x", "y" * 1_000_000: 1}, "is not a parameter that this server supports"),
+    "a long model": (COMPLETIONS, {"prompt": "x", "model": "y" * 1_000_000}, "the model 'yyy"),
+    "unknown in messages": (CHAT, {"messages": [HI | numbered(50, 1)] * 4000}, "messages.0.k0: is not a parameter"),
+    "no messages": (CHAT, {"messages": [{"role": 1, "content": 1}] * 100_000}, "at most 4096 of both are allowed"),
+    "messages": (CHAT, {"messages": [HI] * 100_000}, "at most 4096 of both are allowed"),
+    "parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 90_000}]}, "4096 of"),
+    "variables": (CHAT, {"messages": [HI], "chat_template_kwargs": numbered(100_000, 1)}, "at most 64 items"),
+    "a deep variable": (CHAT, {"messages": [HI], "chat_template_kwargs": {"a": nested(900)}, "max_tokens": 9000}, ""),
+    "metadata": (COMPLETIONS, {"prompt": "x", "metadata": numbered(100_000, 1)}, "metadata: has 100000 entries"),
+    "biases": (COMPLETIONS, {"prompt": "x", "logit_bias": numbered(100_000, "x")}, "logit_bias: has 100000 entries"),
+    "stop token ids": (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["x"] * 500_000}, "stop_token_ids.0: "),
+    "stop strings": (COMPLETIONS, {"prompt": "x", "stop": [f"{i}x" for i in range(100_000)]}, "at most 64 items"),
+    "a long stop string": (COMPLETIONS, {"prompt": "x", "stop": "x" * 1_000_000}, "at most 256 characters"),
+    "a large schema": (
+        COMPLETIONS,
+        {
+            "prompt": "x",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"properties": numbered(50_000, {"type": "integer"})}},
+            },
+        },
+        "at most 65536 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(server: HttpProcess, name: str) -> None:
+    """Refused by what is wrong first, in a few words, before work that grows with them."""
+    path, body, words = BODIES[name]
+    content = json.dumps(body).encode()
+    with Watch(server) as watch, server.client() as client:
+        response = client.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == (404 if "model" in name else 400), response.text[:2000]
+    assert words in response.json()["error"]["message"] and len(response.text) < 4000
+    watch.check()
+
+
+def test_a_text_that_is_encoded(server: HttpProcess) -> None:
+    """Others are answered meanwhile, also by Python."""
+    with Watch(server) as watch, server.client() as client:
+        begun_s = time.monotonic()
+        response = client.post("/tokenize", json={"prompt": "The quick brown fox. " * 50_000})
+        took_s = time.monotonic() - begun_s
+    assert response.status_code == 200
+    print(f"encoded in {took_s:.1f} s")
+    watch.check(worst_s=took_s / 2 + 0.25)
+
+
+def connect(server: HttpProcess) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
+
+
+def send_until_refused(server: HttpProcess, begin: bytes, piece: bytes, most: int) -> tuple[int, bytes]:
+    """How many bytes went out until the server answered, and what it answered."""
+    with connect(server) as connection:
+        sent, answer = 0, b""
+        with contextlib.suppress(OSError):
+            connection.sendall(begin)
+            while sent < most and not answer:
+                connection.sendall(piece)
+                sent += len(piece)
+                connection.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    answer = connection.recv(65536)
+                connection.settimeout(LIMIT_S)
+        if not answer:
+            connection.settimeout(0.5)
+            with contextlib.suppress(OSError):
+                answer = connection.recv(65536)
+        return sent, answer
+
+
+GET, POST = b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\ncontent-type: application/json\r\n\r\n2\r\n{}\r\n"
+HEADS = {
+    "a header without end": (GET + b"x: ", b"y" * 65536),
+    "headers without end": (GET, b"".join(b"x-%d: y\r\n" % i for i in range(5000))),
+    "a name without end": (GET, b"y" * 65536),
+    "a path without end": (b"GET /", b"y" * 65536),
+    "trailers without end": (CHUNKED + b"0\r\n", b"".join(b"x-%d: y\r\n" % i for i in range(5000))),
+    "a trailer without end": (CHUNKED + b"0\r\nx: ", b"y" * 65536),
+    "a chunk extension without end": (CHUNKED + b"2;x=", b"y" * 65536),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_without_end(server: HttpProcess, name: str) -> None:
+    begin, piece = HEADS[name]
+    with Watch(server) as watch:
+        for _ in range(8):
+            sent, answer = send_until_refused(server, begin, piece, 8 << 20)
+            assert answer.startswith(b"HTTP/1.1 431 "), (sent, answer)
+            assert b"headers" in answer and b'"error"' in answer
+            assert sent <= 4 << 20, "what buffers on the way may hold"
+    watch.check()
+
+
+def open_connections(server: HttpProcess) -> int:
+    return sum(c.status != "LISTEN" for c in psutil.Process(server.process.pid).net_connections("tcp"))
+
+
+def until_closed(server: HttpProcess, most: int = 0) -> None:
+    begun_s = time.monotonic()
+    while open_connections(server) > most:
+        assert time.monotonic() < begun_s + 10 * TIMEOUT_S, f"{open_connections(server)} connections are still open"
+        time.sleep(0.05)
+
+
+def test_clients_that_say_little(server: HttpProcess) -> None:
+    """Silent ones, and ones that send a byte at a time, of headers or a body: `/health` is answered all the time."""
+    kinds = [
+        (b"", b""),
+        (b"", b"\r\n"),
+        (GET, b"x"),
+        (POST + b"content-length: 100000\r\n\r\n", b"x"),
+        (CHUNKED + b"1", b"0"),
+    ]
+    with Watch(server) as watch, contextlib.ExitStack() as stack:
+        clients = [(stack.enter_context(connect(server)), *kinds[i % len(kinds)]) for i in range(1000)]
+        for client, begin, _ in clients:
+            with contextlib.suppress(OSError):
+                client.sendall(begin)
+        for _ in range(10):
+            assert open_connections(server) <= MAX_CONNECTIONS + 1 + 8, "a few that are being closed"
+            for client, _, drip in clients:
+                with contextlib.suppress(OSError):
+                    client.sendall(drip)
+            time.sleep(TIMEOUT_S / 5)
+        assert open_connections(server) <= 8, "the watch's, and those of its last requests"
+    watch.check()
+    until_closed(server)
+
+
+@pytest.mark.parametrize(
+    ("begin", "answer"),
+    [
+        (b"", b""),
+        (b"GET / HTTP/1.1\r\nx", b"the headers did not arrive in 2 s"),
+        (POST + b"content-length: 10\r\n\r\n{", b"the body did not arrive in 2 s"),
+    ],
+)
+def test_a_client_that_is_too_slow_is_told(server: HttpProcess, begin: bytes, answer: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(begin)
+        found = b"".join(iter(lambda: client.recv(65536), b""))
+    assert found.startswith(b"HTTP/1.1 408 Request Timeout\r\n" if answer else b"") and answer in found
+    assert bool(found) == bool(answer)
+
+
+def test_a_client_that_takes_no_answer(server: HttpProcess) -> None:
+    """Its connection and what was written for it are given up."""
+    with Watch(server) as watch, contextlib.ExitStack() as stack:
+        for _ in range(32):
+            client = stack.enter_context(connect(server))
+            client.sendall((b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n") * 8)
+        time.sleep(TIMEOUT_S)
+        until_closed(server, most=8)
+    watch.check()
+
+
+def test_requests_without_waiting_for_answers(server: HttpProcess) -> None:
+    """A few may be sent ahead; thousands would be kept until their turn comes."""
+    one = GET + b"\r\n"
+    with connect(server) as client:
+        client.sendall(one * 8)
+        few = b""
+        while few.count(b'{"status":"ok"}') < 8:
+            few += client.recv(65536)
+    with Watch(server) as watch:
+        for _ in range(20):
+            with connect(server) as client, contextlib.suppress(OSError):
+                client.sendall(one * 20_000)
+                answers = b"".join(iter(lambda: client.recv(65536), b""))
+                assert answers.count(b'{"status":"ok"}') < 20_000
+    watch.check()
+
+
+def test_bodies_that_nothing_asks_for(server: HttpProcess) -> None:
+    """Answered without waiting for them."""
+    for method, path, status in (("GET", "/health", 200), ("HEAD", "/", 200), ("POST", "/health", 405)):
+        with connect(server) as client:
+            client.sendall(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n".encode())
+            assert client.recv(65536).startswith(f"HTTP/1.1 {status} ".encode())
+            begun_s = time.monotonic()
+            with contextlib.suppress(OSError):
+                while client.recv(65536):
+                    pass
+            assert time.monotonic() < begun_s + 10 * TIMEOUT_S, "the rest of the body may not take for ever either"
+
+
+def test_bodies_of_many_clients(server: HttpProcess) -> None:
+    """Bodies that are being sent have so much room together, however many send."""
+    head = POST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (8 << 20)
+    body = b'{"prompt": "' + b"x" * (7 << 20)
+    with Watch(server) as watch, contextlib.ExitStack() as stack:
+        answers = []
+        clients = [stack.enter_context(connect(server)) for _ in range(40)]
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.sendall(head + body)
+        for client in clients:
+            with contextlib.suppress(OSError):
+                answers.append(client.recv(65536).partition(b"\r\n")[0])
+    print(dict.fromkeys(answers))
+    assert set(answers) <= {b"HTTP/1.1 503 Service Unavailable", b"HTTP/1.1 408 Request Timeout", b""}
+    assert b"HTTP/1.1 503 Service Unavailable" in answers
+    assert not watch.wrong
+
+
+@pytest.fixture(scope="module", autouse=True)
+def after_all(server: HttpProcess) -> Iterator[None]:
+    """It still serves, has logged no error of its own, and ends as it should."""
+    yield
+    assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    until_closed(server)
+    assert server.terminate() == 0
+    log = server.log.read_text()
+    assert "Traceback" not in log and log.splitlines()[-1] == "stopped"
