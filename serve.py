@@ -6,10 +6,11 @@ MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 import sys
 
 from jmoe.command_line import answer_early, parse_serve
-from jmoe.runtime import start_anew
+from jmoe.runtime import end_at_once_on_interrupt, start_anew
 
 if __name__ == "__main__":
     start_anew()  # before JAX is imported
+    end_at_once_on_interrupt()  # until it serves
     answer_early(lambda: parse_serve(sys.argv[1:]))
 
 import dataclasses
@@ -28,11 +29,17 @@ from jmoe.planning.capacity import MemoryPlan
 from jmoe.serving.app import make_app, make_service
 from jmoe.serving.front import read_api_keys
 from jmoe.serving.http_server import HttpServer, bind
+from jmoe.status import status
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.export import export_run
 
 EXPORTED = "exported"
 DEFAULT_MAX_SEQ_LEN = 2048
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
 
 
 def hugging_face_folder(given: str) -> Path:
@@ -50,7 +57,8 @@ def hugging_face_folder(given: str) -> Path:
     if not exported.is_dir():
         shutil.rmtree(folder / EXPORTED, ignore_errors=True)
         partial = folder / EXPORTED / "partial"
-        export_run(folder, partial)
+        with status(f"exporting step {step} of {folder}", say):
+            export_run(folder, partial)
         partial.rename(exported)
     print(f"step {step} of {folder} is in {exported}", flush=True)
     return exported
@@ -107,8 +115,11 @@ def main(arguments: Sequence[str]) -> None:
         return
     listening = bind(config.host, config.port)
     host, port = listening.getsockname()[:2]
-    with load(folder, config) as engine:
-        service = make_service(engine, config, folder, name)
+    with status(f"loading {folder}", say):
+        loaded = load(folder, config)
+    with loaded as engine:
+        with status("compiling", say):
+            service = make_service(engine, config, folder, name)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         server = HttpServer(
             make_app(service, api_keys, jmoe.__version__),
@@ -117,6 +128,7 @@ def main(arguments: Sequence[str]) -> None:
             lambda: print(f"serving {url} (the API under {url}/v1)", flush=True),
         )
         server.run(sockets=[listening])
+        end_at_once_on_interrupt()  # asyncio has put Python's handler back
     print("stopped", flush=True)
 
 

@@ -4,10 +4,11 @@ import sys
 
 from configs import PRESETS
 from jmoe.command_line import answer_early, parse_train
-from jmoe.runtime import start_anew
+from jmoe.runtime import end_at_once_on_interrupt, start_anew
 
 if __name__ == "__main__":
     start_anew()  # before JAX is imported
+    end_at_once_on_interrupt()  # outside the training loop
     answer_early(lambda: parse_train(sys.argv[1:], PRESETS))
 
 import contextlib
@@ -25,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
+from jmoe.status import status
 from jmoe.training import distributed
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.compatibility import FINGERPRINT, check_before_data, check_compatible
@@ -40,7 +42,14 @@ from jmoe.training.data import (
     train_batches,
 )
 from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.metrics import MetricsLog, ProgressLine, read_events, recent_expert_load, step_record
+from jmoe.training.metrics import (
+    CompiledPrograms,
+    MetricsLog,
+    ProgressLine,
+    read_events,
+    recent_expert_load,
+    step_record,
+)
 from jmoe.training.pretrained import TOKENIZER, pretrained_state, with_pretrained_model
 from jmoe.training.progress import PreparingData
 from jmoe.training.report import print_final_summary, write_report
@@ -83,11 +92,14 @@ class Run:
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ACCUMULATED_BATCH), local)
 
     def evaluate(self, state: TrainState) -> tuple[float, float]:
-        """(held-out nats per token, bits per byte; nan where the text is unknown), logged."""
-        step = int(state.step)
-        with self.watchdog.waiting_for("evaluation after step", step):
+        """(held-out nats per token, bits per byte; nan where the text is unknown), said and logged."""
+        step, begun = int(state.step), time.perf_counter()
+        doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
+        with self.watchdog.waiting_for("evaluation after step", step), doing:
             loss = held_out_loss(self.program, state, self.corpus, self.config, self.mesh)
         bits = self.corpus.bits_per_byte(loss) if self.corpus.held_out_bytes else float("nan")
+        per_byte = f", {bits:.4f} bits per byte" if self.corpus.held_out_bytes else ""
+        say(f"held-out loss after {step} steps: {loss:.4f}{per_byte} ({time.perf_counter() - begun:.1f} s)")
         if self.log is not None:
             self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
         return loss, bits
@@ -170,20 +182,21 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             device_kind=run.mesh.devices.flat[0].device_kind,
         )
     span = config.profile.span() or (-1, -1)
-    stopped = False
+    stopped, compiled = False, CompiledPrograms()
     with distributed.PreemptionSignal(steps_in_flight=0) as stop:
         for step in range(start, config.num_steps):
             if max(span[0], start) == step < span[1]:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
-            begun = time.perf_counter()
-            with run.watchdog.waiting_for("step", step):
+            begun, programs = time.perf_counter(), compiled.count
+            doing = status("compiling the training step", say) if step == start else contextlib.nullcontext()
+            with run.watchdog.waiting_for("step", step), doing:
                 state, values = run_step(run, state, step)
             step_s = time.perf_counter() - begun
             done = step + 1
             if done == span[1] > start:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:
-                line = step_record(values, step_s, config)
+                line = step_record(values, step_s, config, compiled=compiled.count > programs)
                 run.log.write_step(step, line)
                 progress.update(step, loss=line["loss"], step_s=step_s, dropped_fraction=line["dropped_fraction"])
             run.checkpoints.check()
@@ -192,9 +205,9 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
                 run.save(done, state)
             if stopped:
                 break
-            if config.evaluation.every_steps and done % config.evaluation.every_steps == 0 and done < config.num_steps:
+            if config.evaluates_after(done):
                 run.evaluate(state)
-        with run.watchdog.waiting_for("last checkpoint"):
+        with run.watchdog.waiting_for("last checkpoint"), status("writing the last checkpoint", say):
             run.checkpoints.wait()
     if progress is not None:
         progress.close()
@@ -206,16 +219,17 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
     corpus, after = run.corpus, run.evaluate(state)
     sample = ""
     if corpus.tokenizer is not None and run.config.evaluation.sample_tokens:
-        with run.watchdog.waiting_for("sample"):
+        with run.watchdog.waiting_for("sample"), status("sampling a text", say):
             sample = sample_text(run.program, state, corpus.tokenizer, corpus.eot, run.config, run.mesh)
     totals = {} if run.config.tiers.on_device else tier_totals(run.program.expert_stats())
     if run.log is None:
         return
-    write_report(run.output_dir)
+    with status("drawing the report", say):
+        write_report(run.output_dir)
     unigram, xz = baselines(corpus)
     if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
         say(
-            f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz and a unigram model "
+            f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz and a unigram model\n"
             f"({COMPARABLE_BYTES:,}; see data.held_out_bytes and data.held_out_fraction)"
         )
     print_final_summary(
@@ -268,6 +282,8 @@ def run_all(config: TrainConfig) -> None:
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
         f"device(s) as (data, expert_inter, expert_intra) = {tuple(mesh.shape.values())}; output in {output_dir}"
     )
+    for warning in config.warnings():
+        say(f"warning: {warning}")
     with contextlib.ExitStack() as stack:
         limits = config.distributed
         watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
@@ -306,7 +322,8 @@ def run_all(config: TrainConfig) -> None:
             Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
         )
         resolved |= {FINGERPRINT: corpus.fingerprint}
-        with watchdog.waiting_for("restore or initialisation", progress=program.progress):
+        doing = status("restoring or initialising the state", say)
+        with watchdog.waiting_for("restore or initialisation", progress=program.progress), doing:
             state = start_or_resume(config, program, checkpoints, batches, resolved)
         if main_process:
             publish(corpus, cache)
@@ -328,6 +345,8 @@ def run_all(config: TrainConfig) -> None:
             finish(run, state, before)
         else:
             say(f"stopped by a signal after step {int(state.step)}; the same command goes on from there")
+            if log is not None:
+                say(f"report of the steps so far: {write_report(output_dir)}")
 
 
 if __name__ == "__main__":

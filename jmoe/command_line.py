@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import tyro
 
-from jmoe.config import TrainConfig
+from jmoe.config import TRAINING_ONLY, TrainConfig
 from jmoe.config.serving import ServeConfig
 
 TRAIN = "Train a Mixture-of-Experts language model: python train.py PRESET [--section.field VALUE ...]."
@@ -19,6 +19,7 @@ SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python s
 MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 """
 PLAN = "--plan"
+EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
 def answer_early(parse: Callable[[], object]) -> None:
@@ -47,15 +48,40 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
         hint = f" Did you mean {near[0]}?" if near else ""
         sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
     line, preset = presets[name]
+    options = [argument for argument in arguments[1:] if argument != PLAN]
+    given = dict(_options(options))
+    if EXPERTS in given and OPTIMIZER not in given:
+        options += [OPTIMIZER, given[EXPERTS]]
     config = tyro.cli(
         TrainConfig,
         default=preset,
-        args=[argument for argument in arguments[1:] if argument != PLAN],
+        args=options,
         prog=f"train.py {name}",
         description=line,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    if config.init_from:
+        _check_model_options(given)
     return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}"), PLAN in arguments
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of every option, its name as `--help` shows it; "" where no value follows."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            yield name.replace("_", "-"), value if equals else following
+
+
+def _check_model_options(given: Iterable[str]) -> None:
+    """End the process if one of the options given is another model than the checkpoint's that the run starts from."""
+    allowed = {f"--model.{name.replace('_', '-')}" for name in TRAINING_ONLY}
+    refused = [option for option in given if option.startswith("--model.") and option not in allowed]
+    if refused:
+        sys.exit(
+            f"train.py: {', '.join(refused)}: must not be given with --init-from, whose config.json says it; of the "
+            f"model only {', '.join(sorted(allowed))} may be"
+        )
 
 
 def parse_serve(arguments: Sequence[str]) -> ServeConfig:

@@ -6,6 +6,7 @@ faults them in again, 4 KiB at a time, in the next: a quarter of a step's time h
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -37,3 +38,14 @@ def start_anew() -> None:
     wanted = environment(os.environ)
     if wanted:
         os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+
+
+def end_at_once_on_interrupt() -> None:
+    """Let Ctrl-C end this process where it stands.
+
+    Python's own handler raises `KeyboardInterrupt` when the main thread is back from XLA, minutes after Ctrl-C, and
+    then ends the interpreter under threads that still compile. A signal that is ignored, as in a shell's background
+    jobs, stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -293,3 +293,28 @@ def test_descriptions_are_one_line() -> None:
     for name, (description, _) in PRESETS.items():
         assert description, name
         assert "\n" not in description, name
+
+
+def test_what_is_hardly_meant_is_said() -> None:
+    assert [config.warnings() for _, config in PRESETS.values()] == [[]] * len(PRESETS)
+    config = TrainConfig(
+        optimizer=OptimizerConfig(learning_rate=1e9, warmup_steps=20),
+        model=ModelConfig(max_position_embeddings=128),
+        num_steps=20,
+    )
+    fields = [warning.partition(":")[0] for warning in config.warnings()]
+    assert fields == [
+        "optimizer.learning_rate = 1e+09",
+        "optimizer.weight_decay = 0.1",
+        "optimizer.warmup_steps = 20",
+        "sequence_length = 256",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "every_steps", "expected"),
+    [(360, 0, [90, 180, 270]), (81, 0, [21, 42, 63]), (20, 0, [5, 10, 15]), (19, 0, []), (19, 8, [8, 16]), (8, 4, [4])],
+)
+def test_when_a_run_is_evaluated(num_steps: int, every_steps: int, expected: list[int]) -> None:
+    config = TrainConfig(num_steps=num_steps, evaluation=EvaluationConfig(every_steps=every_steps))
+    assert [step for step in range(1, num_steps + 1) if config.evaluates_after(step)] == expected

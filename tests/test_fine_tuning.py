@@ -36,7 +36,9 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
         return str(done.stdout)
 
     first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "exported"
-    run("train.py", *SMALL, *MODEL, "--data.path", text, "--output-dir", first)
+    assert "warning: optimizer.warmup_steps = 40: all of the run's num_steps = 2 are warm-up" in run(
+        "train.py", *SMALL, *MODEL, "--data.path", text, "--output-dir", first
+    )
     assert "step 2 of" in run("-m", "jmoe.training.export", first, folder)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in folder.iterdir()} == names
@@ -46,8 +48,11 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
     resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
 
-    said = run("train.py", *SMALL, "--init-from", folder, "--data.path", text, "--output-dir", second)
+    own = ("--model.router.z-loss-coef", "0.25")
+    said = run("train.py", *SMALL, *own, "--init-from", folder, "--data.path", text, "--output-dir", second)
     assert f"starting from {folder}" in said
+    saved = json.loads((second / "config.json").read_text())["model"]
+    assert (saved["hidden_size"], saved["router"]["z_loss_coef"]) == (32, 0.25)
     before, after = evaluations(second)
     assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)  # it starts where the first run ended
     assert after < before
@@ -62,6 +67,10 @@ def test_mistakes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     for arguments, message in (
         (["-m", "jmoe.training.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
         (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),
+        (
+            ["train.py", "tiny", "--init-from", tmp_path, "--model.hidden_size=64", "--model.router.jitter-noise", "0"],
+            "train.py: --model.hidden-size: must not be given with --init-from, whose config.json says it",
+        ),
         (["-m", "jmoe.inference.generate", tmp_path, "def"], "config.json: is missing"),
     ):
         done = run_python(arguments)

@@ -15,6 +15,7 @@ FLOORS = {
     "jmoe.config": 0,
     "jmoe.planning": 0,
     "jmoe.runtime": 0,
+    "jmoe.status": 0,
     "jmoe.command_line": 1,
     "jmoe.mesh": 1,
     "jmoe.collectives": 1,
@@ -35,6 +36,7 @@ ONLY = {
     "jmoe.config": set[str](),
     "jmoe.planning": {"numpy"},
     "jmoe.runtime": set[str](),  # runs before JAX may be imported
+    "jmoe.status": set[str](),
     "jmoe.command_line": {"jmoe.config", "tyro"},  # answers before JAX is imported
     "configs": {"jmoe.config"},
     "jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "numpy"},

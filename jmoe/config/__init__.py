@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from jmoe.config.checks import check as check
 from jmoe.config.checks import not_negative, one_of, positive
+from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import LayerKind as LayerKind
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig
@@ -150,7 +151,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    every_steps: int = 0  # 0: only before and after
+    every_steps: int = 0  # 0: at every quarter of a run of 20 steps or more; before and after it in any case
     sample_tokens: int = 160  # length of the sample printed at the end
     sample_temperature: float = 0.8
 
@@ -224,7 +225,9 @@ class TrainConfig:
     compute_dtype: Dtype = "bfloat16"  # master weights and optimizer state are always float32
     remat: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass
     seed: int = 0
-    init_from: str = ""  # a Hugging Face folder: its model, and its parameters at step 0, instead of `model`'s
+    # a Hugging Face folder: its model, and its parameters at step 0, instead of what `model` says; of that only what
+    # concerns training counts: capacity_factor and the router's jitter_noise, z_loss_coef and bias_update_speed
+    init_from: str = ""
     output_dir: str = ""  # "": runs/PRESET
 
     def __post_init__(self) -> None:
@@ -283,6 +286,38 @@ class TrainConfig:
                 value % num_devices == 0, f"model.{name}", value, f"must be a multiple of {num_devices}: {constraint}"
             )
         return shape
+
+    def evaluates_after(self, steps: int) -> bool:
+        """Whether the held-out loss is measured after so many steps, which are neither none nor all of the run."""
+        every = self.evaluation.every_steps
+        if not every:
+            every = math.ceil(self.num_steps / 4) if self.num_steps >= 20 else self.num_steps
+        return steps % every == 0 and steps < self.num_steps
+
+    def warnings(self) -> list[str]:
+        """What is allowed and hardly meant, one sentence each."""
+        rate, decay, found = self.optimizer.learning_rate, self.optimizer.weight_decay, []
+        if rate > 0.1:
+            found.append(
+                f"optimizer.learning_rate = {rate:g}: AdamW moves every weight by about as much in a step; with more "
+                "than 0.1 a model hardly learns"
+            )
+        if rate * decay >= 1:
+            found.append(
+                f"optimizer.weight_decay = {decay:g}: with optimizer.learning_rate = {rate:g} a step takes more from "
+                "every weight than it has"
+            )
+        if self.optimizer.warmup_steps >= self.num_steps:
+            found.append(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's num_steps = "
+                f"{self.num_steps} are warm-up"
+            )
+        if self.sequence_length > self.model.max_position_embeddings:
+            found.append(
+                f"sequence_length = {self.sequence_length}: longer than model.max_position_embeddings = "
+                f"{self.model.max_position_embeddings}, to which the model will be served"
+            )
+        return found
 
     def to_json(self) -> str:
         """The resolved configuration, as it is written beside a run."""

@@ -134,6 +134,10 @@ class YarnConfig:
         return self.magnitude()
 
 
+# What of a model concerns its training only; a run that starts from a checkpoint (`init_from`) keeps its own.
+TRAINING_ONLY = ("capacity_factor", "router.jitter_noise", "router.z_loss_coef", "router.bias_update_speed")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder: every language-model family by configuration."""

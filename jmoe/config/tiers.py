@@ -17,9 +17,10 @@ class TiersConfig:
     the device. On several devices (`mesh.data` = 1) each has the experts of its own, and each process the records of
     its devices' experts.
 
-    experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights. Where both
-    are on the device, the ordinary step runs. On other tiers the state of an expert that no token comes to stays
-    where it is; what it missed is made up for when it is fetched.
+    experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights; `train.py`
+    puts them where the weights are if only these are given a tier. Where both are on the device, the ordinary step
+    runs. On other tiers the state of an expert that no token comes to stays where it is; what it missed is made up for
+    when it is fetched.
     """
 
     experts: Tier = "device"

@@ -52,6 +52,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     jmoe.runtime.start_anew()
+    jmoe.runtime.end_at_once_on_interrupt()
     try:
         main()
     except (ValueError, OSError) as error:

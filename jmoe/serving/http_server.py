@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ IDLE_CHECK_S = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT; a second SIGINT does not wait for what runs.
+    """Serves until SIGTERM or SIGINT; a second SIGINT ends the process at once.
 
     Until what runs has ended it goes on listening, so that probes and clients are told why nothing more is taken in.
     """
@@ -42,6 +43,7 @@ class HttpServer(uvicorn.Server):
         )
         self._engine_loop, self._drain_timeout_s, self._announce = loop, config.drain_timeout_s, announce
         self._draining: asyncio.Task[None] | None = None
+        self._interrupted = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -54,9 +56,17 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """uvicorn's would raise the signal again when all is done, and end the process with its status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._drain, number)
+        loop.add_signal_handler(signal.SIGTERM, self._drain, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
         yield
+
+    def _interrupt(self) -> None:
+        if self._interrupted:
+            print("a second Ctrl-C: ended at once", flush=True)
+            os._exit(128 + signal.SIGINT)
+        self._interrupted = True
+        print(f"ending: what runs has {self._drain_timeout_s:g} s; Ctrl-C once more ends it at once", flush=True)
+        self._drain(signal.SIGINT)
 
     def _drain(self, number: int) -> None:
         if self._draining is None:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import DataConfig
+from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.corpus import Corpus, Role, Source, discard, prepare, publish, write_shards
 from jmoe.training.progress import PreparingData
 
@@ -301,4 +302,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_at_once_on_interrupt()
     sys.exit(main())

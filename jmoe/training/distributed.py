@@ -174,6 +174,8 @@ class Watchdog:
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if self._store is not None:
             self._threads.append(threading.Thread(target=self._report, name="watchdog reports", daemon=True))
+            if self._rank > 0:  # not among those that are joined: it waits for rank 0's end
+                threading.Thread(target=self._hold_line, name="line to rank 0", daemon=True).start()
 
     def waiting_for(
         self,
@@ -251,9 +253,10 @@ class Watchdog:
             _limited(lambda: self._publish(words, ends=True))
         self._end()
 
-    def _end(self) -> None:
-        self._ending.acquire()  # both threads may come here, one prints
-        faulthandler.dump_traceback(file=2)
+    def _end(self, *, stacks: bool = True) -> None:
+        self._ending.acquire()  # several threads may come here, one prints
+        if stacks:
+            faulthandler.dump_traceback(file=2)
         sys.stdout.flush()
         sys.stderr.flush()
         if self._rank == 0 and self._store is not None:
@@ -271,7 +274,10 @@ class Watchdog:
         return "; ".join(lines) or f"all {self._processes} ranks have come as far"
 
     def _failed_in(self, wait: _Wait, error: BaseException) -> None:
-        """Name the ranks whose silence explains this error, before it goes on its way."""
+        """Name the ranks whose silence explains this error, before it goes on its way.
+
+        Where another rank explains why a collective failed, this one ends here: a traceback would say nothing more.
+        """
         if self._store is None or self._closing.is_set() or not isinstance(error, Exception):
             return
         gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""  # JAX ends this process any moment
@@ -281,11 +287,33 @@ class Watchdog:
         after = _limited(self._reports)
         if before is None or after is None:
             _say(NO_COORDINATOR)
-            return
-        ended = _limited(self._notices) or {}
-        silent = [r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]]
-        if silent:
-            _say(f"{roll_call.named(silent)}: no sign of life, dead or stopped")
+            explained = True
+        else:
+            ended = (_limited(self._notices) or {}).keys() - {self._rank}
+            silent = [r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]]
+            if silent:
+                _say(f"{roll_call.named(silent)}: no sign of life, dead or stopped")
+            explained = bool(ended or silent)
+        if explained and isinstance(error, jax.errors.JaxRuntimeError):
+            words = f"rank {self._rank} was at {wait.label}; ends too"
+            _say(words)
+            _limited(lambda: self._publish(words, ends=False))
+            self._end(stacks=False)
+
+    def _hold_line(self) -> None:
+        """End this rank, with a line that says why, as soon as rank 0's process has ended.
+
+        JAX's client notices it as well, and aborts the process with a stack that says nothing.
+        """
+        while not self._closing.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(_coordinator(), CALL_TIMEOUT_S) as line:
+                line.settimeout(None)
+                while line.recv(1 << 12):  # the server closes it after a while, as it hears nothing
+                    pass
+            if not self._closing.is_set() and _coordinator_has_ended():
+                _say(f"rank 0 (the coordinator) does not answer: dead; rank {self._rank} was at {self._at()}; ends too")
+                self._end(stacks=False)
+            self._closing.wait(self._beat_s)
 
     # Reports, in a thread of their own: a call to a coordinator that is stopped does not return
 
@@ -413,16 +441,32 @@ def _store() -> Any | None:
     return distributed.global_state.client
 
 
-def _coordinator_is_gone() -> bool:
-    """Whether no coordinator answers at its address any more. A gRPC server speaks first, and at once."""
+def _coordinator() -> tuple[str, int]:
+    """Host and port of the coordinator."""
     from jax._src import distributed
 
     host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _coordinator_is_gone() -> bool:
+    """Whether no coordinator answers at its address any more. A gRPC server speaks first, and at once."""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=0.5) as line:
+        with socket.create_connection(_coordinator(), timeout=0.5) as line:
             return not line.recv(1)
     except OSError:
         return True
+
+
+def _coordinator_has_ended() -> bool:
+    """Whether the coordinator's host says that nothing listens at its address; False if it says nothing."""
+    try:
+        with socket.create_connection(_coordinator(), timeout=CALL_TIMEOUT_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _read(store: Any, folder: str) -> dict[int, Any]:
@@ -455,10 +499,12 @@ def _say(line: str) -> None:
 
 
 class PreemptionSignal:
-    """SIGTERM and SIGUSR1 (SLURM's warning before a time limit) ask the run to stop; all ranks stop after one step.
+    """SIGTERM, SIGUSR1 (SLURM's warning before a time limit) and Ctrl-C ask the run to stop; all ranks stop after one
+    step.
 
     The handlers only take note, so a second signal does not disturb the save that follows: leave the context when the
-    save is done. A process that was asked to stop ignores both signals from then on.
+    save is done. A process that was asked to stop ignores SIGTERM and SIGUSR1 from then on. A second Ctrl-C ends the
+    process at once, also while the main thread is inside XLA.
 
     A rank that learns of a signal, its own or another's, publishes the step it has reached. Once all have, the run
     stops after step max(published) + 1 + steps_in_flight. No rank can get past that step without having read all of
@@ -466,7 +512,7 @@ class PreemptionSignal:
     the last whose result it has seen (0: it waits for each).
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, *, steps_in_flight: int = 1, poll_s: float = 0.5) -> None:
         self._margin_steps = 1 + steps_in_flight
@@ -479,8 +525,14 @@ class PreemptionSignal:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> PreemptionSignal:
+        # Python's handlers run when the main thread is back from XLA; what it writes to a file descriptor comes at once
+        self._heard, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        self._previous_fd = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         for number in self.SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+            if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # a background job's
+                self._previous[number] = signal.signal(number, self._handle)
+        threading.Thread(target=self._hear, name="signals", daemon=True).start()
         if self._store is not None:
             threading.Thread(target=self._listen, name="preemption", daemon=True).start()
         return self
@@ -488,7 +540,10 @@ class PreemptionSignal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._closing.set()
         for number, previous in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self.asked() else previous)
+            after = signal.SIG_DFL if number is signal.SIGINT else signal.SIG_IGN
+            signal.signal(number, after if self.asked() else previous)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._tell)
 
     def asked(self) -> bool:
         """Whether a signal has come to this rank, or another rank has told of one. Ranks may differ for a moment."""
@@ -511,6 +566,20 @@ class PreemptionSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._asked.set()
+
+    def _hear(self) -> None:
+        """Answer signals as they come."""
+        told: set[int] = set()
+        while numbers := os.read(self._heard, 64):
+            for number in numbers:
+                if number == signal.SIGINT and number in told:
+                    _say("a second Ctrl-C: ended at once, nothing is saved")
+                    os._exit(128 + number)
+                if number in self._previous and number not in told:
+                    told.add(number)
+                    again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
+                    _say(f"{signal.Signals(number).name}: the run finishes this step, saves and stops{again}")
+        os.close(self._heard)
 
     def _listen(self) -> None:
         while not self._asked.is_set() and not self._closing.wait(self._poll_s):

@@ -14,6 +14,7 @@ from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.models.pretrained import LanguageModel, decoder_of, save_pretrained
 from jmoe.models.weights import flat
+from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.pretrained import TOKENIZER
 from jmoe.training.step import make_program
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    end_at_once_on_interrupt()
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:

@@ -5,7 +5,8 @@ writes `start_step` next. Only process 0 makes a `MetricsLog` or a `ProgressLine
 
 `metrics.jsonl` holds one JSON object a line:
 
-- a step: `step`, `loss`, `tokens_per_s`, `dropped_fraction`, whatever else the step measured, and `expert_load`,
+- a step: `step`, `loss`, `tokens_per_s`, `dropped_fraction`, whatever else the step measured, `"compiled": true`
+  where programs were compiled in its time (TensorBoard and the report leave its rate out), and `expert_load`,
   one list per MoE layer with each expert's fraction of the layer's assignments (5 significant digits; left out of
   some steps of large models, see `EXPERT_LOAD_VALUES_PER_STEP`). Other floats keep full precision, so equal
   records mean bit-identical losses;
@@ -33,6 +34,7 @@ from statistics import median
 from typing import Any, Final, TextIO, TypeVar
 
 import numpy as np
+from jax import monitoring
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -50,6 +52,7 @@ REQUIRED: Final = ("loss", "tokens_per_s", "dropped_fraction")
 EXPERT_LOAD_VALUES_PER_STEP: Final = 256  # on average: 48 layers x 128 experts on every step is 5 GB in 100,000 steps
 TENSORBOARD_FLUSH_S: Final = 5.0  # a flush is an fsync, slow on a shared file system
 RATE_STEPS: Final = 32  # tokens/s and ETA are the median of this many last steps
+COMPILE_EVENT: Final = "/jax/core/compile/backend_compile_duration"
 REFRESH_S: Final = 0.1  # of the line on a terminal
 
 T = TypeVar("T")
@@ -155,14 +158,27 @@ def _repair(path: Path) -> None:
             file.truncate(end - len(torn))
 
 
-def step_record(values: dict[str, Any], step_s: float, config: TrainConfig) -> dict[str, Any]:
-    """The line of metrics.jsonl for one step."""
+class CompiledPrograms:
+    """Count the programs that JAX compiles in this process, or takes from its cache of compiled ones."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self.count += event == COMPILE_EVENT
+
+
+def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, compiled: bool) -> dict[str, Any]:
+    """Return the line of metrics.jsonl for one step; compiled: whether its seconds hold a compilation."""
     names = ("loss", "grad_norm", "learning_rate")
     line = {name: values[name] for name in names} | {
         "tokens_per_s": config.batch_size * config.sequence_length / step_s,
         "dropped_fraction": 0.0,
         "step_s": step_s,
     }
+    if compiled:
+        line["compiled"] = True
     if "counts" in values:
         assignments = values["counts"].sum()
         line |= {
@@ -255,8 +271,10 @@ class MetricsLog:
         scalars = {
             name: float(value)
             for name, value in metrics.items()
-            if np.ndim(value) == 0 and not isinstance(value, str | Mapping | None)
+            if np.ndim(value) == 0 and not isinstance(value, str | bool | Mapping | None)
         }
+        if metrics.get("compiled"):
+            del scalars["tokens_per_s"]
         load = record.pop("expert_load", None)
         load_LE = np.asarray([] if load is None else load, np.float64)
         if load_LE.size:

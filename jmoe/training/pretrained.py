@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmoe.config import TrainConfig
+from jmoe.config import TRAINING_ONLY, TrainConfig
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.weights import flat, load_arrays
@@ -19,15 +19,16 @@ TOKENIZER = "tokenizer.json"
 def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     """The run with the model of `init_from`, and its tokenizer unless another is given; unchanged if it is empty.
 
-    What concerns training only (capacity, balance and z losses) stays as the run has it.
+    What concerns training only (`TRAINING_ONLY`) stays as the run has it.
     """
     if not config.init_from:
         return config
     folder = Path(config.init_from).expanduser()
     model, own = model_config(read_config(folder)), config.model
-    kept = ("jitter_noise", "z_loss_coef", "bias_update_speed")
-    router = dataclasses.replace(model.router, **{name: getattr(own.router, name) for name in kept})
-    model = dataclasses.replace(model, router=router, capacity_factor=own.capacity_factor)
+    of_router = {name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")}
+    router = dataclasses.replace(model.router, **{name: getattr(own.router, name) for name in of_router})
+    kept = {name: getattr(own, name) for name in TRAINING_ONLY if not name.startswith("router.")}
+    model = dataclasses.replace(model, router=router, **kept)
     data = config.data
     if data.tokenizer is None and (folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))

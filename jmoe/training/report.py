@@ -59,6 +59,8 @@ def _load_run(path: Path) -> _Run:
 
     def convert(record: dict[str, Any]) -> tuple[list[float], np.ndarray]:
         values = [float("nan") if record.get(name) is None else float(record[name]) for name in names]
+        if record.get("compiled"):
+            values[1] = float("nan")  # its seconds are the compiler's
         load_LE = np.asarray(record.get("expert_load") or [], np.float32)
         return values, load_LE * load_LE.shape[-1]
 
@@ -111,6 +113,11 @@ def write_report(output_dir: Path) -> Path:
     return path
 
 
+def _priced(loss: float, bits_per_byte: float) -> str:
+    """Nats per token, and bits per byte where the text is known."""
+    return f"{loss:.3f}" + (f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else "")
+
+
 def _headline(run: _Run) -> str:
     """The run in one line."""
     if not run.step.size:
@@ -122,7 +129,7 @@ def _headline(run: _Run) -> str:
         parts.append(f"training loss {np.mean(run.loss[np.isfinite(run.loss)][-LAST_RECORDS:]):.3f}")
     if run.evaluations:
         last = run.evaluations[-1]
-        parts.append(f"held-out loss {last['loss']:.3f}, {last['bits_per_byte']:.3f} bits per byte")
+        parts.append(f"held-out loss {_priced(last['loss'], last['bits_per_byte'])}")
     if run.loads:
         share, _, _ = least_loaded(np.mean([load_LE for _, load_LE in run.loads[-LAST_RECORDS:]], axis=0))
         parts.append(f"least loaded expert at the end {share:.2f} of fair share")
@@ -222,31 +229,21 @@ def _draw_loss(ax: Axes, run: _Run) -> None:
             markersize=6.5,
             markeredgecolor="white",
             markeredgewidth=1.2,
-            label="held-out",
+            label=f"held-out, at the end {_priced(losses[-1], bits[-1])}",
             zorder=4,
             clip_on=False,
-        )
-        ax.annotate(
-            f"{losses[-1]:.3f}  ({bits[-1]:.3f} bits per byte)",
-            (steps[-1], losses[-1]),
-            xytext=(-2, 13),
-            textcoords="offset points",
-            ha="right" if steps[-1] > sum(ax.get_xlim()) / 2 else "left",
-            fontsize=9.5,
-            color=_ORANGE,
-            fontweight="bold",
         )
     bad = run.step[~np.isfinite(run.loss)]
     if bad.size:
         ax.axvline(int(bad[0]), color=_RED, linewidth=1.4, label=f"not finite at step {int(bad[0]):,}")
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="upper right")
+        ax.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
 
 
 def _draw_rate(ax: Axes, run: _Run) -> None:
     _draw_curve(ax, run, run.tokens_per_s, _TEAL, "tokens/s", _running_median)
     known = run.tokens_per_s[np.isfinite(run.tokens_per_s)]
-    # Steps that compile are far below the rest, single fast ones above: neither may set the scale.
+    # Single fast steps are far above the rest: they may not set the scale.
     ax.set_ylim(0, 1.2 * float(np.quantile(known, 0.98)) if known.size and known.max() > 0 else 1)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 or y == 0 else f"{y:.3g}"))
 
@@ -334,7 +331,7 @@ def _comparison(
     unigram_bits_per_byte: float,
     xz_bits_per_byte: float,
 ) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 2), show_edge=False, header_style="bold")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("held-out text")
     table.add_column("loss", justify="right")
     table.add_column("bits per byte", justify="right")
@@ -371,7 +368,7 @@ def print_final_summary(
     """
     console = Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
-        console.width = 110
+        console.width = 80
     console.print()
     console.print(_comparison(before, after, unigram_bits_per_byte, xz_bits_per_byte))
     if expert_load is not None:

@@ -67,7 +67,13 @@ class RunFolder:
     def _take(self) -> str:
         """Process 0: lock the folder for this process alone, write who has it, and keep it for all of the run."""
         self._made = not self.path.is_dir()
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / LOCK).open("ab").close()
+        except OSError as error:
+            raise OSError(
+                f"output_dir = {str(self.path)!r}: must be a folder that can be written: {error.strerror}"
+            ) from error
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

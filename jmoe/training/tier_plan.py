@@ -151,8 +151,7 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
     predicted_s = training_plan(config).step_s()
     log.write_event("tiers", len(steps), predicted_step_s=predicted_s, measured_step_s=measured_s, **totals)
     return (
-        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s (median); "
-        f"{totals['nvme_read_bytes'] / 1e9:.2f} GB read from and {totals['nvme_written_bytes'] / 1e9:.2f} GB written "
-        f"to NVMe; {totals['updates']} updates of experts, {totals['replayed_steps']} missed steps made up for; "
-        f"{totals['waited_s']:.1f} s waited"
+        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited\n"
+        f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read, {totals['nvme_written_bytes'] / 1e9:.2f} GB written\n"
+        f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps made up for"
     )

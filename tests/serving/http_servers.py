@@ -44,6 +44,13 @@ class HttpProcess:
             time.sleep(0.02)
         return found
 
+    def until_said(self, words: str) -> None:
+        """Wait for words in the log."""
+        begun = time.monotonic()
+        while words not in self.log.read_text():
+            assert self.process.poll() is None and time.monotonic() < begun + LIMIT_S, self.log.read_text()
+            time.sleep(0.02)
+
     def terminate(self) -> int:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)

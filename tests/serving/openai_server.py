@@ -42,8 +42,9 @@ LIVE: dict[str, Any] = {
 class OpenAIServer(ThreadingHTTPServer):
     """Context manager that answers on a free port of 127.0.0.1 in threads of its own.
 
-    text: the tokens of every answer, each after `token_s`. refuse: the next answers instead, (status, headers,
-    message). live: what GET /live says. requests: (path, body, headers) of every POST; disconnects: clients that left.
+    text: the tokens of every answer, each after `token_s`. A prompt has 7 tokens; it and its answer fit in
+    `max_model_len`. refuse: the next answers instead, (status, headers, message). live: what GET /live says.
+    requests: (path, body, headers) of every POST but /tokenize; disconnects: clients that left.
     """
 
     daemon_threads = True
@@ -55,6 +56,7 @@ class OpenAIServer(ThreadingHTTPServer):
         self.live = dict(LIVE)
         self.text: list[str] = ["Hello", ", ", "world"]
         self.token_s = 0.0
+        self.max_model_len = 4096
         self.error_after: int | None = None  # so many tokens, then an error in the stream
         self.gate: threading.Barrier | None = None  # answers begin when so many requests have come
         self.refuse: list[tuple[int, Mapping[str, str], str]] = []
@@ -90,6 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self._json(200, {"count": 7, "max_model_len": self.server.max_model_len, "tokens": list(range(7))})
+            return
         self.server.requests.append((self.path, body, dict(self.headers)))
         if self.server.refuse:
             self._error(*self.server.refuse.pop(0))

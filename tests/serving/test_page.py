@@ -3,13 +3,14 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import playwright
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from http_servers import HttpProcess
 from openai_server import OpenAIServer
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
@@ -117,6 +118,30 @@ def test_completion_without_chat_template(page: Page, server: OpenAIServer) -> N
     assert path == "/v1/completions"
     assert body["prompt"] == "def f("
     assert "messages" not in body
+
+
+def test_no_more_new_tokens_than_fit(page: Page, server: OpenAIServer) -> None:
+    """512 by default do not fit a model of 256 positions."""
+    server.max_model_len = 256
+    open_page(page, server)
+    say(page, "Hello")
+    expect(page.locator("article .note").last).to_contain_text("tokens")
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Most new tokens").fill("20")
+    say(page, "more")
+    expect(page.locator("article p")).to_have_count(4)
+    expect(page.locator("article .note").last).to_contain_text("tokens")
+    assert [body["max_tokens"] for _, body, _ in server.requests] == [249, 20]
+
+
+def test_the_first_message_is_answered(page: Page, serve: Callable[..., HttpProcess]) -> None:
+    """With the settings that the page and a server of a model of 256 positions begin with."""
+    server = serve("--max-seq-len", 256)
+    page.goto(server.url)
+    expect(page.locator("#state")).to_have_text("connected")
+    say(page, "Hello")
+    expect(page.locator("article .note").last).to_contain_text("tokens · first after", timeout=60_000)
+    expect(page.get_by_role("alert")).to_have_count(0)
 
 
 @pytest.mark.parametrize("how", ["button", "key"])

@@ -1,12 +1,14 @@
 """How a server ends: by a signal while it streams, and by an engine that fails."""
 
 import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-from http_servers import HttpProcess, events
+from http_servers import HttpProcess, environment, events
 
 LONG = ("--max-seq-len", 8192)
 
@@ -46,6 +48,29 @@ def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> No
         *_, last = chunks
     assert "shutting down; the request did not end in 0.3 s" in last["error"]["message"]
     assert server.process.wait(20) == 0
+
+
+def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> None:
+    server = serve(*LONG, "--drain-timeout-s", 600)
+    with server.client() as client, stream_of(client, 8000) as response:
+        assert next(events(response.iter_lines()))["choices"]
+        server.process.send_signal(signal.SIGINT)
+        server.until_said("ending: what runs has 600 s")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 128 + signal.SIGINT
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_ctrl_c_while_it_loads(
+    model_folder: Path, tmp_path: Path, start_python: Callable[..., subprocess.Popen[str]]
+) -> None:
+    log = tmp_path / "log"
+    environ = environment(tmp_path / "nothing is compiled yet")
+    process = start_python(["serve.py", model_folder, "--port", "0"], log, environ)
+    HttpProcess(process, "", log).until_said(" sequences at once")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == -signal.SIGINT
+    assert "Traceback" not in log.read_text()
 
 
 def test_an_idle_server_ends_at_once(serve: Callable[..., HttpProcess]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import ml_dtypes
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -443,6 +444,43 @@ def test_report_of_a_long_run_with_gaps(tmp_path: Path) -> None:
     assert_png(write_report(tmp_path))
 
 
+def test_a_compilation_is_no_dip_in_the_rate(tmp_path: Path) -> None:
+    """What a step took while it was compiled is not drawn: fast or slow, the picture is the same."""
+    pictures = []
+    for name, rate in (("a", 3.0), ("b", 40.0)):
+        folder = tmp_path / name / "run"
+        with MetricsLog(folder, start_step=0) as log:
+            for step in range(40):
+                first = {"tokens_per_s": rate, "compiled": True} if step == 0 else {}
+                log.write_step(step, metrics(step, **first))
+        pictures.append(write_report(folder).read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.parametrize("rises", [False, True])
+def test_no_word_lies_over_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rises: bool) -> None:
+    """Evaluated at quarters, as `train.py` does."""
+    with MetricsLog(tmp_path, start_step=0) as log:
+        for step in range(361):
+            loss = 3 + 5 * math.exp(-(360 - step if rises else step) / 60)
+            if step % 90 == 0:
+                log.write_evaluation(step, loss=loss + 0.02, bits_per_byte=1.5)
+            if step < 360:
+                log.write_step(step, metrics(step, loss=loss))
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **o: (figures.append(self), save(self, *a, **o)))
+    write_report(tmp_path)
+    ax = next(ax for ax in figures[0].axes if ax.get_title(loc="left") == "Loss")
+    boxes = [text.get_window_extent() for text in ax.texts]
+    boxes += [text.get_window_extent() for text in ax.get_legend().get_texts()]
+    assert any("bits per byte" in text.get_text() for text in [*ax.texts, *ax.get_legend().get_texts()])
+    for line in ax.get_lines():
+        points = line.get_transform().transform(line.get_xydata())
+        ends = np.linspace(points[:-1], points[1:], 20).reshape(-1, 2)  # between the points, too
+        assert not any(box.contains(*point) for box in boxes for point in ends), line.get_label()
+
+
 def test_report_before_the_first_step(tmp_path: Path) -> None:
     folder = tmp_path / "costs $1 _and_ $2"  # not mathematics
     with MetricsLog(folder, start_step=0) as log:
@@ -499,6 +537,7 @@ def test_final_summary(tmp_path: Path) -> None:
     stream = io.StringIO()
     summary_text(stream, folder)
     text = stream.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines() if str(folder) not in line)
     words = [line.split() for line in text.splitlines()]
     assert ["before", "training", "8.3100", "3.6000"] in words
     assert ["after", "training", "2.9012", "1.3100"] in words

@@ -1,0 +1,25 @@
+"""Lines that say what a program is doing while nothing else does, with the time that has passed. Standard library."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0) -> Iterator[None]:
+    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end."""
+    ended, begun = threading.Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            say(f"{text} ... {time.monotonic() - begun:.0f} s")
+
+    say(f"{text} ...")
+    thread = threading.Thread(target=repeat, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
