@@ -5,6 +5,7 @@ Legend: B requests that run, P rows of a step, C tokens a row, V vocabulary, E e
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,7 @@ from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
 from jmoe.planning.streaming import Seen, StreamingPlan
 
 log = logging.getLogger("jmoe")
+NOT_FINITE = "the model's logits are not finite, so no token can be drawn"
 
 _sample = jax.jit(sampler.sample, static_argnames="with_logprobs", donate_argnames="state")
 _greedy = jax.jit(sampler.greedy)
@@ -54,6 +56,7 @@ class _Stream:
     text: TextStream | None
     constraint: Constraint | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finite: bool = True  # whether all logits of its prompt that were asked for are numbers
 
 
 class Engine:
@@ -212,7 +215,10 @@ class Engine:
     def generate(
         self, prompts: Iterable[str | Sequence[int]], sampling: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
-        """Run prompts to their end. fields: of `SamplingParams`, e.g. max_new_tokens=32, temperature=0.8."""
+        """Run prompts to their end. fields: of `SamplingParams`, e.g. max_new_tokens=32, temperature=0.8.
+
+        Raises `FloatingPointError` naming the prompt where the model's logits are not finite.
+        """
         sampling = replace(sampling or SamplingParams(), **fields)
         streams = [self._streams[self.add_request(prompt, sampling)] for prompt in prompts]
         texts = {s.request.id: "" for s in streams}
@@ -222,6 +228,10 @@ class Engine:
                 if output.request_id in texts:
                     texts[output.request_id] += output.text
                     logprobs[output.request_id] += output.logprobs
+                if output.finish_reason == "error" and output.request_id in texts:
+                    for other in streams:
+                        self.abort(other.request.id)
+                    raise FloatingPointError(f"prompt {list(texts).index(output.request_id)}: {NOT_FINITE}")
         return [
             Completion(
                 s.request.prompt_token_ids,
@@ -265,6 +275,8 @@ class Engine:
         for group, x_PCD in zip(prefill, hidden, strict=True):
             drawn |= self._end_prefill(group, x_PCD)
         sampled = plan.sampled_requests
+        for request in sampled:
+            self._check_finite(request, drawn[request.id][0])
         self._scheduler.update(plan, [drawn[request.id][0] for request in sampled])
         outputs = [self._output(request, *drawn[request.id]) for request in sampled]
         self._meter.note_step("prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun)
@@ -406,12 +418,24 @@ class Engine:
         next_C = np.array(following + [0] * (x_PCD.shape[1] - len(following)), np.int32)
         logprobs = _prompt_logprobs(self._decoder.all_logits(x_PCD, row), next_C, num_logprobs=MAX_LOGPROBS)
         found = token_logprobs(following, logprobs, [request.sampling.prompt_logprobs] * len(following))
-        self._streams[request.id].prompt_logprobs += [lp for lp in found if lp is not None]
+        stream = self._streams[request.id]
+        stream.prompt_logprobs += [lp for lp in found if lp is not None]
+        stream.finite &= all(math.isfinite(lp.logprob) for lp in found if lp is not None)
+
+    def _check_finite(self, request: Request, token: int) -> None:
+        """End a request whose logits have an infinity or a NaN; the others of the step are not concerned."""
+        stream = self._streams.get(request.id)
+        if token == sampler.NOT_FINITE or (stream is not None and not stream.finite):
+            log.error("request %s: %s", request.id, NOT_FINITE)
+            self._scheduler.finish(request.id, "error")
 
     def _output(self, request: Request, token: int, logprob: TokenLogprob | None) -> Output | None:
         stream = self._streams.get(request.id)
         if stream is None:  # aborted while the step ran
             return None
+        if request.finish_reason == "error":
+            del self._streams[request.id]
+            return Output(request.id, [], "", [], "error")
         text = ""
         if stream.text is not None:
             stops = request.finish_reason == "stop"  # the token that ended it gives no text

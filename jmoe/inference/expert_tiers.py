@@ -104,9 +104,28 @@ def _open_store(
         return TieredStore(host_records=records, bandwidth_limit_bytes_per_s=limits)
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     packed = RecordStore.pack(
-        folder, layout, checkpoint.num_experts, checkpoint.fill_expert, fingerprint=checkpoint.fingerprint
+        folder,
+        layout,
+        checkpoint.num_experts,
+        checkpoint.fill_expert,
+        fingerprint=checkpoint.fingerprint,
+        repair=_Source(checkpoint).fill_expert,
     )
     return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits)
+
+
+class _Source:
+    """Reads experts of a checkpoint again, long after the start and from any thread."""
+
+    def __init__(self, checkpoint: SplitCheckpoint) -> None:
+        self._open, self._fingerprint = checkpoint.opened_again, checkpoint.fingerprint
+
+    def fill_expert(self, index: int, views: dict[str, np.ndarray]) -> None:
+        """As `SplitCheckpoint.fill_expert`; `ValueError` if the checkpoint is not the one that was packed."""
+        with self._open() as checkpoint:
+            if checkpoint.fingerprint != self._fingerprint:
+                raise ValueError(f"{checkpoint.folder}: has changed since the experts were packed")
+            checkpoint.fill_expert(index, views)
 
 
 def _make_slots(num_slots: int, fields: Any) -> ExpertSlots:

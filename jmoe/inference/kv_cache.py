@@ -121,6 +121,7 @@ def _attend_rows(
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
     real = positions_PC < length
+    last_P1 = jnp.max(jnp.where(real, positions_PC, -1), axis=1, keepdims=True)
     blocks = jnp.max(jnp.where(real, positions_PC, -1)) // BLOCK + 1
     first = jnp.int32(0)
     if window is not None:
@@ -142,7 +143,9 @@ def _attend_rows(
         kept = jnp.exp(top - new_top)
         # where a row has seen nothing yet this is 1 for what it does not see either; its first real key makes kept 0
         weights = jnp.exp(s - new_top)
-        out = out * kept + dot(weights.astype(q.dtype), block(cache.v_BGSe, i))
+        # what a request before left behind the last position may be NaN, and 0 times NaN is not 0
+        v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], block(cache.v_BGSe, i), 0)
+        out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 
     start = (p, g, q.shape[2], 1)

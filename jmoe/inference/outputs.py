@@ -21,7 +21,8 @@ class TokenLogprob:
 class Output:
     """What one step added to a request; `finish_reason` is None until its end.
 
-    prompt_logprobs: of all the prompt, with the first token; empty after it.
+    finish_reason: "error", without a token, where the model's logits were not finite. prompt_logprobs: of all the
+    prompt, with the first token; empty after it.
     """
 
     request_id: str

@@ -30,6 +30,7 @@ from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, SamplingParams
 ID_BUCKETS = (16, MAX_IDS + 24)
 NUM_CANDIDATES = 256  # filters that keep no more tokens than this need no sort of the vocabulary
 CHUNK_TOKENS = 32
+NOT_FINITE = -1  # instead of a token: the model's logits have an infinity or a NaN
 # Beyond these, float32 overflows or becomes 0, and a request that asks for more gets the same tokens anyway.
 MIN_TOP_P = 2.0**-31
 MAX_TEMPERATURE = 1e30
@@ -153,7 +154,16 @@ def start_request(state: SamplerState, slot: int | jax.Array, in_prompt_V: jax.A
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    """int32 [B]: the largest logit of each row, of equal ones the lowest id. (V - 1 where a row has a NaN.)"""
+    """int32 [B]: the largest logit of each row, of equal ones the lowest id; `NOT_FINITE` where a row is not."""
+    return _if_finite(logits_BV, _largest(logits_BV))
+
+
+def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    finite_B = jnp.isfinite(jnp.max(jnp.abs(logits_BV), axis=1))  # a NaN is the maximum of any row that has one
+    return jnp.where(finite_B, tokens_B, NOT_FINITE)
+
+
+def _largest(logits_BV: jax.Array) -> jax.Array:
     # A maximum and a minimum vectorise; argmax is a reduction of two operands, several times slower on a CPU.
     ids_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
     best_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
@@ -171,6 +181,8 @@ def sample(
     with_logprobs: bool,
 ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
     """(tokens int32 [B], `Logprobs` with K = 20 or None, the state with the tokens counted).
+
+    Rows whose logits are not finite have no token but `NOT_FINITE`.
 
     slots_B: int32, the rows' slots; M for padding rows. positions_B: int32, where in its sequence the drawn token
     will stand: the prompt's length for the first. allowed_BW: int32, one bit a token, the lowest first: only tokens
@@ -190,13 +202,14 @@ def sample(
             if allowed_BW is not None:
                 x_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
         with jax.named_scope("draw"):
-            tokens_B = _draw_rows(x_BV, params, positions_B)
+            tokens_B = _if_finite(logits_BV, _draw_rows(x_BV, params, positions_B))
         if not with_logprobs:
             return tokens_B, None
         with jax.named_scope("logprobs"):
             return tokens_B, _logprobs(logits_BV, tokens_B, MAX_LOGPROBS)
 
     tokens_B, logprobs = _by_rows(rows, logits_BV, params, slots_B, positions_B, allowed_BW)
+    # (what has no token ends, so it does not matter that -1 is the last token here)
     counts_MV = state.output_counts_MV.at[slots_B, tokens_B].add(1, mode="drop")
     return tokens_B, logprobs, SamplerState(in_prompt_MV=state.in_prompt_MV, output_counts_MV=counts_MV)
 
@@ -339,7 +352,7 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
         return jnp.where(settled_B, few_B, _draw(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B))
 
     tokens_B = lax.cond(jnp.any(random_B & ~settled_B), from_vocabulary, lambda: few_B)
-    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), greedy(x_BV))  # a row with a NaN has no largest
+    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _largest(x_BV))  # a row with a NaN has no largest
 
 
 def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:

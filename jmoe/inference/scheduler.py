@@ -25,7 +25,7 @@ from typing import Literal
 from jmoe.config import check
 from jmoe.inference.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 SMALLEST_WIDTH = 16  # of more than one token: a narrower program would hardly be quicker
@@ -224,11 +224,14 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request now, as after a stop string; None if no request of this id is waiting or running.
 
-        Also between `schedule` and `update`: the token under way is then dropped.
+        Also between `schedule` and `update`: the token under way is then dropped. Nothing that an "error" left in the
+        cache is used again.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
+        if reason == "error" and request.slot is not None:
+            self._slots[request.slot].tokens.clear()
         if request.state == "waiting":
             self._waiting.remove(request)
         if request.state == "prefill":

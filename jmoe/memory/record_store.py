@@ -1,14 +1,16 @@
 """Records on NVMe: equal-sized blocks of one file, each page-aligned, read with O_DIRECT.
 
-A pack is a folder with a data file and `manifest.json`, which says what the data file holds and names it. The
-manifest is written last, by rename, after the data is on disk: a folder without one holds nothing. Packers of one
-folder take turns (`pack.lock`). Axes: R bytes of a record.
+A pack is a folder with a data file and `manifest.json`, which says what the data file holds, with a checksum of each
+record, and names it. The manifest is written last, by rename, after the data is on disk: a folder without one holds
+nothing. Packers of one folder take turns (`pack.lock`). Axes: N records, R bytes of a record.
 """
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
+import logging
 import math
 import mmap
 import os
@@ -27,14 +29,17 @@ from numpy.typing import DTypeLike, NDArray
 
 from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+from jmoe.memory.checksum import checksum
 from jmoe.memory.direct_io import check_buffer, fsync_folder, naming_the_room, read_all, write_all
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
 MANIFEST = "manifest.json"
 LOCK = "pack.lock"
-FORMAT = 1
+FORMAT = 2
 
 Fill = Callable[[int, dict[str, NDArray[Any]]], None]
+
+log = logging.getLogger("jmoe")
 
 
 class PackError(ValueError):
@@ -160,15 +165,27 @@ class RecordStore:
     io: how records are read, "O_DIRECT", or "buffered: ..." with the reason where the file system refuses that.
     """
 
-    def __init__(self, path: Path, layout: RecordLayout, num_records: int) -> None:
+    def __init__(self, path: Path, layout: RecordLayout, sums_N: NDArray[np.uint64], repair: Fill | None) -> None:
         """Open the data file itself; see `open` and `pack`."""
-        self.path, self.layout, self.num_records = path, layout, num_records
-        self.owned = tuple(range(num_records))
+        self.path, self.layout, self.num_records = path, layout, sums_N.size
+        self.owned = tuple(range(self.num_records))
+        self._sums_N, self._repair = sums_N, repair
         self._fd, self.io = _open_for_reading(path)
 
     @classmethod
-    def open(cls, folder: str | Path, layout: RecordLayout, num_records: int, *, fingerprint: str) -> Self:
-        """Open the pack in `folder` if it is whole and was made from this; raises `PackError` saying why if not."""
+    def open(
+        cls,
+        folder: str | Path,
+        layout: RecordLayout,
+        num_records: int,
+        *,
+        fingerprint: str,
+        repair: Fill | None = None,
+    ) -> Self:
+        """Open the pack in `folder` if it is whole and was made from this; raises `PackError` saying why if not.
+
+        repair: gives a record that turns out to be damaged once more, from any thread.
+        """
         folder = Path(folder)
         expected = manifest_of(layout, num_records, fingerprint)
         for last_try in (False, True):
@@ -179,7 +196,7 @@ class RecordStore:
                 raise PackError(f"{folder}: packed with {was}, expected { {key: expected[key] for key in differ} }")
             path = folder / str(manifest.get("file"))
             try:
-                store = cls(path, layout, num_records)
+                store = cls(path, layout, _sums(folder, manifest), repair)
             except FileNotFoundError as error:
                 if last_try:
                     raise PackError(f"{folder}: {path.name}, which the manifest names, is missing") from error
@@ -203,13 +220,14 @@ class RecordStore:
         *,
         fingerprint: str,
         lock_limit_s: float = 3600.0,
+        repair: Fill | None = None,
     ) -> Self:
         """Open the pack in `folder`, making it first unless a whole one of the same fingerprint is there.
 
         fill(index, views) writes record `index` into writable, zeroed arrays by name; it is called once per record,
         in order. fingerprint: whatever identifies the source; a pack of another one is replaced. A packer that dies
         at any moment leaves the folder as good as it was. Packers of one folder wait for each other, at most
-        `lock_limit_s`; who comes second finds the work done.
+        `lock_limit_s`; who comes second finds the work done. repair: see `open`.
 
         Raises `OSError` (ENOSPC) naming the bytes needed and free before anything is written, or when the disk
         fills up all the same.
@@ -217,32 +235,68 @@ class RecordStore:
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder = Path(folder)
         with contextlib.suppress(PackError):  # also from a folder that may not be written to
-            return cls.open(folder, layout, num_records, fingerprint=fingerprint)
+            return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, lock_limit_s):
             with contextlib.suppress(PackError):  # another process made it meanwhile
-                return cls.open(folder, layout, num_records, fingerprint=fingerprint)
+                return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
             _remove_leftovers(folder)
             path = folder / f"records-{secrets.token_hex(8)}.bin"
             try:
-                _write_records(path, layout, num_records, fill)
-                write_manifest(folder, manifest_of(layout, num_records, fingerprint) | {"file": path.name})
+                sums_N = _write_records(path, layout, num_records, fill)
+                manifest = manifest_of(layout, num_records, fingerprint) | {"file": path.name}
+                write_manifest(folder, manifest | {"sums": sums_N.tobytes().hex(), "sums_digest": _digest(sums_N)})
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
             _remove_leftovers(folder)  # the pack that was replaced
-            return cls.open(folder, layout, num_records, fingerprint=fingerprint)
+            return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
 
     def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
-        """Read one record into `record_bytes` writable bytes at a page-aligned address.
+        """Read one record into `record_bytes` writable bytes at a page-aligned address, and check it.
 
-        Raises `OSError` naming file and record where the file is too short or the device fails.
+        A record that is damaged or unreadable is got again from `repair` and written where it belongs. Raises
+        `OSError` naming file and record where the file is too short or that does not help.
         """
         if not 0 <= index < self.num_records:
             raise ValueError(f"index = {index}: must be in [0, {self.num_records})")
         check_buffer(record_R, self.layout.record_bytes)
         first_byte = index * self.layout.record_bytes
-        read_all(self._fd, record_R, first_byte, self.path, f"reading record {index}")
+        try:
+            read_all(self._fd, record_R, first_byte, self.path, f"reading record {index}")
+            if checksum(record_R) == self._sums_N[index]:
+                return
+            why = "its content is not what was written"
+        except OSError as error:
+            was_cut = os.fstat(self._fd).st_size != self.num_records * self.layout.record_bytes
+            if was_cut or self._repair is None:
+                raise
+            why = str(error.strerror)
+        self._mend(index, record_R, why)
+
+    def _mend(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
+        """Fill `record_R` from the source of the pack, and write it to the file if that can be done."""
+        damaged = f"record {index}: damaged, {why}"
+        if self._repair is None:
+            raise OSError(errno.EIO, damaged, str(self.path))
+        record_R[:] = 0
+        try:
+            self._repair(index, self.layout.views(record_R))
+        except (OSError, ValueError) as error:
+            raise OSError(errno.EIO, f"{damaged}, and its source cannot be read: {error}", str(self.path)) from error
+        if checksum(record_R) != self._sums_N[index]:
+            raise OSError(errno.EIO, f"{damaged}, and its source has changed", str(self.path))
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if self.io == "O_DIRECT" else 0))
+            try:
+                write_all(fd, record_R, index * self.layout.record_bytes)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            log.warning("%s: %s; read from its source, but not mended: %s", self.path, damaged, error)
+        else:
+            log.warning("%s: %s; mended from its source", self.path, damaged)
 
     def close(self) -> None:
         """Close the file; no thread may be reading."""
@@ -314,7 +368,24 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     fsync_folder(folder)
 
 
-def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fill) -> None:
+def _sums(folder: Path, manifest: dict[str, Any]) -> NDArray[np.uint64]:
+    """The checksums of the records; `PackError` if there are none, or not those that were written."""
+    try:
+        sums_N = np.frombuffer(bytes.fromhex(manifest["sums"]), np.uint64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PackError(f"{folder}: {MANIFEST} has no checksums of the records") from error
+    if sums_N.size != manifest["num_records"] or _digest(sums_N) != manifest.get("sums_digest"):
+        raise PackError(f"{folder}: the checksums in {MANIFEST} are damaged")
+    return sums_N
+
+
+def _digest(sums_N: NDArray[np.uint64]) -> str:
+    return hashlib.blake2b(sums_N.tobytes(), digest_size=16).hexdigest()
+
+
+def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fill) -> NDArray[np.uint64]:
+    """Write the data file; returns the checksums of its records."""
+    sums_N = np.zeros(num_records, np.uint64)
     total_bytes = num_records * layout.record_bytes
     free_bytes = shutil.disk_usage(path.parent).free
     needs = f"{num_records} records need {total_bytes} bytes"
@@ -335,12 +406,14 @@ def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fil
         for index in range(num_records):
             record_R[:] = 0
             fill(index, views)
+            sums_N[index] = checksum(record_R)
             with naming_the_room(path, needs):
                 write_all(fd, record_R, index * layout.record_bytes)
         with naming_the_room(path, needs):
             os.fsync(fd)
     finally:
         os.close(fd)
+    return sums_N
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -69,6 +69,7 @@ class SplitCheckpoint:
     def __init__(self, path: str | os.PathLike, dtype: Any = None) -> None:
         folder = Path(path).expanduser()
         check_dtype(dtype)
+        self._given_dtype = dtype
         fields = read_config(folder)
         self.folder, self.fields = folder, fields
         self.config: ModelConfig = model_config(fields)
@@ -81,6 +82,10 @@ class SplitCheckpoint:
         self._loader = Loader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
+
+    def opened_again(self) -> "SplitCheckpoint":
+        """Return the checkpoint as it is in its folder now, with files of its own."""
+        return SplitCheckpoint(self.folder, self._given_dtype)
 
     @property
     def num_experts(self) -> int:

@@ -63,12 +63,13 @@ class _Chat:
             delta = Delta(role="assistant", content="")
             yield ChatChunk(**shared, choices=[ChunkChoice(index=index, delta=delta)], usage=self._usage_so_far())
         async for index, output in self.generation:
-            assert output.finish_reason != "abort", "what is aborted has no reader"
+            reason = output.finish_reason
+            assert reason != "abort" and reason != "error", "these have no reader"
             choice = ChunkChoice(
                 index=index,
                 delta=Delta(content=output.text),
                 logprobs=self._logprobs(output.logprobs),
-                finish_reason=output.finish_reason,
+                finish_reason=reason,
             )
             yield ChatChunk(**shared, choices=[choice], usage=self._usage_so_far())
         if self.body.includes_usage:

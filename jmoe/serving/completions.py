@@ -50,7 +50,7 @@ class _Choice:
             logprobs = [*output.prompt_logprobs, *logprobs]
         self._begun = True
         reason = "length" if self._body.max_tokens == 0 else output.finish_reason
-        assert reason != "abort", "what is aborted has no reader"
+        assert reason != "abort" and reason != "error", "these have no reader"
         found = self._logprobs(first, logprobs)
         self._offset += len(text)
         return CompletionChoice(index=self._index, text=text, logprobs=found, finish_reason=reason)

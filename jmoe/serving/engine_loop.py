@@ -22,7 +22,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from jmoe.inference.engine import Engine
+from jmoe.inference.engine import NOT_FINITE, Engine
 from jmoe.inference.outputs import Output
 from jmoe.inference.sampling import SamplingParams
 from jmoe.inference.scheduler import SchedulerStats
@@ -128,6 +128,8 @@ class Generation:
             raise item
         index, output = item
         self.num_read += len(output.token_ids)
+        if output.finish_reason == "error":
+            raise ApiError(500, NOT_FINITE, code="not_finite")
         if output.finish_reason is not None:
             self._unfinished -= 1
             constraint = self.jobs[index].constraint

@@ -1,6 +1,7 @@
 """The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from damage import flip_everywhere, poison
 
 import jmoe
 from jmoe.inference.constraint import Unconstrained
@@ -34,7 +36,7 @@ def _quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def engine(name: str, **options: Any) -> Engine:
+def engine(name: str | Path, **options: Any) -> Engine:
     sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4}
     return Engine.from_pretrained(FOLDER / name, **({"dtype": "float32"} | sizes | options))
 
@@ -302,6 +304,69 @@ def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None
         for _ in range(2):
             with pytest.raises(OSError, match=r"records-.*\.bin"):
                 served.generate([list(range(3, 30))], max_new_tokens=30, ignore_eos=True)
+
+
+@pytest.mark.parametrize("policy", ["ring", "experts"])
+def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: Path) -> None:
+    """While it serves, and at a start after that; without the checkpoint it is an error that names the file."""
+    folder = shutil.copytree(FOLDER / "mixtral", tmp_path / "model")
+    tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path / "pack"}
+    ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
+    options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    prompt = [list(range(3, 20))]
+    with engine(folder, policy=policy, **ring, **tier) as served:
+        found = served.generate(prompt, **options)
+        (records,) = (tmp_path / "pack").glob("records-*.bin")
+        whole = records.read_bytes()
+        flip_everywhere(records)
+        assert same(served.generate(prompt, **options), found)
+    flip_everywhere(records)
+    with engine(folder, policy=policy, **ring, **tier) as served:
+        assert same(served.generate(prompt, **options), found)
+        while records.read_bytes() != whole:
+            served.generate(prompt, **options)
+        flip_everywhere(records)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(OSError, match=r"record \d+: damaged, .* source cannot be read: .*records-.*\.bin"):
+            served.generate([list(range(3, 30))], max_new_tokens=30, ignore_eos=True)
+
+
+def poisoned(tmp_path: Path, token: int) -> Path:
+    """A model that gives no numbers once it has seen one token."""
+    folder = shutil.copytree(FOLDER / "qwen3_moe", tmp_path / "poisoned")
+    poison(folder, token)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "field", [{}, {"temperature": 1.0, "seed": 1}, {"logprobs": 1}, {"prompt_logprobs": 0}], ids=str
+)
+def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> None:
+    """The request ends, at its first token or later; those beside it and after it in its row do not notice."""
+    prompts = [[5, 6, 7], list(range(8, 30))]
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, **field)
+    with engine(poisoned(tmp_path, 60), policy="resident") as served:
+        expected = [c.token_ids for c in served.generate(prompts, sampling)]
+        for bad in ([60, 5], list(range(40, 61)), [60] * 21):
+            with pytest.raises(FloatingPointError, match="prompt 1: the model's logits are not finite"):
+                served.generate([prompts[0], bad], sampling)
+            assert not served.has_unfinished
+            served.add_request(bad, sampling)  # in one row or the other, and perhaps no further than its first chunk
+            good = served._streams[served.add_request(prompts[1], sampling)].request
+            served.step()
+            served.abort("request-0")
+            while served.has_unfinished:
+                served.step()
+            assert good.output_token_ids == expected[1]
+            assert [c.token_ids for c in served.generate(prompts, sampling)] == expected
+        later = SamplingParams(max_new_tokens=6, logit_bias={60: 100.0}, **field)
+        request = served._streams[served.add_request([5], later)].request
+        outputs = []
+        while served.has_unfinished:
+            outputs += served.step()
+        assert request.output_token_ids == [60] and request.finish_reason == "error"
+        assert [(o.token_ids, o.finish_reason) for o in outputs] == [([60], None), ([], "error")]
+        assert served.scheduler_stats().finished["error"] == 7
 
 
 def test_bad_requests() -> None:

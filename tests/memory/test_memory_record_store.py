@@ -216,6 +216,115 @@ def test_bad_reads(tmp_path: Path) -> None:
         assert caught.value.filename == str(store.path)
 
 
+def flip(path: Path, at_byte: int) -> None:
+    """Another lowest bit in one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at_byte)
+        (byte,) = file.read(1)
+        file.seek(at_byte)
+        file.write(bytes([byte ^ 1]))
+
+
+def swap_records(path: Path) -> None:
+    content = path.read_bytes()
+    size = LAYOUT.record_bytes
+    path.write_bytes(content[size : 2 * size] + content[:size] + content[2 * size :])
+
+
+DAMAGES: list[Callable[[Path], None]] = [
+    lambda path: flip(path, 0),
+    lambda path: flip(path, LAYOUT.record_bytes + 5000),
+    lambda path: flip(path, NUM_RECORDS * LAYOUT.record_bytes - 1),
+    lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    swap_records,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=["first byte", "second record", "padding", "zeros", "swapped"])
+def test_a_damaged_record_is_not_given_out(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error without a source of the records; with one they are mended, in the file too."""
+    with pack(tmp_path) as store:
+        path, whole = store.path, store.path.read_bytes()
+    damage(path)
+    with (
+        RecordStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint="a") as store,
+        pytest.raises(OSError, match=r"record \d: damaged, its content is not what was written") as caught,
+    ):
+        check_content(store)
+    assert caught.value.filename == str(path)
+    with pack(tmp_path, refuse, repair=fill) as store:
+        check_content(store)
+        assert path.read_bytes() == whole
+        assert "mended from its source" in caplog.text
+        caplog.clear()
+        check_content(store)
+    with pack(tmp_path, refuse, repair=refuse) as store:
+        check_content(store)
+    assert not caplog.text
+
+
+def test_a_record_that_the_disk_cannot_read_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_preadv = os.preadv
+
+    def bad_sector(fd: int, buffers: Any, offset: int) -> int:
+        if 4096 <= offset - LAYOUT.record_bytes < 8192 or offset == LAYOUT.record_bytes:
+            raise OSError(errno.EIO, "Input/output error")
+        return real_preadv(fd, buffers, offset)
+
+    with pack(tmp_path) as store, monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", bad_sector)
+        with pytest.raises(OSError, match=r"reading record 1 .*Input/output error"):
+            check_content(store)
+        with pack(tmp_path, refuse, repair=fill) as mending:
+            check_content(mending)
+
+
+def test_a_damaged_record_that_cannot_be_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a file that may not be written to it is given out all the same; from another source or none it is not."""
+
+    def gone(index: int, views: dict[str, NDArray[Any]]) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "model.safetensors")
+
+    with pack(tmp_path) as store:
+        flip(store.path, 100)
+    real_open = os.open
+
+    def reading(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_WRONLY:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real_open(path, flags, *args, **kwargs)
+
+    with pack(tmp_path, refuse, repair=fill) as store, monkeypatch.context() as patch:
+        patch.setattr(os, "open", reading)
+        check_content(store)
+        assert "not mended: [Errno 13] Permission denied" in caplog.text
+    for repair, why in (
+        (fill_other, "its source has changed"),
+        (gone, "its source cannot be read: .*model.safetensors"),
+    ):
+        with (
+            pack(tmp_path, refuse, repair=repair) as store,
+            pytest.raises(OSError, match=f"record 0: damaged, .*, and {why}"),
+        ):
+            check_content(store)
+
+
+def damage_sums(folder: Path) -> None:
+    text = (folder / MANIFEST).read_text()
+    at = text.index('"sums": "') + 20
+    (folder / MANIFEST).write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+
+
+def damage_no_sums(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["sums"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
 def damage_truncate(folder: Path) -> None:
     (data,) = folder.glob("records-*.bin")
     os.truncate(data, data.stat().st_size - 4096)
@@ -247,6 +356,8 @@ def damage_list_manifest(folder: Path) -> None:
         (damage_remove_manifest, r"no manifest\.json"),
         (damage_half_manifest, "not readable as JSON"),
         (damage_list_manifest, "must be a JSON object"),
+        (damage_sums, "the checksums in manifest.json are damaged"),
+        (damage_no_sums, "manifest.json has no checksums"),
     ],
 )
 def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:

@@ -1,10 +1,13 @@
 """What the engine promises, seen by a client of a real server."""
 
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import flip_everywhere, poison
 from http_servers import HttpProcess, events, start_server
 
 BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
@@ -71,3 +74,72 @@ def test_a_tiny_number(server: HttpProcess, penalty: dict[str, float]) -> None:
     assert found == expected
     with server.client() as client, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert list(events(response.iter_lines()))[-1] == "[DONE]"
+
+
+BAD_TOKEN = 300
+
+
+@pytest.fixture(scope="module")
+def poisoned_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, but what has seen `BAD_TOKEN` has no numbers any more."""
+    folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("poisoned") / "tiny-moe")
+    poison(folder, BAD_TOKEN)
+    return folder
+
+
+def test_damaged_experts_over_http(poisoned_folder: Path, compile_cache: Path, tmp_path: Path) -> None:
+    """Flipped bits in the experts on disk change no answer, while it serves and after a start; they are mended."""
+    tier = ("--policy", "ring", "--ring-slots", 1, "--expert-tier", "nvme", "--host-cache-bytes", 50_000)
+    tier = (*tier, "--cache-dir", tmp_path / "pack")
+    body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 1, "ignore_eos": True}
+    texts = []
+    for start in range(2):
+        server = start_server(poisoned_folder, tmp_path / f"log-{start}", compile_cache, *tier)
+        try:
+            (records,) = (tmp_path / "pack").glob("records-*.bin")
+            for damaged in (False, True):
+                if damaged:
+                    flip_everywhere(records)
+                response = server.post("/v1/completions", **body)
+                assert response.status_code == 200, response.text
+                texts.append(response.json()["choices"][0]["text"])
+            assert server.get("/health").status_code == 200
+            assert "mended from its source" in server.log.read_text()
+            if not start:
+                not_finite_logits_fail_one_request(server)
+            assert server.terminate() == 0
+        finally:
+            server.kill()
+        flip_everywhere(records)
+    assert len(texts) == 4 and len(set(texts)) == 1
+
+
+def not_finite_logits_fail_one_request(server: HttpProcess) -> None:
+    """500 for it, whole or streamed, at once or in the middle; 200 and the same text as alone for all others."""
+
+    def ask(**body: Any) -> Any:
+        return server.post("/v1/completions", **{"max_tokens": 20, "seed": 1, "ignore_eos": True} | body)
+
+    good = [{"prompt": [5 + i] * (1 + 9 * i)} for i in range(8)]
+    bad: list[dict[str, Any]] = [
+        {"prompt": [BAD_TOKEN]},
+        {"prompt": [5] * 70 + [BAD_TOKEN] + [5] * 70, "temperature": 0},
+        {"prompt": [7] * 20, "logit_bias": {str(BAD_TOKEN): 100}},
+        {"prompt": [7, BAD_TOKEN, 7], "echo": True, "logprobs": 1},
+        {"prompt": [[5, 6], [BAD_TOKEN]], "n": 2},
+    ]
+    expected = [ask(**body).json()["choices"][0]["text"] for body in good]
+    with ThreadPoolExecutor(16) as threads:
+        asked = [threads.submit(ask, **body) for pair in zip(good, bad * 2, strict=False) for body in pair]
+        answers = [future.result() for future in asked]
+    assert [answer.json()["choices"][0]["text"] for answer in answers[::2]] == expected
+    for answer in answers[1::2]:
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["code"] == "not_finite" and "the model's logits are not finite" in error["message"]
+    body = bad[2] | {"stream": True}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        *pieces, last = events(response.iter_lines())
+    assert len(pieces) == 1 and last["error"]["code"] == "not_finite", "one token came before it was noticed"
+    assert 'finished_reason="error"' in server.get("/metrics").text
+    assert server.get("/ready").status_code == 200

@@ -1,0 +1,24 @@
+"""Damage to files that the files themselves do not show."""
+
+import math
+from pathlib import Path
+
+from jmoe.models.safetensors_io import DTYPES, read_headers
+
+
+def poison(folder: Path, token: int) -> None:
+    """Make the embedding of one token NaN: what has seen it has no numbers any more."""
+    tensor = read_headers(folder)["model.embed_tokens.weight"]
+    row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.offset + token * row_bytes)
+        file.write(b"\xff" * row_bytes)  # in every format of floating point
+
+
+def flip_everywhere(file: Path) -> None:
+    """Flip a bit in every page of a file, in place, since a server may have it open."""
+    content = bytearray(file.read_bytes())
+    for page in range(0, len(content), 4096):
+        content[page + 7] ^= 0x40
+    with file.open("r+b") as stream:
+        stream.write(content)

@@ -1,0 +1,37 @@
+"""What a checksum notices."""
+
+import numpy as np
+import pytest
+
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.checksum import checksum
+
+
+def test_checksum_of_every_bit() -> None:
+    record_R = RecordBuffers(1, 8192).slot(0)
+    record_R[:] = np.random.default_rng(0).integers(0, 256, 8192, np.uint8)
+    whole = checksum(record_R)
+    for byte in range(0, 8192, 61):
+        for bit in range(8):
+            record_R[byte] ^= 1 << bit
+            assert checksum(record_R) != whole
+            record_R[byte] ^= 1 << bit
+    assert checksum(record_R) == whole
+
+
+@pytest.mark.parametrize("pages", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("stuck", [False, True])
+def test_checksum_of_a_bad_line(pages: int, stuck: bool) -> None:
+    """One bit of a word of every page that is flipped, or always 1 in all words: high bits do not cancel out."""
+    record_R = RecordBuffers(1, pages * 4096).slot(0)
+    record_R[:] = np.random.default_rng(1).integers(0, 256, record_R.size, np.uint8)
+    whole, before_R = checksum(record_R), record_R.copy()
+    words_PW = record_R.view(np.uint64).reshape(pages, -1)
+    for bit in range(64):
+        mask = np.uint64(1 << bit)
+        if stuck:
+            words_PW |= mask
+        else:
+            words_PW[:, bit] ^= mask
+        assert checksum(record_R) != whole, bit
+        record_R[:] = before_R
