@@ -15,13 +15,13 @@ if __name__ == "__main__":
 
 import dataclasses
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import jmoe
-from jmoe.config import CheckpointConfig, check
+from jmoe.config import check
 from jmoe.config.serving import ServeConfig
+from jmoe.deploy.exported import hugging_face_folder
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
 from jmoe.models.split_checkpoint import SplitCheckpoint
@@ -30,11 +30,6 @@ from jmoe.serving.app import make_app, make_service
 from jmoe.serving.front import read_api_keys
 from jmoe.serving.http_server import HttpServer, bind
 from jmoe.status import status
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.export import export_run
-
-EXPORTED = "exported"
-DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def say(text: str) -> None:
@@ -42,37 +37,14 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def hugging_face_folder(given: str) -> Path:
-    """The folder itself, or the newest checkpoint of a run, exported once; `ValueError` if it is neither."""
-    folder = Path(given).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"model = {given!r}: is no folder; `make train` leaves a model in runs/tiny")
-    if not (folder / "checkpoints").is_dir():
-        return folder
-    with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
-        step = checkpoints.latest_step()
-    if step is None:
-        raise ValueError(f"model = {given!r}: the run has no checkpoint yet")
-    exported = folder / EXPORTED / f"step-{step}"
-    if not exported.is_dir():
-        shutil.rmtree(folder / EXPORTED, ignore_errors=True)
-        partial = folder / EXPORTED / "partial"
-        with status(f"exporting step {step} of {folder}", say):
-            export_run(folder, partial)
-        partial.rename(exported)
-    print(f"step {step} of {folder} is in {exported}", flush=True)
-    return exported
-
-
 def plan(folder: Path, config: ServeConfig) -> tuple[MemoryPlan, ServeConfig]:
     """What will lie where, by the headers alone, and the settings with the length that the model allows."""
     with SplitCheckpoint(folder, config.dtype) as checkpoint:
-        most = min(DEFAULT_MAX_SEQ_LEN, checkpoint.config.max_position_embeddings)
-        config = dataclasses.replace(config, max_seq_len=config.max_seq_len or most)
+        config = dataclasses.replace(config, max_seq_len=checkpoint.sequence_length(config.max_seq_len))
         memory = memory_plan(
             checkpoint,
             max_batch=config.max_batch,
-            max_seq_len=config.max_seq_len or most,
+            max_seq_len=config.max_seq_len,
             policy=config.policy,
             ring_slots=config.ring_slots,
             device_bytes=config.device_bytes,
@@ -88,7 +60,7 @@ def load(folder: Path, config: ServeConfig) -> Engine:
     return Engine.from_pretrained(
         folder,
         max_batch=config.max_batch,
-        max_seq_len=config.max_seq_len or DEFAULT_MAX_SEQ_LEN,
+        max_seq_len=config.max_seq_len,
         policy=config.policy,
         ring_slots=config.ring_slots,
         device_bytes=config.device_bytes,
@@ -106,7 +78,12 @@ def main(arguments: Sequence[str]) -> None:
     """Plan, load, serve."""
     config = parse_serve(arguments)
     api_keys = read_api_keys(config.api_key_file)
-    folder = hugging_face_folder(config.model)
+    with hugging_face_folder(config.model, say) as folder:
+        serve(config, api_keys, folder)
+
+
+def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
+    """Serve the model in a Hugging Face folder, until a signal ends it."""
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
     memory, config = plan(folder, config)
     print(f"{name} from {folder}: {config.max_batch} sequences at once, {config.max_seq_len:,} tokens each", flush=True)

@@ -333,13 +333,15 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     sys.path.insert(0, str(SERVE.parent))
     import serve
     from jmoe.command_line import parse_serve
+    from jmoe.deploy.exported import hugging_face_folder
 
     config = parse_serve(a.engine)
-    folder = serve.hugging_face_folder(config.model)
-    _, config = serve.plan(folder, config)
     prompts = [plan.body["prompt"] for plan in plans(a, config.model)]
     sampling = {"max_new_tokens": a.max_tokens, "temperature": a.temperature, "ignore_eos": a.ignore_eos}
-    with serve.load(folder, config) as engine:
+    with (
+        hugging_face_folder(config.model, serve.say) as folder,
+        serve.load(folder, serve.plan(folder, config)[1]) as engine,
+    ):
         engine.generate(prompts[: a.warm_up], **sampling)
         begun = time.perf_counter()
         completions = engine.generate(prompts, **sampling)

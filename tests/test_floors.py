@@ -25,6 +25,8 @@ FLOORS = {
     "jmoe.training": 4,
     "jmoe.inference": 4,
     "jmoe.serving": 5,
+    "jmoe.deploy": 5,
+    "jmoe.inference.generate": 6,  # a program: it also takes runs of `train.py`
     "jmoe": 6,  # jmoe/__init__.py, what a researcher imports
     "configs": 7,
     "train": 8,

@@ -1,11 +1,13 @@
 """serve.py from the command line: the plan, mistakes, and a run of train.py that is served."""
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ import pytest
 from train_runs import TrainRuns
 
 import serve
+from jmoe.deploy.exported import hugging_face_folder
+from jmoe.inference import generate
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -62,6 +66,9 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
             ([tmp_path / "run"], "the run has no checkpoint yet"),
             ([FOLDER / "olmoe"], "must hold a tokenizer.json"),
             ([model, "--ring-slots", "9"], "ring_slots = 9: must be between 1 and 2"),
+            ([model, "--max-seq-len", "65"], "max_seq_len = 65: must not exceed the model's 64 positions"),
+            ([model, "--max-seq-len", "100000", "--dry-run"], "must not exceed the model's 64 positions"),
+            ([model, "--max-seq-len", "0"], "max_seq_len = 0: must be at least 2"),
             ([model, "--api-key-file", keys], "api_key_file = "),
             ([model, "--port", str(port)], f"port = {port}: Address already in use"),
         ):
@@ -97,14 +104,86 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
 
 
-def test_a_run_is_served(
-    run_python: Run, start_python: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Its newest checkpoint, exported once, with the tokenizer that it was trained with."""
-    runs = TrainRuns(tmp_path_factory.mktemp("train"), run_python)
-    output_dir, env = tmp_path / "run", runs.environment()
-    done = run_python(runs.command(output_dir, "--num-steps", 5, data=runs.text), env=env)
+@pytest.fixture(scope="module")
+def runs(run_python: Run, tmp_path_factory: pytest.TempPathFactory) -> TrainRuns:
+    """Runs with what they share, for the tests here."""
+    return TrainRuns(tmp_path_factory.mktemp("train"), run_python)
+
+
+@pytest.fixture(scope="module")
+def trained(runs: TrainRuns, run_python: Run) -> Path:
+    """The output folder of a run of 5 steps; not to be changed."""
+    output_dir = runs.folder / "trained"
+    done = run_python(runs.command(output_dir, "--num-steps", 5, data=runs.text), env=runs.environment())
     assert done.returncode == 0, done.stderr
+    return output_dir
+
+
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run from which nothing was served yet."""
+    return shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("exported"))
+
+
+def test_servers_that_start_at_once(trained: Path, runs: TrainRuns, start_python: Start, tmp_path: Path) -> None:
+    """Three of one run: one exports it, the others wait for that, and none fails."""
+    output_dir = copied(trained, tmp_path)
+    (output_dir / "exported" / "partial-of-one-that-was-killed").mkdir(parents=True)
+    logs = [tmp_path / f"log-{i}" for i in range(3)]
+    command = ["serve.py", output_dir, "--dry-run"]
+    processes = [start_python(command, log, env=runs.environment()) for log in logs]
+    for process, log in zip(processes, logs, strict=True):
+        assert process.wait(START_LIMIT_S) == 0, log.read_text()
+        assert f"step 5 of {output_dir} is in {output_dir / 'exported' / 'step-5'}" in log.read_text()
+    assert sorted(path.name for path in (output_dir / "exported").iterdir()) == ["export.lock", "step-5"]
+
+
+def test_an_export_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None:
+    """A newer one removes older ones, but none that a server may still read experts from."""
+    output_dir = copied(trained, tmp_path)
+    exports = output_dir / "exported"
+    for step in (3, 4):
+        (exports / f"step-{step}").mkdir(parents=True)
+    in_use = os.open(exports / "step-3", os.O_RDONLY)
+    fcntl.flock(in_use, fcntl.LOCK_SH)
+    with hugging_face_folder(output_dir, print) as folder:
+        assert sorted(path.name for path in exports.glob("step-*")) == ["step-3", "step-5"]
+        written = contents(folder)
+        with hugging_face_folder(output_dir, print) as again:
+            assert again == folder == exports / "step-5"
+            assert contents(again) == written, "exported once"
+        other = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for descriptor in (in_use, other):
+        os.close(descriptor)
+
+
+def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a run's folder; as many tokens as the model has positions for, and no more."""
+
+    def say(*options: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["generate", str(trained), *map(str, options)])
+        generate.main()
+        return capsys.readouterr().out
+
+    assert say("def f(", "--max-new-tokens", 5).startswith("def f(")
+    for options, message in (
+        (
+            ["def f(", "--max-new-tokens", 5000],
+            r"max_new_tokens = 5000: must be at most 2\d\d: the prompt has \d tokens",
+        ),
+        (["def f(", "--max-new-tokens", 0], "max_new_tokens = 0: must be an integer, at least 1"),
+        (["", "--max-new-tokens", 5], "prompt = '': must hold at least one token"),
+        (["a b c " * 200], r"prompt = 'a b c .*\.\.\.': has \d+ tokens; the model has 256 positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            say(*options)
+
+
+def test_a_run_is_served(run_python: Run, start_python: Start, trained: Path, runs: TrainRuns, tmp_path: Path) -> None:
+    """Its newest checkpoint, exported once, with the tokenizer that it was trained with."""
+    output_dir, env = copied(trained, tmp_path), runs.environment()
     unfinished = output_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state"  # the run may still go on
     unfinished.mkdir(parents=True)
     (unfinished / "manifest.ocdbt").touch()
@@ -125,5 +204,5 @@ def test_a_run_is_served(
         assert process.wait(30) == 0, log.read_text()
         assert f"step 5 of {output_dir}" in log.read_text()
     assert contents(output_dir / "checkpoints") == checkpoints, "nothing written, nothing cleaned up"
-    assert [folder.name for folder in (output_dir / "exported").iterdir()] == ["step-5"]
+    assert sorted(path.name for path in (output_dir / "exported").iterdir()) == ["export.lock", "step-5"]
     assert json.loads((output_dir / "exported" / "step-5" / "config.json").read_text())["vocab_size"] == 512

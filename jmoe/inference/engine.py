@@ -113,7 +113,7 @@ class Engine:
         path: str | os.PathLike[str],
         *,
         max_batch: int = 8,
-        max_seq_len: int = 2048,
+        max_seq_len: int | None = None,
         policy: Policy = "auto",
         ring_slots: int | None = None,
         device_bytes: int | None = None,
@@ -128,7 +128,8 @@ class Engine:
     ) -> Self:
         """An engine for the Hugging Face checkpoint in a folder.
 
-        max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output.
+        max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output; None: 2048, or
+        fewer if the model has fewer positions.
         policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
         what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
         in `device_bytes` (default: half of them); `auto`: resident if that fits; else as many slots as fit, and each
@@ -152,7 +153,11 @@ class Engine:
         checkpoint = SplitCheckpoint(path, dtype)
         keep_compiled_programs()
         with checkpoint:
-            scheduler = _scheduler(checkpoint, max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens)
+            max_seq_len = checkpoint.sequence_length(max_seq_len)
+            eos = checkpoint.eos_token_ids
+            scheduler = Scheduler(
+                max_batch, max_seq_len, prefill_chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens
+            )
             memory = memory_plan(
                 checkpoint,
                 max_batch=max_batch,
@@ -182,6 +187,7 @@ class Engine:
         """Queue a request; returns its id. prompt: text, or token ids. constraint: of its output, used by it alone."""
         sampling = SamplingParams() if sampling is None else sampling
         token_ids = self._encode(prompt)
+        check(bool(token_ids), "prompt", prompt, "must hold at least one token")
         self.check_request(token_ids, sampling)
         if request_id is None:
             names = (f"request-{n}" for n in self._ids)
@@ -505,17 +511,6 @@ def _allowed(constraints: Sequence[Constraint | None], size: int, vocab_size: in
         if constraint is not None:
             constraint.fill(words_BW[row])
     return words_BW
-
-
-def _scheduler(
-    checkpoint: SplitCheckpoint, max_batch: int, max_seq_len: int, chunk_tokens: int, max_prefill_tokens: int | None
-) -> Scheduler:
-    """For the lengths that the model has positions for."""
-    limit, learned = checkpoint.config.max_position_embeddings, checkpoint.config.position == "learned"
-    fits = max_seq_len <= limit or not learned
-    check(fits, "max_seq_len", max_seq_len, f"must not exceed the model's {limit} positions")
-    eos = checkpoint.eos_token_ids
-    return Scheduler(max_batch, max_seq_len, chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

@@ -26,7 +26,7 @@ def memory_plan(
     path: str | os.PathLike[str] | SplitCheckpoint,
     *,
     max_batch: int = 8,
-    max_seq_len: int = 2048,
+    max_seq_len: int | None = None,
     policy: Policy = "auto",
     ring_slots: int | None = None,
     device_bytes: int | None = None,
@@ -39,8 +39,8 @@ def memory_plan(
     The arguments are those of `Engine.from_pretrained`, which raises the same errors.
     """
     checkpoint = path if isinstance(path, SplitCheckpoint) else SplitCheckpoint(path, dtype)
-    config = checkpoint.config
-    caches = jax.eval_shape(lambda: empty_caches(config, max_batch, max_seq_len, checkpoint.dtype))
+    config, length = checkpoint.config, checkpoint.sequence_length(max_seq_len)
+    caches = jax.eval_shape(lambda: empty_caches(config, max_batch, length, checkpoint.dtype))
     weights = ExpertWeights(
         config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
     )

@@ -1,6 +1,6 @@
 """Continue a prompt with the model in a folder, and say where its experts were.
 
-python -m jmoe.inference.generate FOLDER 'def f(' --policy ring --ring-slots 2
+python -m jmoe.inference.generate MODEL 'def f(' --policy ring --ring-slots 2
 """
 
 import argparse
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jmoe.runtime
+from jmoe.config import check
 
 
 def arguments() -> argparse.Namespace:
@@ -16,9 +17,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "folder", type=Path, help="a Hugging Face folder, such as `python -m jmoe.training.export` writes"
-    )
+    parser.add_argument("model", help="a Hugging Face folder, or the output folder of a run of train.py")
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -29,17 +28,50 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    a = arguments()
-    from jmoe.inference.engine import Engine
+def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
+    """Return the prompt's tokens; `ValueError` if there are none, or output and prompt do not fit the model."""
+    from tokenizers import Tokenizer
 
-    engine = Engine.from_pretrained(
-        a.folder, max_batch=1, max_seq_len=1024, policy=a.policy, ring_slots=a.ring_slots, device_bytes=a.device_bytes
-    )
-    with engine:
-        options = {"max_new_tokens": a.max_new_tokens, "temperature": a.temperature, "seed": a.seed}
-        (completion,) = engine.generate([a.prompt], **options)
-        stats = engine.stats()
+    from jmoe.models.split_checkpoint import SplitCheckpoint
+
+    with SplitCheckpoint(folder) as checkpoint:
+        limit = checkpoint.max_positions
+    file = folder / "tokenizer.json"
+    check(file.is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
+    ids: list[int] = Tokenizer.from_file(str(file)).encode(prompt).ids
+    check(bool(ids), "prompt", prompt, "must hold at least one token")
+    check(len(ids) < limit, "prompt", shortened(prompt), f"has {len(ids)} tokens; the model has {limit} positions")
+    room = f"must be at most {limit - len(ids)}: the prompt has {len(ids)} tokens and the model {limit} positions"
+    check(len(ids) + max_new_tokens <= limit, "max_new_tokens", max_new_tokens, room)
+    return ids
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text, for a message."""
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def main() -> None:
+    """Say what the model makes of the prompt."""
+    a = arguments()
+    from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.inference.engine import Engine
+    from jmoe.inference.sampling import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=a.temperature, seed=a.seed)
+    with hugging_face_folder(a.model, lambda text: print(text, file=sys.stderr), "MODEL") as folder:
+        ids = encoded(folder, a.prompt, a.max_new_tokens)
+        engine = Engine.from_pretrained(
+            folder,
+            max_batch=1,
+            max_seq_len=len(ids) + a.max_new_tokens,
+            policy=a.policy,
+            ring_slots=a.ring_slots,
+            device_bytes=a.device_bytes,
+        )
+        with engine:
+            (completion,) = engine.generate([ids], sampling)
+            stats = engine.stats()
     print(a.prompt + completion.text)
     of = engine.config.num_moe_layers * engine.config.num_experts
     print(
@@ -55,5 +87,5 @@ if __name__ == "__main__":
     jmoe.runtime.end_at_once_on_interrupt()
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"generate: {error}")

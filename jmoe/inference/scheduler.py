@@ -213,7 +213,7 @@ class Scheduler:
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """`ValueError` if it is empty or too long."""
         length = len(prompt_token_ids)
-        check(length > 0, "prompt_token_ids", prompt_token_ids, "must hold at least one token")
+        check(length > 0, "prompt", prompt_token_ids, "must hold at least one token")
         constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"
         check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
 

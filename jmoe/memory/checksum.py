@@ -19,7 +19,7 @@ def page_sums(record_R: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 def checksum(record_R: NDArray[np.uint8]) -> int:
     """One number for the content of whole pages: notices any change of one word and pages that change places."""
-    sums_P = page_sums(record_R)
+    sums_P = _mixed(page_sums(record_R))
     weights_P = np.arange(1, 2 * sums_P.size, 2, dtype=np.uint64)
     return int(np.dot(sums_P, weights_P))
 

@@ -428,9 +428,9 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, limit_s: float) -> Iterator[None]:
+def locked(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
     """Hold the folder's lock, which the kernel takes back from a process that dies."""
-    path = folder / LOCK
+    path = folder / name
     deadline_s = time.monotonic() + limit_s
     with path.open("a") as file:
         while True:

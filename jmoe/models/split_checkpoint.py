@@ -25,6 +25,8 @@ from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Names, check_tensors, parameters
 from kernels_pallas.matmul import dot
 
+DEFAULT_MAX_SEQ_LEN = 2048
+
 
 class Ends(nnx.Module):
     """What comes before the first layer and after the last one."""
@@ -86,6 +88,25 @@ class SplitCheckpoint:
     def opened_again(self) -> "SplitCheckpoint":
         """Return the checkpoint as it is in its folder now, with files of its own."""
         return SplitCheckpoint(self.folder, self._given_dtype)
+
+    @property
+    def max_positions(self) -> int:
+        """The most tokens of a sequence, with what YaRN adds to the positions."""
+        limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
+        stretched = 0 if scaling is None else round(scaling.factor * scaling.original_max_position_embeddings)
+        return max(limit, stretched)
+
+    def sequence_length(self, asked: int | None) -> int:
+        """Return how many tokens a sequence may have: as many as asked for, by default 2048 or what the model has.
+
+        Raises `ValueError` for more than the model has positions for.
+        """
+        limit = self.max_positions
+        if asked is None:
+            return min(DEFAULT_MAX_SEQ_LEN, limit)
+        check(asked >= 2, "max_seq_len", asked, "must be at least 2, a token of prompt and one of output")
+        check(asked <= limit, "max_seq_len", asked, f"must not exceed the model's {limit} positions")
+        return asked
 
     @property
     def num_experts(self) -> int:

@@ -19,7 +19,7 @@ from jmoe.serving.schemas import (
     Usage,
 )
 from jmoe.serving.service import Service, note_prompts, usage
-from jmoe.serving.tokens import TokenTexts
+from jmoe.serving.tokens import TextOffsets, TokenTexts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
@@ -37,28 +37,36 @@ class _Choice:
     def __init__(self, body: CompletionRequest, texts: TokenTexts, prompt: _Prompt, index: int) -> None:
         self._body, self._texts, self._prompt, self._index = body, texts, prompt, index
         self._begun = False
-        self._offset = 0
+        self._offsets: TextOffsets | None = None
 
     def piece(self, output: Output) -> CompletionChoice:
         """The next piece; the first has the prompt, if it is to be echoed."""
         text, logprobs = output.text, output.logprobs
         if self._body.max_tokens == 0:  # one was drawn, since the engine draws at least one
             text, logprobs = "", []
-        first: list[int] = []
+        echoed: list[TokenLogprob] | None = None
         if self._body.echo and not self._begun:
-            text, first = self._prompt.text + text, self._prompt.token_ids[:1]
-            logprobs = [*output.prompt_logprobs, *logprobs]
+            text, echoed = self._prompt.text + text, output.prompt_logprobs
         self._begun = True
         reason = "length" if self._body.max_tokens == 0 else output.finish_reason
         assert reason != "abort" and reason != "error", "these have no reader"
-        found = self._logprobs(first, logprobs)
-        self._offset += len(text)
+        found = self._logprobs(text, echoed, logprobs)
         return CompletionChoice(index=self._index, text=text, logprobs=found, finish_reason=reason)
 
-    def _logprobs(self, first: list[int], logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, text: str, echoed: Sequence[TokenLogprob] | None, logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs | None:
+        """Return those of a piece. echoed: of the prompt from its second token on, where it is part of the piece."""
         if self._body.logprobs is None:
             return None
-        return self._texts.completion_logprobs(first, logprobs, self._offset)
+        if self._offsets is None:
+            self._offsets = TextOffsets(self._texts, text)
+        first, offsets = [], []
+        if echoed is not None:
+            first = self._prompt.token_ids[:1]
+            offsets = self._offsets.of(self._prompt.token_ids, self._prompt.text)
+        offsets += self._offsets.of([lp.token_id for lp in logprobs])
+        return self._texts.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
 
 def join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:

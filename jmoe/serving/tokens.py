@@ -1,5 +1,6 @@
 """What single tokens are: bytes, which need not be whole characters; and log-probabilities as OpenAI gives them."""
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -57,21 +58,20 @@ class TokenTexts:
         """The most characters that so many tokens can be; None if there is no limit."""
         return None if self._longest is None else num_tokens * self._longest
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of the text of an output."""
+        return token_id in self._special
+
     def completion_logprobs(
-        self, prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], offset: int
+        self, prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: list[int]
     ) -> CompletionLogprobs:
-        """Of tokens that begin at character `offset`. prompt_token_ids: only the first, if the tokens begin with it."""
+        """Return them as OpenAI does. prompt_token_ids: only the first, if the tokens begin with it."""
         first = [self.text(token) for token in prompt_token_ids]
-        texts = first + [self.text(lp.token_id) for lp in logprobs]
-        offsets = []
-        for text, token in zip(texts, [*prompt_token_ids, *(lp.token_id for lp in logprobs)], strict=True):
-            offsets.append(offset)
-            offset += len(text) if not text.startswith("bytes:") else len(self.bytes(token).decode(errors="ignore"))
         return CompletionLogprobs(
-            tokens=texts,
+            tokens=first + [self.text(lp.token_id) for lp in logprobs],
             token_logprobs=[*[None for _ in first], *(lp.logprob for lp in logprobs)],
             top_logprobs=[*[None for _ in first], *(self._top(lp) for lp in logprobs)],
-            text_offset=offsets,
+            text_offset=text_offset,
         )
 
     def chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
@@ -91,3 +91,31 @@ class TokenTexts:
     def _described(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.bytes(token_id)
         return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))
+
+
+class TextOffsets:
+    """Counts at which character of a text each of its tokens begins.
+
+    A token that goes on with a character begins where that character does, and text that is held back counts too, so
+    the numbers do not depend on when which piece of the text goes out.
+    """
+
+    def __init__(self, texts: TokenTexts, text: str) -> None:
+        """text: how the whole begins; decoders strip the space before a first word."""
+        self._texts, self._strips_space = texts, not text.startswith(" ")
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def of(self, token_ids: Sequence[int], text: str = "") -> list[int]:
+        """Return the offsets of the next tokens. text: special tokens count where they are part of it."""
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._num_characters)
+            data = self._texts.bytes(token)
+            if self._texts.is_special(token) and not text.startswith(data.decode(), self._num_characters):
+                continue
+            if self._strips_space:
+                data = data.removeprefix(b" ")
+                self._strips_space = False
+            self._num_characters += len(self._decoder.decode(data))
+        return offsets

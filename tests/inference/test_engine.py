@@ -284,6 +284,7 @@ def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) ->
         ({"policy": "ring", "expert_tier": "host", "host_cache_bytes": 9}, "host_cache_bytes = 9: needs expert_tier"),
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16"),
         ({"max_seq_len": 1}, "max_seq_len = 1: must be at least 2"),
+        ({"max_seq_len": 65}, "max_seq_len = 65: must not exceed the model's 64 positions"),
         ({"max_prefill_tokens": 3}, "max_prefill_tokens = 3: must be at least 4, a chunk of one prompt"),
     ],
 )
@@ -377,6 +378,8 @@ def test_bad_requests() -> None:
             served.generate([[1, 99]])
         with pytest.raises(ValueError, match=r"len\(prompt_token_ids\) = 40: must be below max_seq_len = 40"):
             served.generate([[1] * 40])
+        with pytest.raises(ValueError, match=r"prompt = \(\): must hold at least one token"):
+            served.generate([()])
         with pytest.raises(ValueError, match="temperature = -1: must be 0 or greater"):
             served.generate([[1]], temperature=-1)
         assert not served.has_unfinished

@@ -462,7 +462,10 @@ def test_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "prompt_token_ids = .*at least one token"), ([1] * 10, r"len\(prompt_token_ids\) = 10: .*max_seq_len = 10")],
+    [
+        ([], r"prompt = \[\]: must hold at least one token"),
+        ([1] * 10, r"len\(prompt_token_ids\) = 10: .*max_seq_len = 10"),
+    ],
 )
 def test_bad_prompt(prompt: list[int], message: str) -> None:
     scheduler = Scheduler(2, 10, 4)

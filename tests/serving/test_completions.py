@@ -114,6 +114,38 @@ def test_echo_with_logprobs(client: openai.OpenAI, engine: Engine, max_tokens: i
     assert answer.usage is not None and answer.usage.completion_tokens == max_tokens
 
 
+def assert_offsets(text: str, logprobs: Any) -> None:
+    """Every token that is text stands where it is said to, up to bytes that are no text."""
+    end = text.find("\ufffd") if "\ufffd" in text else len(text)
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets) and len(offsets) == len(logprobs["tokens"])
+    for token, offset in zip(logprobs["tokens"], offsets, strict=True):
+        if not token.startswith("bytes:") and offset + len(token) <= end:
+            assert text[offset : offset + len(token)] == token
+
+
+def test_text_offsets(server: HttpProcess) -> None:
+    """In characters, also behind those that are several tokens, and whatever is held back for a stop string."""
+    for prompt in ("日本語 🎉 and more 日本語", "<|endoftext|> x", " é"):
+        body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+        choice = server.post("/v1/completions", **body).json()["choices"][0]
+        assert choice["text"] == prompt
+        assert_offsets(prompt, choice["logprobs"])
+        assert choice["logprobs"]["text_offset"][-1] >= len(prompt) - 5
+    body = {"prompt": "def f(", "max_tokens": 30, "logprobs": 0, "ignore_eos": True, "seed": 1}
+    body["logit_bias"] = {str(token): 8 for token in (*range(66, 92), 163, 103, 262)}
+    free = server.post("/v1/completions", **body).json()["choices"][0]
+    stop = [letter + "never" for letter in set(free["text"])]
+    for options in ({}, {"stop": stop[:4]}, {"echo": True}):
+        choice = server.post("/v1/completions", **body | options).json()["choices"][0]
+        assert_offsets(choice["text"], choice["logprobs"])
+        assert len(choice["logprobs"]["tokens"]) >= 30
+        *pieces, done = (event for event in streamed(server, **body | options))
+        assert done == "[DONE]"
+        offsets = [at for piece in pieces for at in piece["choices"][0]["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"]
+
+
 def test_a_stop_string_never_leaks(server: HttpProcess, engine: Engine) -> None:
     (free,) = engine.generate([PROMPTS[0]], max_new_tokens=60, ignore_eos=True, **SAMPLED)
     body = {"prompt": PROMPTS[0], "max_tokens": 60, "ignore_eos": True, **SAMPLED}
