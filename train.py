@@ -53,6 +53,7 @@ from jmoe.training.metrics import (
 from jmoe.training.pretrained import TOKENIZER, pretrained_state, with_pretrained_model
 from jmoe.training.progress import PreparingData
 from jmoe.training.report import print_final_summary, write_report
+from jmoe.training.resume import restored
 from jmoe.training.run_folder import WAIT_S, RunFolder
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
@@ -112,7 +113,7 @@ class Run:
         option = "checkpoint.drain_timeout_s"
         with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress, option=option):
             self.checkpoints.wait_for_records()
-        with self.watchdog.waiting_for("checkpoint of step", step):
+        with self.watchdog.waiting_for("checkpoint of step", step, progress=progress):
             self.folder.check()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
@@ -140,10 +141,10 @@ def start_or_resume(
         return pretrained_state(program, config) if config.init_from else program.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
-    state, data_state, _ = checkpoints.restore(step, program.saved_shape)
+    state, data_state = restored(program, checkpoints, step)
     batches.set_state(data_state)
     say(f"resuming from step {step} of {checkpoints.directory}")
-    return program.from_saved(state)
+    return state
 
 
 def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """train.py with experts on other tiers: the ordinary run's losses, also after a SIGKILL in the middle of a save."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,27 @@ def test_a_checkpoint_of_host_memory_is_an_ordinary_one(
     assert all(abs(ours[step] - expected[step]) <= 1e-5 * expected[step] for step in expected)
 
 
-def test_another_tier_on_disk_is_refused(runs: TrainRuns, on_host: Path, run_python: Run) -> None:
-    done = run_python(runs.command(on_host, *NVME), runs.environment())
-    assert done.returncode == 1
-    assert "tiers.experts: 'device' -> 'nvme'" in done.stderr
+def test_a_run_on_nvme_is_served_exported_and_moved(
+    runs: TrainRuns, on_host: Path, tmp_path: Path, run_python: Run
+) -> None:
+    """The weights are those of the run in host memory, and so is what the run does when it goes on on the device."""
+    run = tmp_path / "run"
+    finish(runs, run_python, run, *NVME)
+    served = run_python(["serve.py", run, "--dry-run"], runs.environment(), timeout=200)
+    assert served.returncode == 0, served.stderr
+    exported = run_python(["-m", "jmoe.training.export", on_host, tmp_path / "model"], runs.environment(), timeout=200)
+    assert exported.returncode == 0, exported.stderr
+    folders = [tmp_path / "model", run / "exported" / f"step-{STEPS}"]
+    ours, theirs = (folder / "model.safetensors" for folder in folders)
+    assert ours.read_bytes() == theirs.read_bytes()
+
+    shutil.copytree(on_host, tmp_path / "host")
+    finish(runs, run_python, tmp_path / "host", *NVME, "--num-steps", STEPS + 4)  # memory to disk
+    finish(runs, run_python, run, "--num-steps", STEPS + 4)  # disk to device
+    assert [resumes(folder) for folder in (tmp_path / "host", run)] == [[STEPS], [STEPS]]
+    ours, theirs = dict(losses(tmp_path / "host")), dict(losses(run))
+    assert len(ours) == STEPS + 4
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=0)
 
 
 def test_bad_tiers_are_refused_at_once(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:

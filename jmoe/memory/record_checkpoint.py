@@ -1,5 +1,7 @@
 """Records as part of an Orbax checkpoint: pinned when it is saved, copied to its folder afterwards.
 
+Records in host memory have no files to pin: they are written into the folder at once.
+
 A step's item `records` is a folder of lists, `process-K.json`: which versions process K had pinned, and where. The pins
 are hard links beside the store (`VersionStore.pin`), so saving takes time by the number of records, none by their
 bytes, and the lists commit with the rest of the step, by Orbax's rename. Then each process copies its pinned versions
@@ -12,11 +14,12 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,11 @@ import orbax.checkpoint as ocp
 
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.direct_io import Io, fsync_folder, io_of, write_file
-from jmoe.memory.version_store import PINS, Version, VersionStore
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.saved_records import Indexed, flush, read_lists, whole_files, write_records
+from jmoe.memory.version_store import PINS, Version, VersionStore, sealed
 
 ITEM = "records"  # of a step; also the folder's name
-READERS = 4  # threads that check records before they are restored
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,14 @@ class Found:
     missing: list[str]
 
 
+def is_record(path: Path) -> bool:
+    """Whether a file of a step, relative to the step's folder, is a record."""
+    return len(path.parts) == 3 and path.parts[0].startswith(ITEM) and Version.parse(path.name) is not None
+
+
 def is_durable(folder: Path) -> bool:
     """Whether every process has copied its records of this step."""
-    lists = _lists(folder)
+    lists = read_lists(folder)
     return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
 
 
@@ -64,22 +73,27 @@ class RecordCheckpoints:
 
     `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
     Several processes each have one, with stores that own different records of the same names. stall_limit_s: the
-    longest that a drain may take for one record.
+    longest that a drain may take for one record. memory: layouts of the kinds of records that are in memory, not in a
+    store; `memory` is to give all the `owned` ones, one by one.
     """
 
     def __init__(
         self,
         stores: Mapping[str, VersionStore],
         *,
+        memory: Mapping[str, RecordLayout] | None = None,
+        owned: Iterable[int] = (),
         process: int = 0,
         num_processes: int = 1,
         stall_limit_s: float = 3600.0,
     ) -> None:
         self.stores, self.process, self.num_processes = dict(stores), process, num_processes
+        self.memory: dict[str, Callable[[], Iterable[Indexed]]] = {}
+        self._layouts, self._owned, self._token = dict(memory or {}), tuple(owned), secrets.randbits(32)
         self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # records, of how many
-        self._checked = 0  # records, by `find`
+        self._counted = 0  # records, by `find` and `write_memory`
         self._stats = DrainStats()
         self._found: tuple[Path, Found] | None = None  # by `find`, for `restore`
 
@@ -90,10 +104,19 @@ class RecordCheckpoints:
         """
         self.wait()
         versions = {name: store.pin(str(step)) for name, store in self.stores.items()}
+        for name in self._layouts:
+            versions[name] = [Version(index, step, self._token).name for index in self._owned]
         return {"num_processes": self.num_processes, "pins": self._pins(step), "versions": versions}
 
+    def write_memory(self, folder: Path, pinned: dict[str, Any]) -> None:
+        """Write the records that are in memory into a step that is being saved; nobody may change one meanwhile."""
+        for name, layout in self._layouts.items():
+            write_records(folder / name, layout, pinned["versions"][name], self.memory[name](), self._count)
+
     def write_list(self, folder: Path, pinned: dict[str, Any]) -> None:
-        """Add to a step that is being saved what `pin` has pinned for it."""
+        """Add to a step that is being saved what `pin` has pinned for it; what `write_memory` wrote becomes durable."""
+        for name in self._layouts:
+            flush(folder / name, pinned["versions"][name])
         path = folder / f"process-{self.process}.json"
         path.write_text(json.dumps(pinned))
 
@@ -129,8 +152,8 @@ class RecordCheckpoints:
         draining.result()
 
     def progress(self) -> tuple[int, ...]:
-        """What changes as long as a drain or a restore goes on."""
-        return (*self._drained, self._checked)
+        """What changes as long as records are saved, drained or restored."""
+        return (*self._drained, self._counted)
 
     def missing(self, folder: Path) -> list[str]:
         """This process's records that have no whole file, for a step of any number of processes; empty if none."""
@@ -141,24 +164,21 @@ class RecordCheckpoints:
 
         `ValueError` naming a list that is damaged.
         """
-        lists = _lists(folder)
+        lists = read_lists(folder)
         num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
-        found = Found({name: {} for name in self.stores}, [], [])
+        found = Found({}, [], [])
         if len(lists) != num_processes or not lists:
             found.missing.append(f"{folder}: {len(lists)} lists of {num_processes} processes")
             return found
-        for name, store in self.stores.items():
-            places = _places(folder, name, lists)
-            owned = [(index, places.get(index, [])) for index in store.owned]
-            with ThreadPoolExecutor(READERS, "verify") as pool:
-                parts = [
-                    pool.submit(_whole_files, store, owned[first::READERS], self._count) for first in range(READERS)
-                ]
-                for part in parts:
-                    files, damaged = part.result()
-                    found.files[name].update(files)
-                    found.damaged.extend(damaged)
-            found.missing.extend(f"{name} {index}" for index in store.owned if index not in found.files[name])
+        kinds = {name: (store.layout, store.owned) for name, store in self.stores.items()}
+        kinds |= {name: (sealed(layout), self._owned) for name, layout in self._layouts.items()}
+        saved = {name for listed in lists.values() for name in listed["versions"]}
+        for name in kinds.keys() & saved:  # what is not there is among the step's arrays
+            layout, owned = kinds[name]
+            files, damaged = whole_files(folder, name, layout, owned, self._count)
+            found.files[name] = files
+            found.damaged.extend(damaged)
+            found.missing.extend(f"{name} {index}" for index in owned if index not in files)
         self._found = folder, found
         return found
 
@@ -176,13 +196,13 @@ class RecordCheckpoints:
             raise FileNotFoundError(errno.ENOENT, what, str(folder))
         for name, store in self.stores.items():
             store.restore(found.files[name])
-        own = _lists(folder).get(self.process, {"pins": {}})["pins"]
+        own = read_lists(folder).get(self.process, {"pins": {}})["pins"]
         if own == self._pins(int(folder.parent.name)) and all(Path(pins).is_dir() for pins in own.values()):
             self.wait()
             self._start(self._drain, folder)
 
     def _count(self) -> None:
-        self._checked += 1
+        self._counted += 1
 
     def stats(self) -> DrainStats:
         return self._stats
@@ -207,13 +227,16 @@ class RecordCheckpoints:
             for pins in (store.path / PINS).iterdir():
                 if pins.name not in steps:
                     shutil.rmtree(pins)
-        self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
+        if self.stores:
+            self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
 
     def _free_processes(self, folders: list[Path]) -> None:
         """Free the records of processes that there are no more, once none of the kept steps `folders` names them."""
         own = next(iter(self.stores.values())).path.parent
         root = own.parent if self.process else own
-        pins = [Path(path) for kept in folders for listed in _lists(kept).values() for path in listed["pins"].values()]
+        pins = [
+            Path(path) for kept in folders for listed in read_lists(kept).values() for path in listed["pins"].values()
+        ]
         for place in root.glob("process-*"):
             number = place.name.removeprefix("process-")
             named = any(path.is_relative_to(place.absolute()) for path in pins)
@@ -267,60 +290,6 @@ def _fulfil(future: Future[object], work: Callable[..., object], *arguments: Any
         future.set_result(result)
 
 
-def _lists(folder: Path) -> dict[int, dict[str, Any]]:
-    """What every process has listed, by its number; `ValueError` naming a file that is not what was written."""
-    return {int(path.stem.removeprefix("process-")): _list(path) for path in folder.glob("process-*.json")}
-
-
-def _list(path: Path) -> dict[str, Any]:
-    try:
-        listed = json.loads(path.read_text())
-        whole = isinstance(listed["num_processes"], int) and listed["pins"].keys() == listed["versions"].keys()
-        whole = whole and all(Path(pins).is_absolute() for pins in listed["pins"].values())
-        whole = whole and all(Version.parse(v) is not None for names in listed["versions"].values() for v in names)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path}: is damaged; delete {path.parent.parent} to go on from an older step")
-    return dict(listed)
-
-
-def _places(folder: Path, name: str, lists: dict[int, dict[str, Any]]) -> dict[int, list[Path]]:
-    """Where the files of a store's records may be, the best place first."""
-    places = {}
-    for listed in lists.values():
-        for version in listed["versions"].get(name, []):
-            parsed = Version.parse(version)
-            assert parsed is not None, version
-            places[parsed.index] = [Path(listed["pins"][name]) / version, folder / name / version]
-    return places
-
-
-def _whole_files(
-    store: VersionStore, places: list[tuple[int, list[Path]]], count: Callable[[], None]
-) -> tuple[dict[int, Path], list[str]]:
-    """The first file of each record that is what was written; a sentence for every file that is not."""
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    whole: dict[int, Path] = {}
-    damaged = []
-    for index, paths in places:
-        count()
-        errors = []
-        for path in paths:
-            try:
-                store.check_version(path, record_R)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                errors.append((path, f"{path}: {error.strerror}"))
-            else:
-                whole[index] = path
-                break
-        found = f"{whole[index]} is used instead" if index in whole else "no other file has this record"
-        damaged += [f"{line}; {found}, delete {path}." for path, line in errors]
-    return whole, damaged
-
-
 def _step_before(folder: Path) -> Path:
     """The same item of the step before; it may not exist."""
     root, step = folder.parent.parent, int(folder.parent.name)
@@ -352,8 +321,9 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
     """The item of an Orbax step that is a `RecordCheckpoints`; see `RecordsSave` and `RecordsRestore`."""
 
     async def async_save(self, directory: Path, args: "RecordsSave") -> list[ocp.future.Future]:
-        """Pin now; the list is written when the step's folder is there."""
+        """Pin and write what is in memory now; the list is written in the background."""
         pinned = args.records.pin(args.step)
+        args.records.write_memory(Path(directory), pinned)
 
         async def write() -> None:
             args.records.write_list(Path(directory), pinned)
@@ -361,7 +331,9 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name=ITEM)]
 
     def save(self, directory: Path, args: "RecordsSave") -> None:
-        args.records.write_list(Path(directory), args.records.pin(args.step))
+        pinned = args.records.pin(args.step)
+        args.records.write_memory(Path(directory), pinned)
+        args.records.write_list(Path(directory), pinned)
 
     def restore(self, directory: Path, args: "RecordsRestore") -> None:
         args.records.restore(Path(directory))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.checksum import checksum
-from jmoe.memory.direct_io import check_buffer, fsync_folder, io_of, read_file, write_file
+from jmoe.memory.direct_io import Io, check_buffer, fsync_folder, io_of, read_file, write_file
 from jmoe.memory.hot_set import record_ids
 from jmoe.memory.record_store import (
     Fill,
@@ -41,6 +41,11 @@ from jmoe.memory.record_store import (
 SEAL = "seal"
 PINS = "pins"
 SYNC_EVERY = 16  # versions written between two syncs of the folder, at most
+
+
+def sealed(layout: RecordLayout) -> RecordLayout:
+    """The layout of a record's file: its arrays, and the seal (index, counter, token, checksum)."""
+    return RecordLayout.of({f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)})
 
 
 @dataclass(frozen=True, order=True)
@@ -64,6 +69,43 @@ class Version:
         except (ValueError, IndexError):
             return None
         return version if version.name == name else None
+
+
+def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
+    """Make the record that of this version; layout: a sealed one."""
+    seal = layout.views(record_R)[SEAL]
+    seal[:] = (version.index, version.counter, version.token, 0)
+    seal[3] = checksum(record_R)
+
+
+def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
+    """Read the file of a version and check it; `OSError` naming file and record if it is not what was written.
+
+    layout: a sealed one.
+    """
+    version = Version.parse(path.name)
+    assert version is not None, path
+    try:
+        read_file(path, record_R, io)
+    except OSError as error:
+        raise OSError(error.errno, f"record {version.index}: {error.strerror}", str(path)) from error
+    seal = layout.views(record_R)[SEAL]
+    found = [int(word) for word in seal]
+    seal[3] = 0
+    if found != [version.index, version.counter, version.token, checksum(record_R)]:
+        why = f"record {version.index}: damaged, its content is not what was written; a checkpoint may have it"
+        raise OSError(errno.EIO, why, str(path))
+    seal[3] = found[3]
+
+
+def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
+    """Read the file of a version as `read_sealed` does, and check its size too."""
+    size_bytes = path.stat().st_size
+    if size_bytes != layout.record_bytes:
+        index = path.name.partition(".")[0]
+        why = f"record {index}: damaged, has {size_bytes} of {layout.record_bytes} bytes"
+        raise OSError(errno.EIO, why, str(path))
+    read_sealed(path, layout, record_R, io)
 
 
 @dataclass(frozen=True)
@@ -131,9 +173,8 @@ class VersionStore:
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         check(SEAL not in {f.name for f in layout.fields}, "layout", layout.describe(), f"must not name {SEAL!r}")
         folder = Path(folder)
-        arrays = {f.name: (f.shape, f.dtype) for f in layout.fields}
-        sealed = RecordLayout.of(arrays | {SEAL: ((4,), np.uint64)})
-        expected = manifest_of(sealed, num_records, fingerprint) | {"kind": "versions"}
+        of_files = sealed(layout)
+        expected = manifest_of(of_files, num_records, fingerprint) | {"kind": "versions"}
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
             held.enter_context(locked(folder, lock_limit_s))
@@ -149,7 +190,7 @@ class VersionStore:
             if differ:
                 was = {key: manifest.get(key) for key in differ}
                 raise PackError(f"{folder}: holds {was}, expected { {key: expected[key] for key in differ} }")
-            store = cls(folder, sealed, num_records, range(num_records) if owned is None else owned)
+            store = cls(folder, of_files, num_records, range(num_records) if owned is None else owned)
             store._held = held.pop_all()
         return store
 
@@ -187,28 +228,7 @@ class VersionStore:
 
     def read_version(self, path: Path, record_R: NDArray[np.uint8]) -> None:
         """Read the file of a version, here or in a checkpoint, and check it; errors as of `read_into`."""
-        version = Version.parse(path.name)
-        assert version is not None, path
-        try:
-            read_file(path, record_R, self.io if path.is_relative_to(self.path) else "buffered")
-        except OSError as error:
-            raise OSError(error.errno, f"record {version.index}: {error.strerror}", str(path)) from error
-        seal = self.layout.views(record_R)[SEAL]
-        found = [int(word) for word in seal]
-        seal[3] = 0
-        if found != [version.index, version.counter, version.token, checksum(record_R)]:
-            why = f"record {version.index}: damaged, its content is not what was written; a checkpoint may have it"
-            raise OSError(errno.EIO, why, str(path))
-        seal[3] = found[3]
-
-    def check_version(self, path: Path, record_R: NDArray[np.uint8]) -> None:
-        """Read the file of a version as `read_version` does, and check its size too."""
-        size_bytes = path.stat().st_size
-        if size_bytes != self.layout.record_bytes:
-            index = path.name.partition(".")[0]
-            why = f"record {index}: damaged, has {size_bytes} of {self.layout.record_bytes} bytes"
-            raise OSError(errno.EIO, why, str(path))
-        self.read_version(path, record_R)
+        read_sealed(path, self.layout, record_R, self.io if path.is_relative_to(self.path) else "buffered")
 
     def write(self, index: int, record_R: NDArray[np.uint8]) -> None:
         """Make this the current version; it is whole on the device when this returns, and its name after `sync`.
@@ -224,9 +244,7 @@ class VersionStore:
             version = Version(index, self._counter, self._token)
             self._new += not self._spare
             path, recycled = (self._spare.pop(), 1) if self._spare else (self.path / f"new-{self._new}", 0)
-        seal = self.layout.views(record_R)[SEAL]
-        seal[:] = (index, version.counter, version.token, 0)
-        seal[3] = checksum(record_R)
+        set_seal(version, self.layout, record_R)
         try:
             write_file(path, record_R, self.io)
             path.rename(self.path / version.name)

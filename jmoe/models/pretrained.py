@@ -6,6 +6,7 @@ Legend: B batch, S sequence, D hidden, V vocabulary, N layers with experts, T = 
 import json
 import math
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jmoe.config import ModelConfig, check
@@ -22,7 +24,7 @@ from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.huggingface import hf_config, model_config
 from jmoe.models.safetensors_io import write_safetensors
-from jmoe.models.weights import flat, load_arrays, new_tensors
+from jmoe.models.weights import Names, StoredExperts, flat, load_arrays, new_tensors
 from kernels_pallas.matmul import dot
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -169,17 +171,25 @@ def save_pretrained(
     computes, with `fields` (e.g. eos_token_id) added. Raises `ValueError` with the options that no family has.
     """
     check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
-    folder = Path(path).expanduser()
-    config = model.config
-    described = json.loads(model.config_json) if model.config_json else hf_config(config)
+    described = json.loads(model.config_json) if model.config_json else hf_config(model.config)
     described.pop("quantization_config", None)  # weights were made whole when they were loaded
-    described.pop("torch_dtype", None)
+    arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
+    write_pretrained(Path(path).expanduser(), model.config, arrays, described | fields, max_shard_bytes)
+
+
+def write_pretrained(
+    folder: Path,
+    config: ModelConfig,
+    arrays: Mapping[Names, jax.Array | StoredExperts],
+    described: dict[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write parameters, {path: array}, and the configuration that transformers reads with them."""
+    described = {name: value for name, value in described.items() if name != "torch_dtype"}
     if config.kv_lora_rank is not None:
         described["num_nextn_predict_layers"] = 0  # the layers that predict further tokens were not loaded
-    described |= {"dtype": model.decoder.embedding[...].dtype.name} | fields
-    shapes = abstract_decoder(config)[2]
-    arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
-    tensors = new_tensors(arrays, shapes, config, described["model_type"])
+    described["dtype"] = np.dtype(arrays[("embedding",)].dtype).name
+    tensors = new_tensors(arrays, abstract_decoder(config)[2], config, described["model_type"])
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder, tensors, max_shard_bytes)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -8,7 +8,7 @@ process's shards of it) is filled piece by piece, so that hardly more memory is 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -277,7 +277,24 @@ def _host(array: jax.Array, n: int | None) -> np.ndarray:
     return np.asarray(array if n is None else array[n])
 
 
-def new_tensors(arrays: dict[Names, jax.Array], shapes: Any, config: ModelConfig, family: str) -> list[NewTensor]:
+@dataclass(frozen=True)
+class StoredExperts:
+    """A parameter of the experts that is read one expert at a time: `read(layer with experts, expert)`."""
+
+    read: Callable[[int, int], np.ndarray]
+    dtype: np.dtype
+    is_fully_addressable: bool = True
+
+    def at(self, piece: Piece, num_experts: int) -> np.ndarray:
+        """The matrix that a piece is made of, or those of all experts of a layer."""
+        if len(piece.at) == 2:
+            return self.read(*piece.at)
+        return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
+
+
+def new_tensors(
+    arrays: Mapping[Names, jax.Array | StoredExperts], shapes: Any, config: ModelConfig, family: str
+) -> list[NewTensor]:
     """The tensors that transformers expects, layer by layer, each made when it is written."""
     found: list[tuple[tuple[int, int, int], NewTensor]] = []
     for parameter in parameters(shapes, config, family):
@@ -286,9 +303,15 @@ def new_tensors(arrays: dict[Names, jax.Array], shapes: Any, config: ModelConfig
             array.is_fully_addressable, "model", ".".join(parameter.path), "must lie in this process whole to be saved"
         )
 
-        def data(piece: Piece, parameter: Parameter = parameter, array: jax.Array = array) -> np.ndarray:
+        def data(
+            piece: Piece, parameter: Parameter = parameter, array: jax.Array | StoredExperts = array
+        ) -> np.ndarray:
             source, layered = parameter.source, bool(parameter.layers)
-            x = _host(array, piece.at[0] if layered else None)[piece.at[layered:]][..., slice(*piece.columns)]
+            if isinstance(array, StoredExperts):
+                x = array.at(piece, parameter.experts)
+            else:
+                x = _host(array, piece.at[0] if layered else None)[piece.at[layered:]]
+            x = x[..., slice(*piece.columns)]
             if source.interleaved:
                 halves = np.split(_bits(x), 2, axis=-1)
                 return np.stack(halves, axis=-1).reshape(x.shape).view(x.dtype)

@@ -22,6 +22,7 @@ Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 PASSES = 3  # products of a weight with a token: forward, two gradients
+SAVED_AT_ONCE = 8  # records of experts of each kind that are copied while they are written
 UPDATE_BYTES = 52  # moved in memory for a parameter's update: 28 by AdamW itself, 24 to and from its records
 
 
@@ -383,6 +384,12 @@ def _record_bytes(model: TrainedModel, place: Placement) -> int:
     return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
 
 
+def _saved_bytes(model: TrainedModel, place: Placement) -> int:
+    """Host memory of a device's part of a save: a copy of its arrays, and of experts off it a few records at a time."""
+    dense = 12 * model.dense_parameters // model.dense_shards
+    return dense + 12 * (SAVED_AT_ONCE * model.expert_parameters if place.streamed else model.device_parameters)
+
+
 def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     model, place = plan.model, plan.placement
     devices, here = model.num_devices, model.devices_per_host
@@ -396,6 +403,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     yield "device", "activations: in use", model.working_bytes // devices
     yield "device", "kept for the backward pass", model.kept_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * here
+    yield "host", "copies for a save", _saved_bytes(model, place) * here
     if not place.streamed:
         yield "device", "experts: weights", 4 * model.device_parameters
         yield "device", "experts: moments", 8 * model.device_parameters

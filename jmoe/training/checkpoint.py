@@ -18,7 +18,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jmoe.config import CheckpointConfig, check
-from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
+from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave, is_record
 from jmoe.training.checkpoint_contents import (
     crc32,
     entry_of,
@@ -62,7 +62,8 @@ class Checkpoints:
         records: RecordCheckpoints | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        check(records is None or config.keep > 1, "checkpoint.keep", config.keep, "must be greater than 1 with records")
+        pins = records is not None and bool(records.stores)
+        check(not pins or config.keep > 1, "checkpoint.keep", config.keep, "must be greater than 1 with records")
         self.directory = Path(directory).absolute()
         self._keep, self._records = config.keep, records
         self._without_records: set[int] = set()  # steps that `latest_step` passed over
@@ -118,7 +119,7 @@ class Checkpoints:
 
     def _problem_of_records(self, step: int) -> str | None:
         """Why this process cannot restore the step's records, or None; prints what is damaged and not needed."""
-        folder = self._folder_of_records(step)  # not there in a step of a run whose experts had other tiers
+        folder = self.folder_of_records(step)  # not there in a step of a run whose experts had other tiers
         if self._records is None or not folder.is_dir():
             return None
         damage = self._damage(step, prefix=f"{ITEM}/")
@@ -148,7 +149,7 @@ class Checkpoints:
             return flag
         return bool(multihost_utils.process_allgather(np.int32(flag)).any())
 
-    def _folder_of_records(self, step: int) -> Path:
+    def folder_of_records(self, step: int) -> Path:
         return self.directory / str(step) / ITEM
 
     def newest_config(self) -> dict[str, Any] | None:
@@ -164,24 +165,33 @@ class Checkpoints:
         self._verify(step, prefix="config/")
         return self._read_json(step, "config")
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def arrays(self, step: int) -> list[str]:
+        """The names of a step's arrays."""
+        return list(self._manifest(step)["arrays"])
+
+    def restore(
+        self, step: int, abstract_state: Any, *, but: Collection[str] = (), records: bool = True
+    ) -> tuple[Any, Any, dict[str, Any]]:
         """(state, data_state, saved configuration) of `step`.
 
         abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say where each array
-        goes; mesh and number of processes need not be those of the save. Records become current. Raises `ValueError`
+        goes; mesh and number of processes need not be those of the save. but: arrays of the step that are left out.
+        records: become current. Raises `ValueError`
         that names the step and the file or arrays if a file is damaged (with the newest intact older step) or the
         trees do not match.
         """
         self._verify(step)
         names, leaves, tree = named_leaves(abstract_state)
-        self._check_arrays(step, dict(zip(names, leaves, strict=True)))
+        self._check_arrays(step, dict(zip(names, leaves, strict=True)), but)
         targets = {name: placed(leaf) for name, leaf in zip(names, leaves, strict=True)}
-        handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._processes)
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=self._processes)
+        places = ocp.checkpoint_utils.construct_restore_args(targets)
+        args = ocp.args.PyTreeRestore(targets, restore_args=places, partial_restore=bool(but))
         with ocp.Checkpointer(handler, multiprocessing_options=self._processes) as reader:
-            arrays = reader.restore(self.directory / str(step) / "state", args=ocp.args.StandardRestore(targets))
+            arrays = reader.restore(self.directory / str(step) / "state", args=args)
         state = jax.tree.unflatten(tree, [arrays[name] for name in names])
-        if self._records is not None:
-            self._records.restore(self._folder_of_records(step))
+        if self._records is not None and records and self.folder_of_records(step).is_dir():
+            self._records.restore(self.folder_of_records(step))
         self._step = step  # saved already
         return state, self._read_json(step, "data"), self._read_json(step, "config")
 
@@ -238,8 +248,8 @@ class Checkpoints:
         )
         raise ValueError(f"checkpoint {self.directory / str(step)} {damage}; {advice}")
 
-    def _check_arrays(self, step: int, wanted: dict[str, Any]) -> None:
-        saved = self._manifest(step)["arrays"]
+    def _check_arrays(self, step: int, wanted: dict[str, Any], but: Collection[str]) -> None:
+        saved = {name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but}
         lines = []
         for name in sorted(saved.keys() | wanted.keys()):
             here = entry_of(wanted[name]) if name in wanted else None
@@ -353,6 +363,7 @@ class Checkpoints:
                 timeout_secs=max(1, int(0.8 * self._timeout_s)),
                 barrier_sync_fn=self._barrier,
                 post_finalization_callback=self._seal,
+                create_directories_asynchronously=False,  # records in host memory are written before `save` returns
             ),
             multiprocessing_options=self._processes,
         )
@@ -420,7 +431,7 @@ class Checkpoints:
                 fsync(self.directory / str(step))
                 fsync(self.directory)
             if self._records is not None:
-                self._records.committed(self._folder_of_records(step), self._all_steps())
+                self._records.committed(self.folder_of_records(step), self._all_steps())
         except BaseException as error:  # raised at the next call, in the caller's thread
             self._error = error
 
@@ -472,6 +483,8 @@ class Checkpoints:
             listed.unlink()
         for path in files_of(folder):
             name = str(path.relative_to(folder))
+            if is_record(path.relative_to(folder)):
+                continue  # it has a sum of its own
             if name not in files and name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written once more
                 files[name] = [path.stat().st_size, crc32(path)]
         write_manifest(folder / MANIFEST, {"step": self._step, "files": files, "arrays": self._arrays})

@@ -20,8 +20,10 @@ FREE = (
     "tiers.beta",
     "tiers.decay_every_steps",
     "tiers.device_layers",
+    "tiers.experts",
     "tiers.gradients",
     "tiers.host_cache_bytes",
+    "tiers.optimizer",
     "tiers.path",
 )
 NOTED = {
@@ -50,12 +52,6 @@ def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return filled
 
 
-def _without_memory_tiers(config: dict[str, Any]) -> dict[str, Any]:
-    """What is in memory is saved in the same way, be it the device's or the host's."""
-    memory = {name: "device" for name in ("experts", "optimizer") if config["tiers"][name] == "host"}
-    return config | {"tiers": config["tiers"] | memory}
-
-
 def check_before_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """`check_compatible` at a time when the run's data, and so its fingerprint, is not known yet."""
     check_compatible(saved, now | {name: saved[name] for name in (FINGERPRINT,) if name in saved})
@@ -69,7 +65,6 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     list does not know. A `data_fingerprint` in both stands for the data, and its place may then change.
     """
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
-    saved, now = _without_memory_tiers(saved), _without_memory_tiers(now)
     noted = dict(NOTED)
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT

@@ -29,6 +29,7 @@ from jmoe.memory.record import Record
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.ring import Ring, RingStats
 from jmoe.memory.tiered_store import TieredStats, TieredStore
+from jmoe.memory.version_store import SEAL
 from jmoe.training.optimizer import catch_up
 
 WINDOW_STEPS = 64  # steps made up for by one call of the program
@@ -430,33 +431,48 @@ class ExpertState:
         self._lr.clear()
         self._clip.clear()
 
-    @_guarded
-    def weights(self) -> dict[str, NDArray[np.float32]]:
-        """[N, P, ...] of all experts; settle first."""
+    def each_weights(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """The records of all experts' weights, one after the other; settle first."""
         if self.stores.weights is not None:
-            return self._read(self.stores.weights, "")
-        num = self.owned.experts.size
-        whole = {name: np.empty((self.num_layers, num, *s), np.float32) for name, s in self.shapes.items()}
+            yield from self._each(self.stores.weights)
+            return
         self.begin(range(self.num_layers))
         for layer in range(self.num_layers):
             stacks = self.fetch(layer, self._chosen[layer].copy())
-            for name, w in whole.items():
-                w[layer] = np.concatenate([np.asarray(part[name]) for part in stacks])
+            on_host = [{name: np.asarray(w) for name, w in part.items()} for part in stacks]
+            for expert, index in enumerate(self._records(layer, np.arange(self.owned.experts.size)).tolist()):
+                device, place = divmod(expert, self.owned.per_device)
+                yield index, {name: w[place] for name, w in on_host[device].items()}
             self.release()
-        return whole
+
+    def each_moments(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """The records of all experts' moments, one after the other; settle first."""
+        return self._each(self.stores.moments)
+
+    def _each(self, store: TieredStore) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        for index in store.owned:
+            with store.get(index) as record:
+                yield index, {field.name: record[field.name] for field in store.layout.fields if field.name != SEAL}
+
+    @_guarded
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """[N, P, ...] of all experts; settle first."""
+        return self._stacked(self.each_weights(), "")
 
     @_guarded
     def moments(self, part: str) -> dict[str, NDArray[np.float32]]:
         """[N, P, ...] of all experts' first ("m") or second ("v") moments; settle first."""
-        return self._read(self.stores.moments, f"{part}.")
+        return self._stacked(self.each_moments(), f"{part}.")
 
-    def _read(self, store: TieredStore, prefix: str) -> dict[str, NDArray[np.float32]]:
-        whole = {n: np.empty((len(store.owned), *s), np.float32) for n, s in self.shapes.items()}
-        for place, index in enumerate(store.owned):
-            with store.get(index) as record:
-                for name, arrays in whole.items():
-                    arrays[place] = record[f"{prefix}{name}"]
-        return {name: w.reshape(self.num_layers, -1, *w.shape[1:]) for name, w in whole.items()}
+    def _stacked(
+        self, records: Iterator[tuple[int, dict[str, NDArray[Any]]]], prefix: str
+    ) -> dict[str, NDArray[np.float32]]:
+        num = self.owned.experts.size
+        whole = {n: np.empty((self.num_layers * num, *s), np.float32) for n, s in self.shapes.items()}
+        for place, (_, arrays) in enumerate(records):
+            for name, w in whole.items():
+                w[place] = arrays[f"{prefix}{name}"]
+        return {name: w.reshape(self.num_layers, num, *w.shape[1:]) for name, w in whole.items()}
 
     def stats(self) -> ExpertStats:
         weights, ring = self.stores.weights, self._ring.stats()

@@ -28,8 +28,8 @@ THREADS = 2  # that read, and as many that write, of each kind of record
 class ExpertStores:
     """The records of a run's experts. On the tier nvme they are opened as they are found; all else begins with `fill`.
 
-    shapes: of an expert's parameters. records: what a checkpoint has in files of its own; None without the tier nvme.
-    Every process has a folder of its own.
+    shapes: of an expert's parameters. records: what a checkpoint has in files of its own: weights and moments of all
+    experts. Every process has a folder of its own.
     """
 
     def __init__(self, config: TrainConfig, owned: Owned, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -41,9 +41,14 @@ class ExpertStores:
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions()
         saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
-        processes = {"process": jax.process_index(), "num_processes": jax.process_count()}
-        limit_s = config.checkpoint.drain_timeout_s
-        self.records = RecordCheckpoints(saved, stall_limit_s=limit_s, **processes) if saved else None
+        self.records = RecordCheckpoints(
+            saved,
+            memory={kind: self.layouts[kind] for kind in ("weights", "moments") if kind not in saved},
+            owned=self._owned_records,
+            process=jax.process_index(),
+            num_processes=jax.process_count(),
+            stall_limit_s=config.checkpoint.drain_timeout_s,
+        )
 
     def _open_versions(self) -> dict[str, VersionStore]:
         tiers = self._tiers
@@ -68,7 +73,7 @@ class ExpertStores:
         """Fill the tiers from each layer's weights and moments; None: they are in their records already."""
         tiers = self._tiers
         resident = tiers.experts == "device"
-        return ExpertState(
+        state = ExpertState(
             Stores(
                 None if resident else self._store("weights", tiers.experts, weights),
                 self._store("moments", tiers.optimizer, moments),
@@ -84,6 +89,10 @@ class ExpertStores:
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
+        if resident:
+            state.settle()  # now, while `weights` can be read
+        self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
+        return state
 
     def _store(self, kind: str, tier: str, of_layer: OfLayer | None) -> TieredStore:
         tiers, versions = self._tiers, self._versions.get(kind)
@@ -130,13 +139,12 @@ class ExpertStores:
     def progress(self) -> tuple[int, ...]:
         """What changes as long as records are filled, drained or restored."""
         written = tuple(store.stats().writes for store in self._versions.values())
-        return written + (() if self.records is None else self.records.progress())
+        return written + self.records.progress()
 
     def close(self) -> None:
         """Wait for what is being saved, and give the folders free."""
         with self._held:
-            if self.records is not None:
-                self.records.close()
+            self.records.close()
 
 
 def write_all(store: VersionStore, fill: Fill) -> None:

@@ -5,19 +5,24 @@ import dataclasses
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
 from jmoe.mesh import make_mesh
-from jmoe.models.pretrained import LanguageModel, decoder_of, save_pretrained
-from jmoe.models.weights import flat
+from jmoe.models.huggingface import hf_config
+from jmoe.models.pretrained import write_pretrained
+from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.parts import experts_of, without_experts
 from jmoe.training.pretrained import TOKENIZER
-from jmoe.training.step import make_program
+from jmoe.training.saved_experts import SavedExperts, expert_arrays
+from jmoe.training.step import TrainState, make_program
 from jmoe.training.tokenizer import load_tokenizer
 
 
@@ -32,6 +37,26 @@ def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**(values | {"router": RouterConfig(**values["router"])}))
 
 
+def saved_parameters(
+    checkpoints: Checkpoints, step: int, config: TrainConfig
+) -> dict[Names, jax.Array | StoredExperts]:
+    """Return the parameters of a checkpoint's step, {path: array}; experts are read one by one when they are used."""
+    program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    shape, names = program.saved_shape, checkpoints.arrays(step)
+    experts = experts_of(shape.params)
+    params = without_experts(shape.params) if experts else shape.params
+    but = [*expert_arrays(names), *(name for name in names if name.startswith(("m.", "v.")))]
+    state, _, _ = checkpoints.restore(step, TrainState(params, {}, {}, shape.router_bias, shape.step), but=but)
+    arrays: dict[Names, jax.Array | StoredExperts] = {**flat(state.params), **flat(state.router_bias)}
+    if experts:
+        shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
+        saved = SavedExperts(checkpoints, step, shapes, config.model.num_experts)
+        for path, leaf in flat(shape.params).items():
+            if path not in arrays:
+                arrays[path] = StoredExperts(partial(saved.one, path[-1]), np.dtype(leaf.dtype))
+    return arrays
+
+
 def export_run(run_dir: Path, out_dir: Path) -> int:
     """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers loads; the step.
 
@@ -43,9 +68,7 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
             raise ValueError(f"RUN_DIR = {str(run_dir)!r}: has no checkpoint in {checkpoints.directory}")
         saved = checkpoints.saved_config(step)
         config = TrainConfig(model=saved_model_config(saved["model"]))
-        program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
-        state, _, _ = checkpoints.restore(step, program.saved_shape)
-    decoder = decoder_of(config.model, flat(state.params) | flat(state.router_bias))
+        arrays = saved_parameters(checkpoints, step, config)
     tokenizer = checkpoints.directory / str(step) / TOKENIZER
     if not tokenizer.is_file():  # of a run that trained on token shards without one, or saved by an older jmoe
         given = saved["data"]["tokenizer"]
@@ -53,7 +76,7 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
     fields = {}
     if tokenizer.is_file():
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
-    save_pretrained(LanguageModel(decoder), out_dir, **fields)
+    write_pretrained(out_dir, config.model, arrays, hf_config(config.model) | fields)
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, out_dir / TOKENIZER)
         described = {

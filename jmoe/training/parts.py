@@ -23,6 +23,17 @@ class Part:
         return nnx.merge(self.graph, state, jax.tree.unflatten(self._bias, jax.tree.leaves(bias)))
 
 
+def experts_of(tree: Any) -> Any:
+    """The experts' parameters; nothing where they are not in the tree."""
+    return tree["moe_layers"]["moe"].get(EXPERTS_PATH, {}) if "moe_layers" in tree else {}
+
+
+def with_experts(tree: Any, experts: Any) -> Any:
+    """The parameters with these of the experts."""
+    layers = tree["moe_layers"]
+    return tree | {"moe_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
+
+
 def without_experts(tree: Any) -> Any:
     """The parameters but the experts'."""
     layers = tree["moe_layers"]

@@ -6,14 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from jmoe.config import TRAINING_ONLY, TrainConfig
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
-from jmoe.models.weights import flat, load_arrays
+from jmoe.models.safetensors_io import TensorReader, read_headers
+from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
+from jmoe.training.expert_stores import ExpertArrays
+from jmoe.training.parts import without_experts
 from jmoe.training.step import Program, TrainState
 
 TOKENIZER = "tokenizer.json"
+FLOAT32 = np.dtype(np.float32)
 
 
 def with_pretrained_model(config: TrainConfig) -> TrainConfig:
@@ -36,20 +42,46 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
 
 def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
-    """Step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it; fresh moments."""
+    """Step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it; fresh moments.
+
+    Experts of other tiers are read layer by layer, and never lie on a device together.
+    """
     folder, shape = Path(config.init_from).expanduser(), program.whole_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
-    arrays = load_arrays(folder, config.model, read_config(folder)["model_type"], shapes, jnp.float32)
+    stored = read_headers(folder)
+    wanted = parameters(shapes, config.model, read_config(folder)["model_type"])
+    check_tensors(wanted, stored, folder, config.model, jnp.float32)
+    streamed = [p for p in wanted if p.experts and program.from_layers is not None]
+    with TensorReader() as reader:
+        loader = Loader(stored, reader)
+        arrays = {p.path: loader.load(p, FLOAT32, places[p.path].sharding) for p in wanted if p not in streamed}
 
-    def owned(tree: Any) -> Any:
-        """What was read lies in memory of numpy's; a step may only write over JAX's own."""
-        return jax.tree.unflatten(jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)])
+        def owned(tree: Any) -> Any:
+            """What was read lies in memory of numpy's; a step may only write over JAX's own."""
+            return jax.tree.unflatten(jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)])
 
-    def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
+        def zeros(tree: Any) -> Any:
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
 
-    params, bias = owned(shape.params), owned(shape.router_bias)
-    step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
-    return program.from_saved(TrainState(params, zeros(shape.m), zeros(shape.v), bias, step))
+        def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+            return {
+                p.path[-1]: np.stack([_of_expert(loader, p, layer, expert) for expert in experts.tolist()])
+                for p in streamed
+            }
+
+        trees = [without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)]
+        step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
+        state = TrainState(owned(trees[0]), zeros(trees[1]), zeros(trees[2]), owned(shape.router_bias), step)
+        if program.from_layers is None:
+            return program.from_saved(state)
+        return program.from_layers(state, weights, lambda layer, experts: {})
+
+
+def _of_expert(loader: Loader, parameter: Parameter, layer: int, expert: int) -> NDArray[np.float32]:
+    whole = (slice(None),) * len(parameter.matrix)
+    found: NDArray[np.float32] = loader.region(
+        parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
+    )
+    return found[0, 0]

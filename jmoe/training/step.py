@@ -42,6 +42,7 @@ from jmoe.mesh import (
 from jmoe.models.decoder import Decoder, LayerScan
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.training.bandwidth import gathered_bytes_per_s
+from jmoe.training.parts import experts_of
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.state import TrainState as TrainState
 from jmoe.training.update import (
@@ -62,10 +63,13 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 class Program:
     """The jitted functions of one run. `state_shape` has the shapes and shardings of the state.
 
-    to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh.
+    to_saved, from_saved: between the state and what a checkpoint holds, of `saved_shape`, the same whatever the mesh;
+    the latter only where experts are part of the state.
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
     embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
-    its own; whole: the saved state with all of that, of `whole_shape`. evaluation_batches: how many batches `evaluate`
+    its own; whole: the saved state with all of that, of `whole_shape`. from_layers: the state from one without experts
+    and what reads weights and moments of experts of a layer (None: they are in their records already); None where
+    experts are part of the state. evaluation_batches: how many batches `evaluate`
     is best given at once. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does.
     progress: what changes as long as records are moved, for limits on waits. close: end threads.
     """
@@ -86,8 +90,14 @@ class Program:
     records: RecordCheckpoints | None = None
     evaluation_batches: int = 1
     expert_stats: Callable[[], Any] = lambda: None
+    from_layers: Callable[[TrainState, Any, Any], TrainState] | None = None
     progress: Callable[[], object] | None = None
     close: Callable[[], None] = lambda: None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer of the model has experts."""
+        return bool(experts_of(self.whole_shape.params))
 
 
 def _pure(state: Any) -> Any:

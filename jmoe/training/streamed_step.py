@@ -36,7 +36,8 @@ from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
 from jmoe.training.layer_gradients import Gradients
 from jmoe.training.layer_programs import LayerPrograms
 from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
-from jmoe.training.parts import without_experts
+from jmoe.training.parts import with_experts, without_experts
+from jmoe.training.saved_experts import OfExperts
 from jmoe.training.step import Batch, Program, TrainState, make_program
 
 # Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
@@ -106,9 +107,7 @@ class StreamedProgram:
     def program(self) -> Program:
         """What the training loop uses."""
         whole = self._ordinary.saved_shape
-        on_disk = (self.tiers.experts == "nvme", self.tiers.optimizer == "nvme", self.tiers.optimizer == "nvme")
-        trees = zip(on_disk, (whole.params, whole.m, whole.v), strict=True)
-        params, m, v = (without_experts(tree) if in_records else tree for in_records, tree in trees)
+        params, m, v = (without_experts(tree) for tree in (whole.params, whole.m, whole.v))
         return replace(
             self._ordinary,
             init=self.init,
@@ -120,7 +119,7 @@ class StreamedProgram:
             next_logits=self.next_logits,
             saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
             to_saved=self.to_saved,
-            from_saved=self.from_saved,
+            from_layers=self.from_layers,
             whole=self.whole,
             records=self.stores.records,
             progress=self.stores.progress,
@@ -153,28 +152,26 @@ class StreamedProgram:
         return state
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """The state as it is saved; what is on the tier nvme is in its records, up to date and durable."""
+        """The state as it is saved, without the experts: those are records, up to date."""
         experts = self._state
         with experts.guard():
             experts.settle()
             for store in experts.stores.all():
                 store.flush()
-            return self._with_experts(state, self.tiers.experts != "nvme", self.tiers.optimizer != "nvme")
+            return self._ordinary.to_saved(state)
 
     def whole(self, state: TrainState) -> TrainState:
         """The state as the ordinary step has it, with all experts in memory."""
         with self._state.guard():
-            self._state.settle()
-            return self._with_experts(state, True, True)
-
-    def _with_experts(self, state: TrainState, weights: bool, moments: bool) -> TrainState:
-        state, experts = self._ordinary.to_saved(state), self._state
-        params, m, v = state.params, state.m, state.v
-        if weights:
-            params = _with_experts(params, self._everyones(experts.weights()))
-        if moments:
-            m, v = (_with_experts(tree, self._everyones(experts.moments(p))) for tree, p in ((m, "m"), (v, "v")))
-        return TrainState(params, m, v, state.router_bias, state.step)
+            experts = self._state
+            experts.settle()
+            state = self._ordinary.to_saved(state)
+            params = with_experts(state.params, self._everyones(experts.weights()))
+            m, v = (
+                with_experts(tree, self._everyones(experts.moments(part)))
+                for part, tree in (("m", state.m), ("v", state.v))
+            )
+            return TrainState(params, m, v, state.router_bias, state.step)
 
     def _everyones(self, arrays: ExpertArrays) -> Any:
         """Arrays [N, E, ...] of all processes, from those [N, P, ...] of each."""
@@ -205,26 +202,11 @@ class StreamedProgram:
         parts = {shard.device: shard.data for shard in array.addressable_shards}
         return [parts[device] for device in self._owned.devices]
 
-    def from_saved(self, saved: TrainState) -> TrainState:
-        """The state without its experts, which go to their tiers."""
-        w, *mv = (_experts(tree) for tree in (saved.params, saved.m, saved.v))
-
-        def of_layer(array: jax.Array, layer: int) -> NDArray[np.float32]:
-            return np.concatenate([np.asarray(part[layer]) for part in self._mine(array)])
-
-        def weights(layer: int) -> ExpertArrays:
-            return {name: of_layer(a, layer) for name, a in w.items()}
-
-        def moments(layer: int) -> ExpertArrays:
-            return {
-                f"{part}.{name}": of_layer(a, layer)
-                for part, tree in (("m", mv[0]), ("v", mv[1]))
-                for name, a in tree.items()
-            }
-
-        self._open(int(saved.step), weights if w else None, moments if mv[0] else None)
-        params, m, v = (without_experts(tree) for tree in (saved.params, saved.m, saved.v))
-        rest = TrainState(params, m, v, saved.router_bias, saved.step)
+    def from_layers(self, rest: TrainState, weights: OfExperts | None, moments: OfExperts | None) -> TrainState:
+        """The state without its experts, which go to their tiers layer by layer; None: they are there already."""
+        mine = self._owned.experts
+        of_layer = [None if read is None else partial(_of_mine, read, mine) for read in (weights, moments)]
+        self._open(int(rest.step), *of_layer)
         state: TrainState = jax.device_put(rest, self._device) if self._device else self._ordinary.from_saved(rest)
         return state
 
@@ -236,7 +218,7 @@ class StreamedProgram:
     @property
     def _state(self) -> ExpertState:
         if self.experts is None:
-            raise ValueError("the experts are nowhere yet: init or from_saved comes first")
+            raise ValueError("the experts are nowhere yet: init or from_layers comes first")
         return self.experts
 
     def stats(self) -> ExpertStats:
@@ -465,14 +447,8 @@ class StreamedProgram:
         return logits_V
 
 
-def _experts(tree: Any) -> Any:
-    """Of nothing, where they are in records."""
-    return tree["moe_layers"]["moe"].get("experts", {})
-
-
-def _with_experts(tree: Any, experts: Any) -> Any:
-    layers = tree["moe_layers"]
-    return tree | {"moe_layers": layers | {"moe": layers["moe"] | {"experts": experts}}}
+def _of_mine(read: OfExperts, mine: NDArray[np.int64], layer: int) -> ExpertArrays:
+    return read(layer, mine)
 
 
 def make_tiered_program(config: TrainConfig, mesh: Mesh) -> Program:

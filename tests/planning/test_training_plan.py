@@ -39,6 +39,17 @@ def test_bytes_by_tier() -> None:
     assert "it fits" in str(plan)
 
 
+def test_what_a_save_takes() -> None:
+    """A copy of what is on the device; experts elsewhere are saved as records, a few at a time."""
+
+    def copies(place: Placement) -> int:
+        return sum(n for _, kind, n in plan_training(MODEL, place, MACHINE).rows if kind == "copies for a save")
+
+    host = replace(NVME, experts="host", optimizer="host", gradients="host")
+    assert copies(host) == 12 * (10**7 + 8 * 10**6)
+    assert copies(replace(NVME, experts="device", optimizer="device")) == 12 * (10**7 + 16 * 64 * 10**6)
+
+
 def test_what_is_kept_for_the_backward_pass() -> None:
     """A streamed step runs a layer for all micro-batches at once, and so keeps what all of them need."""
 
@@ -107,8 +118,9 @@ def test_what_is_advised_as_enough_is_enough() -> None:
     assert "Take tiers.optimizer = host (enough), or tiers.experts = host and tiers.optimizer = host (enough)" in advice
     assert plan_training(MODEL, replace(resident, optimizer="host"), roomy).lacking() == {}
     spread = replace(MODEL, max_micro_batches=4)
-    (advice,) = plan_training(spread, resident, replace(MACHINE, host_bytes=2 * GB, nvme_bytes=GB)).advice()
-    assert "Take mesh.expert_inter = 4, on 4 devices (enough)" in advice
+    device, host = plan_training(spread, resident, replace(MACHINE, host_bytes=2 * GB, nvme_bytes=GB)).advice()
+    assert "Take mesh.expert_inter = 4, on 4 devices (enough)" in device
+    assert "the most is copies for a save, 12.41 GB" in host
 
 
 def test_data_parallel_replicas_share_the_dense_state() -> None:

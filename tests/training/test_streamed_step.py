@@ -5,6 +5,7 @@ Legend: A accumulation steps, B batch, S sequence, E experts, N MoE layers.
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.config import CheckpointConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
+from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.expert_state import ExpertState
-from jmoe.training.step import Batch, TrainState
+from jmoe.training.resume import restored
+from jmoe.training.step import Batch, Program, TrainState
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
 
 B, S, E, N, STEPS = 2, 8, 8, 3, 6
@@ -74,7 +77,7 @@ def train(
     settle: bool = False,
     reopen_after: int | None = None,
 ) -> Trained:
-    """`steps` steps and an evaluation. settle: after every step. reopen_after: from the saved state of that step.
+    """`steps` steps and an evaluation. settle: after every step. reopen_after: from a checkpoint of that step.
 
     A step whose buffers overflow is run again with room for everything.
     """
@@ -91,12 +94,21 @@ def train(
             if settle:
                 program.to_saved(state)
             if step + 1 == reopen_after:
-                state = program.from_saved(jax.tree.map(jnp.array, program.to_saved(state)))
+                state = saved_and_restored(program, state, step + 1)
         held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
         whole = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
         return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
     finally:
         program.close()
+
+
+def saved_and_restored(program: Program, state: TrainState, step: int) -> TrainState:
+    """The state from a checkpoint that is made of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
+            checkpoints.save(step, program.to_saved(state), {}, "{}")
+        with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
+            return restored(program, checkpoints, step)[0]
 
 
 def differing(a: TrainState, b: TrainState) -> list[str]:
@@ -225,14 +237,14 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     try:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
-        before = jax.tree.map(lambda x: np.array(x, copy=True), program.to_saved(state))
+        before = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
         broken = dataclasses.replace(state, params=jax.tree.map(jnp.copy, state.params))
         broken.params["norm"]["scale"] = broken.params["norm"]["scale"] * jnp.float32(jnp.nan)
         broken, metrics = program.step(broken, batch(config, 1))
         assert not metrics["ok"]
         assert int(broken.step) == 1
         repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, state_without(before)))
-        after = jax.tree.map(lambda x: np.array(x, copy=True), program.to_saved(repaired))
+        after = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(repaired))
         assert differing(after, before) == []
     finally:
         program.close()

@@ -1,0 +1,189 @@
+"""The records of a step of a checkpoint: where each one lies, whether it is whole, and its arrays.
+
+A step's folder of records has a list of every process, `process-K.json`: `versions`, the names of files by kind of
+record, and `pins`, the folders on the process's machine that have them. What is not pinned, or not any more, lies in
+the step itself, `KIND/INDEX.COUNTER.TOKEN`. All files are sealed (`version_store`). Axes: R bytes of a record.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.direct_io import fsync_folder, naming_the_room
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.version_store import Version, check_sealed, sealed, set_seal
+
+THREADS = 4  # that read or write the records of one kind
+Lists = dict[int, dict[str, Any]]  # what every process has listed, by its number
+Indexed = tuple[int, Mapping[str, NDArray[Any]]]  # a record's number and its arrays
+
+
+def read_lists(folder: Path) -> Lists:
+    """Return what every process has listed; `ValueError` naming a file that is not what was written."""
+    return {int(path.stem.removeprefix("process-")): _list(path) for path in folder.glob("process-*.json")}
+
+
+def _list(path: Path) -> dict[str, Any]:
+    try:
+        listed = json.loads(path.read_text())
+        whole = isinstance(listed["num_processes"], int) and listed["pins"].keys() <= listed["versions"].keys()
+        whole = whole and all(Path(pins).is_absolute() for pins in listed["pins"].values())
+        whole = whole and all(Version.parse(v) is not None for names in listed["versions"].values() for v in names)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: is damaged; delete {path.parent.parent} to go on from an older step")
+    return dict(listed)
+
+
+def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
+    """Return where the files of the records of a kind may be, the best place first."""
+    found = {}
+    for listed in lists.values():
+        for name in listed["versions"].get(kind, []):
+            version = Version.parse(name)
+            assert version is not None, name
+            pinned = [Path(listed["pins"][kind]) / name] if kind in listed["pins"] else []
+            found[version.index] = [*pinned, folder / kind / name]
+    return found
+
+
+def whole_files(
+    folder: Path, kind: str, layout: RecordLayout, owned: Iterable[int], count: Callable[[], None]
+) -> tuple[dict[int, Path], list[str]]:
+    """Return the first file of each owned record that is what was written; a sentence for every file that is not.
+
+    layout: of the files. count: called for every record.
+    """
+    where, owned = places(folder, kind, read_lists(folder)), tuple(owned)
+
+    def part(first: int) -> tuple[dict[int, Path], list[str]]:
+        record_R = RecordBuffers(1, layout.record_bytes).slot(0)
+        whole: dict[int, Path] = {}
+        damaged: list[str] = []
+        for index in owned[first::THREADS]:
+            count()
+            path, lines = first_whole(where.get(index, []), layout, record_R)
+            if path is not None:
+                whole[index] = path
+            damaged += lines
+        return whole, damaged
+
+    files: dict[int, Path] = {}
+    sentences: list[str] = []
+    with ThreadPoolExecutor(THREADS, "verify") as pool:
+        for whole, damaged in pool.map(part, range(THREADS)):
+            files |= whole
+            sentences += damaged
+    return files, sentences
+
+
+def first_whole(paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]) -> tuple[Path | None, list[str]]:
+    """Read the first of these files that is what was written; a sentence for every one that is not."""
+    errors = []
+    found = None
+    for path in paths:
+        try:
+            check_sealed(path, layout, record_R, "buffered")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            errors.append((path, f"{path}: {error.strerror}"))
+        else:
+            found = path
+            break
+    instead = f"{found} is used instead" if found is not None else "no other file has this record"
+    return found, [f"{line}; {instead}, delete {path}." for path, line in errors]
+
+
+class SavedRecords:
+    """The records of all processes in a step's folder of records, read one by one; any thread may.
+
+    layouts: by kind, without the seal. kinds: those that the step has.
+    """
+
+    def __init__(self, folder: Path, layouts: Mapping[str, RecordLayout]) -> None:
+        self.folder, self.lists = folder, read_lists(folder)
+        self.kinds = sorted({kind for listed in self.lists.values() for kind in listed["versions"]})
+        self._layouts = {kind: sealed(layout) for kind, layout in layouts.items()}
+        self._places = {kind: places(folder, kind, self.lists) for kind in self.kinds}
+        self._own = threading.local()
+
+    def read(self, kind: str, index: int) -> dict[str, NDArray[Any]]:
+        """Return a record's arrays, valid until this thread reads the next of its kind.
+
+        Raises `OSError` naming the record and its damaged files if there is no whole one.
+        """
+        layout = self._layouts[kind]
+        buffers = self._own.__dict__.setdefault("buffers", {})
+        if kind not in buffers:
+            buffers[kind] = RecordBuffers(1, layout.record_bytes).slot(0)
+        record_R = buffers[kind]
+        path, damaged = first_whole(self._places[kind].get(index, []), layout, record_R)
+        if path is None:
+            why = f"record {index} of {kind} is whole neither on this machine nor in the step"
+            advice = f"delete {self.folder.parent} to go on from an older step"
+            raise OSError(errno.EIO, f"{why}; {' '.join(damaged)} {advice}", str(self.folder))
+        return layout.views(record_R)
+
+
+def write_records(
+    folder: Path,
+    layout: RecordLayout,
+    names: Iterable[str],
+    records: Iterable[Indexed],
+    count: Callable[[], None] = lambda: None,
+) -> None:
+    """Write records from memory as files of these names in a step's folder; `flush` makes them durable.
+
+    layout: without the seal. A few records at a time are copied. count: called for every record.
+    """
+    folder.mkdir(exist_ok=True)
+    layout = sealed(layout)
+    versions = {version.index: version for version in map(Version.parse, names) if version is not None}
+    buffers = RecordBuffers(2 * THREADS, layout.record_bytes)
+    free = queue.SimpleQueue[int]()
+    for slot in range(buffers.num_slots):
+        free.put(slot)
+
+    def write(slot: int, version: Version) -> None:
+        try:
+            record_R, path = buffers.slot(slot), folder / version.name
+            set_seal(version, layout, record_R)
+            with naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"), path.open("xb") as file:
+                file.write(record_R.data)
+        finally:
+            free.put(slot)
+
+    with ThreadPoolExecutor(THREADS, "save") as pool:
+        writing = []
+        for index, arrays in records:
+            count()
+            slot = free.get()
+            buffers.slot(slot)[:] = 0
+            views = layout.views(buffers.slot(slot))
+            for name, array in arrays.items():
+                np.copyto(views[name], array)
+            writing.append(pool.submit(write, slot, versions[index]))
+    for done in writing:
+        done.result()
+
+
+def flush(folder: Path, names: Iterable[str]) -> None:
+    """Make files of a folder durable, and their names."""
+    for name in names:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        with contextlib.closing(os.fdopen(descriptor, "rb")) as file, naming_the_room(folder / name, name):
+            os.fsync(file.fileno())
+    fsync_folder(folder)

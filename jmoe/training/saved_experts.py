@@ -1,0 +1,88 @@
+"""The experts of a checkpoint's step, read a layer at a time into host memory, whatever tiers they were saved from.
+
+Legend: P experts asked for. Experts that were off the device are in the step's records, others among its arrays.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+from numpy.typing import NDArray
+
+from jmoe.memory.saved_records import SavedRecords
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.expert_state import layouts
+from jmoe.training.expert_stores import ExpertArrays
+
+OfExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> their arrays by name
+PARTS = ("params", "m", "v")
+PREFIX = "moe_layers.moe.experts."  # of the names of arrays, after the part
+
+
+def expert_arrays(names: Sequence[str]) -> list[str]:
+    """Return those of a step's arrays that are experts'."""
+    return [name for name in names if name.partition(".")[2].startswith(PREFIX)]
+
+
+class SavedExperts:
+    """Weights and moments of the experts of `step`.
+
+    shapes: of an expert's parameters. kinds: which of `weights` and `moments` are in records.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, step: int, shapes: Mapping[str, tuple[int, ...]], num_experts: int
+    ) -> None:
+        self._shapes, self._num_experts = shapes, num_experts
+        folder = checkpoints.folder_of_records(step)
+        self._records = SavedRecords(folder, layouts(shapes, "float32")) if folder.is_dir() else None
+        self.kinds = {"weights", "moments"} & set(self._records.kinds if self._records is not None else ())
+        self._state = checkpoints.directory / str(step) / "state"
+        self._arrays: dict[str, Any] = {}
+
+    def weights(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+        """Return {name: [P, ...]} of these experts of a layer."""
+        if "weights" in self.kinds:
+            return self._of_records("weights", layer, experts)
+        return {name: self._of_array("params", name, layer, experts) for name in self._shapes}
+
+    def moments(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+        """Return {"m.name" or "v.name": [P, ...]} of these experts of a layer."""
+        if "moments" in self.kinds:
+            return self._of_records("moments", layer, experts)
+        return {f"{p}.{name}": self._of_array(p, name, layer, experts) for p in "mv" for name in self._shapes}
+
+    def one(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
+        """Return one parameter of one expert."""
+        return self.weights(layer, np.array([expert]))[name][0]
+
+    def _of_records(self, kind: str, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+        assert self._records is not None
+        found: ExpertArrays = {}
+        prefixes = ("",) if kind == "weights" else ("m.", "v.")
+        for place, expert in enumerate(experts.tolist()):
+            record = self._records.read(kind, layer * self._num_experts + expert)
+            for name in (f"{prefix}{name}" for prefix in prefixes for name in self._shapes):
+                if name not in found:
+                    found[name] = np.empty((experts.size, *record[name].shape), np.float32)
+                np.copyto(found[name][place], record[name])
+        return found
+
+    def _of_array(self, part: str, name: str, layer: int, experts: NDArray[np.int64]) -> NDArray[np.float32]:
+        key = f"{part}.{PREFIX}{name}"
+        if key not in self._arrays:
+            self._arrays[key] = _open_array(self._state, key)
+        found: NDArray[np.float32] = self._arrays[key][layer, experts.tolist()].read().result()
+        return found
+
+
+def _open_array(folder: Path, name: str) -> Any:
+    """Open an array that Orbax has written, to read parts of it; what was decoded for one part serves the next."""
+    store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+    spec = {"driver": "zarr", "kvstore": store}
+    array = tensorstore.open(spec, open=True, read=True).result()
+    size_bytes = array.dtype.numpy_dtype.itemsize * int(np.prod(array.shape))
+    cache = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2 * size_bytes}})
+    return tensorstore.open(spec, open=True, read=True, context=cache).result()

@@ -1,0 +1,193 @@
+"""A run that goes on with its experts on other tiers, or on other devices: the same state, bit for bit.
+
+Legend: N MoE layers, E experts.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+import pytest
+from test_pretrained_state import config_of as pretrained_config
+from test_streamed_step import CONFIG, batch, differing
+
+from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
+from jmoe.mesh import make_mesh
+from jmoe.models.weights import StoredExperts, flat
+from jmoe.training.checkpoint import Checkpoints
+from jmoe.training.expert_stores import ExpertStores
+from jmoe.training.export import saved_parameters
+from jmoe.training.pretrained import pretrained_state
+from jmoe.training.resume import restored
+from jmoe.training.step import Program, TrainState, make_program
+from jmoe.training.streamed_step import make_tiered_program
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+DEVICE = TiersConfig()
+MIXED = TiersConfig(experts="device", optimizer="host")
+HOST = TiersConfig(experts="host", optimizer="host")
+HALF = TiersConfig(experts="host", optimizer="nvme")
+NVME = TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme")
+TIERS = {"device": DEVICE, "mixed": MIXED, "host": HOST, "half": HALF, "nvme": NVME}
+
+
+@contextlib.contextmanager
+def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple[Program, Checkpoints]]:
+    """The program of a run in this folder and its checkpoints, as train.py opens them."""
+    tiers = dataclasses.replace(tiers, path=str(folder / "records"))
+    config = dataclasses.replace(CONFIG, tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(folder))
+    program = make_tiered_program(config, make_mesh((1, devices, 1), jax.devices()[:devices]))
+    try:
+        with Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints:
+            yield program, checkpoints
+    finally:
+        program.close()
+
+
+def on_host(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda x: np.array(x, copy=True), state)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, TrainState]]:
+    """`trained(tiers)` -> the folder of a run with a checkpoint of step 3, and its whole state."""
+    made = dict[str, tuple[Path, TrainState]]()
+
+    def train(name: str) -> tuple[Path, TrainState]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            with opened(TIERS[name], folder) as (program, checkpoints):
+                state = program.init()
+                for step in range(3):
+                    state, values = program.step(state, batch(CONFIG, step))
+                    assert values["ok"]
+                checkpoints.save(3, program.to_saved(state), {"at": 3}, CONFIG.to_json())
+                made[name] = folder, on_host(program.whole(state))
+        return made[name]
+
+    return train
+
+
+@pytest.mark.parametrize("after", TIERS)
+@pytest.mark.parametrize("before", TIERS)
+def test_experts_move_to_other_tiers(
+    trained: Callable[[str], tuple[Path, TrainState]], tmp_path: Path, before: str, after: str
+) -> None:
+    source, expected = trained(before)
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    with opened(TIERS[after], tmp_path) as (program, checkpoints):
+        assert checkpoints.latest_step() == 3
+        state, data = restored(program, checkpoints, 3)
+        assert data == {"at": 3}
+        assert differing(expected, on_host(program.whole(state))) == []
+        checkpoints.save(4, program.to_saved(state), {"at": 4}, "{}")
+    with opened(TIERS[after], tmp_path) as (program, checkpoints):  # what it saves is its own again
+        state, data = restored(program, checkpoints, 4)
+        assert data == {"at": 4}
+        assert differing(expected, on_host(program.whole(state))) == []
+
+
+@pytest.mark.parametrize("before", TIERS)
+def test_an_export_reads_experts_one_by_one(trained: Callable[[str], tuple[Path, TrainState]], before: str) -> None:
+    folder, expected = trained(before)
+    with ExpertsOnDevices() as count, Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
+        arrays = saved_parameters(checkpoints, 3, TrainConfig(model=CONFIG.model))
+        for path, whole in (flat(expected.params) | flat(expected.router_bias)).items():
+            array = arrays[path]
+            if isinstance(array, StoredExperts):
+                for layer, expert in np.ndindex(whole.shape[:2]):
+                    np.testing.assert_array_equal(array.read(layer, expert), whole[layer, expert])
+            else:
+                np.testing.assert_array_equal(array, whole)
+        count.look()
+    assert count.most_bytes == 0
+
+
+class ExpertsOnDevices:
+    """Context manager that counts the bytes of experts' parameters and moments on all devices together, the most."""
+
+    def __init__(self, config: ModelConfig = CONFIG.model) -> None:
+        h, f = config.hidden_size, config.moe_intermediate_size
+        self.all_bytes = 12 * config.num_moe_layers * config.num_experts * config.expert_parameters
+        self._shapes = ((h, 2 * f), (f, h))
+        self.most_bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def look(self) -> None:
+        live = [array for array in jax.live_arrays() if array.shape[-2:] in self._shapes]
+        self.most_bytes = max(self.most_bytes, sum(array.nbytes for array in live))
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.look()
+
+    def __enter__(self) -> Self:
+        gc.collect()  # what earlier programs had
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["host", "half"])
+def test_experts_are_saved_restored_and_begun_off_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, devices: int
+) -> None:
+    """One layer of weights at a time, where all layers' weights and moments are nine times as many bytes."""
+    fill = ExpertStores.fill
+    counted: list[ExpertsOnDevices] = []
+
+    def look_and_fill(*args: Any) -> Any:
+        counted[-1].look()  # all that is to be filled in has been read by now
+        return fill(*args)
+
+    monkeypatch.setattr(ExpertStores, "fill", look_and_fill)
+    tiers = dataclasses.replace(TIERS[name], device_layers=1)
+    with opened(tiers, tmp_path, devices) as (program, checkpoints):
+        with ExpertsOnDevices() as count:
+            counted.append(count)
+            state = program.init()
+            saved = program.to_saved(state)
+            count.look()
+            checkpoints.save(1, saved, {}, "{}")
+            checkpoints.wait()
+        assert 0 < count.most_bytes <= 4 * count.all_bytes // 9
+        expected = on_host(program.whole(state))
+    del program, checkpoints, state, saved
+    with opened(tiers, tmp_path, devices) as (program, checkpoints):
+        with ExpertsOnDevices() as count:
+            counted.append(count)
+            state, _ = restored(program, checkpoints, 1)
+        assert 0 < count.most_bytes <= 4 * count.all_bytes // 9
+        assert differing(expected, on_host(program.whole(state))) == []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["host", "half", "nvme", "mixed"])
+def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, devices: int) -> None:
+    tiers = dataclasses.replace(TIERS[name], device_layers=1, path=str(tmp_path / "records"))
+    config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
+    mesh = make_mesh((1, devices, 1), jax.devices()[:devices])
+    ordinary = make_program(dataclasses.replace(config, tiers=DEVICE), mesh)
+    expected = on_host(ordinary.whole(pretrained_state(ordinary, config)))
+    program = make_tiered_program(config, mesh)
+    try:
+        with ExpertsOnDevices(config.model) as count:
+            state = pretrained_state(program, config)
+            count.look()
+        assert 0 < count.most_bytes <= count.all_bytes // (1 if name == "mixed" else 2)
+        assert differing(expected, on_host(program.whole(state))) == []
+    finally:
+        program.close()
