@@ -1,18 +1,19 @@
-"""`train.py --plan` as a program: the README's example, and a plan that does not fit."""
+"""`train.py --plan` as a program: the examples of the docs, and a plan that does not fit."""
 
 import re
 import shlex
 from pathlib import Path
 
+import pytest
 from train_runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_readmes_example_fits(run_python: Run) -> None:
-    (line,) = [
-        line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"python train.py .*--plan", line)
-    ]
+@pytest.mark.parametrize("page", ["README.md", "docs/offloading.md"])
+def test_the_example_of_the_docs_fits(run_python: Run, page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("python train.py mixtral-8x7b --plan ")]
     done = run_python(shlex.split(line)[1:], {}, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "per device, 8 devices; host and nvme per host, 1 host" in done.stdout
