@@ -23,7 +23,7 @@ from jmoe.layers.router import Routing
 from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.huggingface import hf_config, model_config
-from jmoe.models.safetensors_io import write_safetensors
+from jmoe.models.safetensors_io import replace_text, write_safetensors
 from jmoe.models.weights import Names, StoredExperts, flat, load_arrays, new_tensors
 from kernels_pallas.matmul import dot
 
@@ -192,4 +192,4 @@ def write_pretrained(
     tensors = new_tensors(arrays, abstract_decoder(config)[2], config, described["model_type"])
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder, tensors, max_shard_bytes)
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    replace_text(folder / "config.json", json.dumps(described, indent=2) + "\n")

@@ -4,6 +4,7 @@ Files are read with plain reads into small buffers, never mapped: mapped pages w
 Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, tensors).
 """
 
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from jmoe.memory.direct_io import fsync_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: dict[str, Any] = {
@@ -187,22 +190,71 @@ def _write_file(file: Path, tensors: Sequence[NewTensor]) -> None:
 def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_bytes: int) -> None:
     """Write the tensors, in files of at most `max_shard_bytes` (or one tensor), with an index if there are several.
 
-    What the folder held stays readable until every new file is complete; then it is replaced.
+    What the folder held stays readable until the new tensors take its place in one step: the rename of the single file
+    or of the index, or the end of a single file that goes before an index. An error leaves the folder as it was.
     """
     shards: list[list[NewTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(tensor)
-    count = len(shards)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
-    for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / f".{name}.new", shard)
-    places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)}, "weight_map": places}
-    for old in [folder / SINGLE, folder / INDEX, *folder.glob("model-*-of-*.safetensors")]:
-        old.unlink(missing_ok=True)
-    for name in names:
-        (folder / f".{name}.new").rename(folder / name)
-    if count > 1:
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    names = _free_names(folder, len(shards))
+    old = [
+        path for path in (folder / SINGLE, folder / INDEX, *folder.glob("model-*-of-*.safetensors")) if path.exists()
+    ]
+    written = [*names, *([INDEX] if len(names) > 1 else [])]
+    placed: list[Path] = []
+    for leftover in folder.glob(".model*.safetensors*.new"):  # of a writer that was killed
+        leftover.unlink()
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(folder / f".{name}.new", shard)
+        if len(names) > 1:
+            places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            total_bytes = sum(tensor.num_bytes for tensor in tensors)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+            _write_text(folder / f".{INDEX}.new", json.dumps(index, indent=2) + "\n")
+            for name in names:  # nothing names them yet
+                (folder / f".{name}.new").rename(folder / name)
+                placed.append(folder / name)
+            fsync_folder(folder)
+    except BaseException:
+        for path in [*(folder / f".{name}.new" for name in written), *placed]:
+            path.unlink(missing_ok=True)
+        raise
+    (folder / f".{written[-1]}.new").rename(folder / written[-1])
+    fsync_folder(folder)
+    for path in old:
+        if path.name not in written:
+            path.unlink()
+    fsync_folder(folder)
+
+
+def _free_names(folder: Path, count: int) -> list[str]:
+    """Names for `count` files, none of which, but the only one, is in use."""
+    if count == 1:
+        return [SINGLE]
+    for mark in itertools.chain([""], (f"{number}-" for number in itertools.count(2))):
+        names = [f"model-{mark}{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if not any((folder / name).exists() for name in names):
+            return names
+    raise AssertionError
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Make `text` the content of a file at once and durably; an error leaves the old one."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        _write_text(new, text)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    new.rename(path)
+    fsync_folder(path.parent)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

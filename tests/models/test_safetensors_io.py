@@ -1,0 +1,86 @@
+"""Writing over a model that is there: at every moment the folder holds one whole model, the old one or the new one."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors
+
+SHAPE = (10, 10)
+TENSOR_BYTES = 400
+FILES = {1: 10 * TENSOR_BYTES, 2: 3 * TENSOR_BYTES, 3: 2 * TENSOR_BYTES}  # files -> bytes of one at most
+
+
+def write(folder: Path, value: float, files: int) -> None:
+    """Five tensors that are `value` everywhere, in so many files."""
+    array = np.full(SHAPE, value, np.float32)
+    write_safetensors(folder, [NewTensor(f"t{i}", array.dtype, SHAPE, lambda: array) for i in range(5)], FILES[files])
+
+
+def model(folder: Path) -> set[float]:
+    """The values of all tensors; fails unless all five are there."""
+    headers = read_headers(folder)
+    assert sorted(headers) == [f"t{i}" for i in range(5)]
+    with TensorReader() as reader:
+        parts = [part.copy() for tensor in headers.values() for *_, part in reader.chunks(tensor, 0, SHAPE[0])]
+    return {float(value) for value in np.unique(np.concatenate(parts))}
+
+
+TRANSITIONS = [(before, after) for before in FILES for after in FILES]
+
+
+@pytest.mark.parametrize(("before", "after"), TRANSITIONS)
+def test_no_moment_without_a_whole_model(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[float]] = []
+    write(tmp_path, 1.0, before)
+    for name in ("rename", "unlink"):
+        real = getattr(Path, name)
+
+        def looking(path: Path, *args: Any, real: Any = real, **options: Any) -> Any:
+            seen.append(model(tmp_path))
+            result = real(path, *args, **options)
+            seen.append(model(tmp_path))
+            return result
+
+        monkeypatch.setattr(Path, name, looking)
+    write(tmp_path, 2.0, after)
+    assert model(tmp_path) == {2.0}
+    assert seen[0] == {1.0} and seen[-1] == {2.0}
+    assert seen == sorted(seen, key=min) and all(len(values) == 1 for values in seen)
+    assert len(list(tmp_path.iterdir())) == (1 if after == 1 else after + 1)
+
+
+@pytest.mark.parametrize(("before", "after"), TRANSITIONS)
+def test_a_full_disk_leaves_the_old_model_and_nothing_else(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1.0, before)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    real, failures = os.fsync, 0
+    for failing in range(after + (after > 1)):  # every file, and the index
+        calls = 0
+
+        def full(descriptor: int, failing: int = failing) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path, 2.0, after)
+        failures += 1
+        monkeypatch.setattr(os, "fsync", real)
+        assert sorted(path.name for path in tmp_path.iterdir()) == files
+        assert model(tmp_path) == {1.0}
+    assert failures
+    (tmp_path / ".model-00001-of-00002.safetensors.new").write_text("of a writer that was killed")
+    write(tmp_path, 3.0, after)
+    assert model(tmp_path) == {3.0} and not list(tmp_path.glob(".*"))
