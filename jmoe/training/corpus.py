@@ -40,11 +40,19 @@ from jmoe.training.text_files import (
     sample_texts,
     standard_library,
 )
-from jmoe.training.token_shards import ShardHeader, ShardWriter, open_shard, remove_stale_temporaries, write_atomic
+from jmoe.training.token_shards import (
+    Blocks,
+    ShardHeader,
+    ShardWriter,
+    open_shard,
+    remove_stale_temporaries,
+    write_atomic,
+)
 from jmoe.training.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
 
 FORMAT = 1  # of a folder of prepared text; another number: prepared anew
 MANIFEST, TOKENIZER, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "tokenizer.json", "held_out.bin", "held_out.txt"
+HASHED_BYTES = 1 << 28  # of token shards that are read from end to end at the start
 BPE_SAMPLE_BYTES = 20_000_000
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -60,6 +68,7 @@ class Source:
 
     name: str
     shards: tuple[Ids, ...]
+    blocks: tuple[Blocks, ...]
     weight: float | None
     text_bytes: int
     files: int
@@ -120,6 +129,7 @@ class _Shard:
 
     header: ShardHeader
     ids: Ids
+    blocks: Blocks
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,10 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             directory=cache_dir,
             config=config,
         )
-        if role.keep and job.finished() is None:
+        finished = job.finished() is not None
+        if role.is_main and not finished and job.was_made():
+            print(f"{cache_dir}: the prepared text is damaged, it is prepared again", flush=True)
+        if role.keep and not finished:
             cache_dir = beside(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
         manifest = job.run(role.report) if role.is_main else _wait_for(job, role)
@@ -193,8 +206,24 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             shards[i] = [_Shard(*open_shard(cache_dir / manifest["train"][number]["file"]))]
         held_out.append(_read_held_out(cache_dir, tokenizer))
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
+    _check_shards([shard for i in shard_inputs for shard in shards[i]], role.report)
     held_out += _held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
     return _assemble(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
+
+
+def _check_shards(shards: Sequence[_Shard], report: Report) -> None:
+    """Read what is small, and what has no sums of blocks, from end to end; the rest is checked as it is used."""
+    small_bytes, done_bytes = HASHED_BYTES, 0
+    chosen = []
+    for shard in shards:
+        small_bytes -= shard.blocks.num_bytes
+        if small_bytes >= 0 or not shard.blocks.has_sums:
+            chosen.append(shard)
+    total_bytes = sum(shard.blocks.num_bytes for shard in chosen)
+    for shard in chosen:
+        shard.blocks.check_all(shard.header)
+        done_bytes += shard.blocks.num_bytes
+        report("checking token shards", done_bytes, total_bytes)
 
 
 def beside(cache_dir: Path) -> Path:
@@ -344,14 +373,24 @@ class _TextJob:
             if manifest["key"] != self.key():
                 return None
             for part in [*manifest["train"], manifest["held_out"]]:
-                if open_shard(self.directory / part["file"])[0].sha256 != part["sha256"]:
+                header, _, blocks = open_shard(self.directory / part["file"])
+                if header.sha256 != part["sha256"]:
                     return None
+                if blocks.num_bytes <= HASHED_BYTES or not blocks.has_sums:
+                    blocks.check_all(header)
             text = (self.directory / HELD_OUT_TEXT).read_bytes()
             tokenizer = load_tokenizer(self.directory / TOKENIZER, self.vocab_size)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
+
+    def was_made(self) -> bool:
+        """Whether this very job has been done, whatever has become of its files."""
+        try:
+            return bool(json.loads((self.directory / MANIFEST).read_text())["key"] == self.key())
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def run(self, report: Report) -> dict[str, Any]:
         """Tokenise, unless that has been done; the manifest is written last and makes the result valid."""
@@ -505,7 +544,8 @@ def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
 
 
 def _read_held_out(directory: Path, tokenizer: LoadedTokenizer | None) -> _HeldOut:
-    header, ids = open_shard(directory / HELD_OUT)
+    header, ids, blocks = open_shard(directory / HELD_OUT)
+    blocks.check_all(header)
     text_path = directory / HELD_OUT_TEXT
     text = None
     if text_path.is_file() and text_path.stat().st_size == header.text_bytes:
@@ -536,7 +576,7 @@ def _held_out_of_shards(
         folders = sorted({file.path.parent.resolve() for file in inputs[i].files})
         beside = [folder for folder in folders if (folder / HELD_OUT).is_file()]
         for folder in beside:
-            header, _ = open_shard(folder / HELD_OUT)
+            header, *_ = open_shard(folder / HELD_OUT)
             if header.tokenizer != shards[i][0].header.tokenizer:
                 raise ValueError(f"{folder / HELD_OUT}: made with another tokenizer than the token shards beside it")
             if folder not in seen:
@@ -557,6 +597,7 @@ def _carve(
     count, header = len(shard.ids), shard.header
     wanted = int(target_bytes * count / max(1, header.text_bytes))
     cut = count - min(wanted, count // 2)
+    shard.blocks.check(cut, count)
     ends = np.flatnonzero(shard.ids[cut:-1] == header.eot)
     cut += int(ends[0]) if len(ends) else 0
     tail = shard.ids[cut:].astype(np.int32)
@@ -566,7 +607,7 @@ def _carve(
         raise ValueError(f"data.path = {pattern!r}: {count} tokens are too few to hold any of them out")
     text = _decode(tokenizer, tail.astype(np.uint32)) if tokenizer else None
     digest = hashlib.sha256(tail.tobytes()).hexdigest()
-    return _Shard(header, shard.ids[:cut]), _HeldOut(tail, text, digest)
+    return _Shard(header, shard.ids[:cut], shard.blocks), _HeldOut(tail, text, digest)
 
 
 def _assemble(
@@ -596,6 +637,7 @@ def _assemble(
             Source(
                 name=entry.pattern or "Python standard library",
                 shards=tuple(s.ids for s in group),
+                blocks=tuple(s.blocks for s in group),
                 weight=entry.weight,
                 text_bytes=sum(int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group),
                 files=len(entry.files),

@@ -61,6 +61,7 @@ class _Windows:
     def __getitem__(self, index: int) -> NDArray[np.int32]:
         shard = bisect.bisect_right(self._ends, index)
         start = (index - (self._ends[shard - 1] if shard else 0)) * self._length
+        self._source.blocks[shard].check(start, start + self._length + 1)
         window = self._source.shards[shard][start : start + self._length + 1].astype(np.int32)
         largest = int(np.max(window))
         if largest >= self._vocab_size:
@@ -221,8 +222,9 @@ def _count(source: Source, vocab_size: int, limit: int) -> NDArray[np.float64]:
     counts = np.zeros(vocab_size, np.int64)
     chunk = 1 << 22
     stride = max(1, -(-source.num_tokens // limit)) * chunk
-    for ids in source.shards:
+    for ids, blocks in zip(source.shards, source.blocks, strict=True):
         for start in range(0, len(ids), stride):
+            blocks.check(start, min(start + chunk, len(ids)))
             counts += np.bincount(ids[start : start + chunk], minlength=vocab_size)
     return counts.astype(np.float64)
 

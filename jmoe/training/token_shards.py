@@ -1,11 +1,13 @@
 """Token shards: one file of uint16 / uint32 token ids behind a JSON header, memory-mapped when read.
 
 Layout, little-endian: 8 bytes magic `JMOETOK1`, uint32 length of the header, the header as UTF-8 JSON, zeros up to
-the next multiple of 4096 bytes, then `count` ids. The ids read `eot document eot document ... eot`.
+the next multiple of 4096 bytes, then `count` ids, then the CRC-32 (uint32) of every `BLOCK_BYTES` of them. The ids read
+`eot document eot document ... eot`.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hashlib
 import json
@@ -13,6 +15,7 @@ import os
 import struct
 import tempfile
 import time
+import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +26,8 @@ from numpy.typing import NDArray
 
 MAGIC = b"JMOETOK1"
 ALIGNMENT_BYTES = 4096
+BLOCK_BYTES = 1 << 16  # of ids with a sum of their own: about what the kernel reads ahead for a window
+READ_BYTES = 1 << 24
 TEMPORARY = ".jmoe-tmp"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -33,7 +38,8 @@ class ShardHeader:
 
     dtype: `uint16` or `uint32`; count: ids in the file; vocab_size: every id is below it; eot: the end-of-text id;
     tokenizer: fingerprint of the tokenizer.json that made the ids; split: `train` or `held_out`; text_bytes: UTF-8
-    bytes of the text behind the ids; sha256: of the ids, as stored.
+    bytes of the text behind the ids; sha256: of the ids, as stored; block_sums: SHA-256 of the CRC-32s that follow the
+    ids, "" where there are none, as in shards of older versions.
     """
 
     dtype: str
@@ -44,6 +50,45 @@ class ShardHeader:
     split: str
     text_bytes: int
     sha256: str
+    block_sums: str = ""
+
+
+class Blocks:
+    """What tells whether the ids of a shard are still those that were written: a sum of each block, checked once."""
+
+    def __init__(self, path: Path, ids: NDArray[np.unsignedinteger[Any]], sums: NDArray[np.uint32] | None) -> None:
+        self.path, self.num_bytes, self.has_sums = path, ids.nbytes, sums is not None
+        self._data, self._item_bytes = ids.view(np.uint8).data, ids.itemsize
+        self._sums = np.zeros(0, np.uint32) if sums is None else sums
+        self._checked = np.zeros(len(self._sums), np.bool_)
+
+    def check(self, first: int, end: int) -> None:
+        """`ValueError` naming the file if ids from `first` up to `end` have changed; nothing without block sums."""
+        if not self.has_sums:
+            return
+        for block in range(first * self._item_bytes // BLOCK_BYTES, -(-end * self._item_bytes // BLOCK_BYTES)):
+            if not self._checked[block]:
+                data = self._data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+                if zlib.crc32(data) != self._sums[block]:
+                    raise self._damaged(
+                        f"between byte {block * BLOCK_BYTES} and {block * BLOCK_BYTES + len(data)} of its ids"
+                    )
+                self._checked[block] = True
+
+    def check_all(self, header: ShardHeader) -> None:
+        """`ValueError` naming the file if any id has changed."""
+        digest = hashlib.sha256()
+        for start in range(0, len(self._data), READ_BYTES):
+            digest.update(self._data[start : start + READ_BYTES])
+        if digest.hexdigest() != header.sha256:
+            raise self._damaged("")
+        self._checked[:] = True
+
+    def _damaged(self, where: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: this token shard is damaged{' ' * bool(where)}{where}: its content is not what was written; "
+            f"prepare it again (delete {self.path.parent / 'manifest.json'} if it was made by a run)"
+        )
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -81,6 +126,7 @@ class ShardWriter:
         self._dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         self._vocab_size, self._eot, self._tokenizer, self._split = vocab_size, eot, tokenizer, split
         self._digest = hashlib.sha256()
+        self._block, self._sums = bytearray(), array.array("I")
         self.count = 0
         self.text_bytes = 0
         self.header: ShardHeader | None = None
@@ -99,6 +145,11 @@ class ShardWriter:
         data = np.asarray(ids, dtype=DTYPES[self._dtype]).tobytes()
         self._file.write(data)
         self._digest.update(data)
+        self._block += data
+        whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+        for start in range(0, whole, BLOCK_BYTES):
+            self._sums.append(zlib.crc32(self._block[start : start + BLOCK_BYTES]))
+        del self._block[:whole]
         self.count += len(ids)
         self.text_bytes += text_bytes
 
@@ -114,6 +165,10 @@ class ShardWriter:
                 Path(self._temporary).unlink(missing_ok=True)
 
     def _finish(self) -> None:
+        if self._block:
+            self._sums.append(zlib.crc32(self._block))
+        sums = np.asarray(self._sums, "<u4").tobytes()
+        self._file.write(sums)
         header = ShardHeader(
             dtype=self._dtype,
             count=self.count,
@@ -123,6 +178,7 @@ class ShardWriter:
             split=self._split,
             text_bytes=self.text_bytes,
             sha256=self._digest.hexdigest(),
+            block_sums=hashlib.sha256(sums).hexdigest(),
         )
         text = json.dumps(asdict(header)).encode()
         prefix = MAGIC + struct.pack("<I", len(text)) + text
@@ -138,7 +194,7 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
         values: Any = json.loads(text.decode())
     except ValueError as error:
         raise ValueError(f"{path}: the header of this token shard is no JSON: {error}") from error
-    given = values if isinstance(values, dict) else {}
+    given: dict[str, Any] = {"block_sums": ""} | values if isinstance(values, dict) else {}
     missing = [f.name for f in fields(ShardHeader) if type(given.get(f.name)) is not (int if f.type == "int" else str)]
     if missing:
         raise ValueError(f"{path}: the header of this token shard lacks {', '.join(missing)}")
@@ -153,10 +209,10 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
     return header
 
 
-def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]]]:
-    """(header, memory-mapped ids [count]); `ValueError` when the file is foreign or truncated.
+def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]], Blocks]:
+    """(header, memory-mapped ids [count], their sums); `ValueError` when the file is foreign, truncated or damaged.
 
-    Only the header and the size are checked, so opening costs the same for terabytes.
+    Only the header, the size and the sums of blocks themselves are checked, so opening costs little for terabytes.
     """
     with open(path, "rb") as file:
         start = file.read(len(MAGIC) + 4)
@@ -169,7 +225,9 @@ def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]
         raise ValueError(f"{path}: this token shard is truncated inside its header ({size_bytes} bytes)")
     header = _parse_header(path, text)
     offset = -(-(len(start) + length) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    expected_bytes = offset + header.count * DTYPES[header.dtype].itemsize
+    ids_bytes = header.count * DTYPES[header.dtype].itemsize
+    num_sums = -(-ids_bytes // BLOCK_BYTES) if header.block_sums else 0
+    expected_bytes = offset + ids_bytes + 4 * num_sums
     if size_bytes != expected_bytes:
         what = "is truncated" if size_bytes < expected_bytes else "has foreign data at its end"
         raise ValueError(
@@ -178,4 +236,10 @@ def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]
         )
     mapped = np.memmap(path, dtype=DTYPES[header.dtype], mode="r", offset=offset, shape=(header.count,))
     # A plain view: slicing np.memmap itself costs several microseconds a window.
-    return header, cast("NDArray[np.unsignedinteger[Any]]", mapped.view(np.ndarray))
+    ids = cast("NDArray[np.unsignedinteger[Any]]", mapped.view(np.ndarray))
+    if not num_sums:
+        return header, ids, Blocks(path, ids, None)
+    sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
+    if hashlib.sha256(sums.tobytes()).hexdigest() != header.block_sums:
+        raise ValueError(f"{path}: this token shard is damaged: the sums at its end are not what was written")
+    return header, ids, Blocks(path, ids, sums)

@@ -18,6 +18,7 @@ from text_corpus import REPOSITORY, config, finish, start, write_shard, write_te
 
 from jmoe.config import DataConfig
 from jmoe.training import corpus as corpus_module
+from jmoe.training import data as data_module
 from jmoe.training import text_files
 from jmoe.training.corpus import Corpus, Role, prepare
 from jmoe.training.data import main, unigram_bits_per_byte, xz_bits_per_byte
@@ -55,9 +56,11 @@ def train_text(corpus: Corpus, source: int = 0) -> str:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
 def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     ids = [1, vocab_size - 1, 5, 0]
-    header, read = open_shard(write_shard(tmp_path / "a.bin", ids, vocab_size))
+    header, read, blocks = open_shard(write_shard(tmp_path / "a.bin", ids, vocab_size))
     assert (header.dtype, header.count, header.vocab_size, header.text_bytes) == (dtype, 5, vocab_size, 7)
     assert read.tolist() == [0, *ids]
+    blocks.check(0, 5)
+    blocks.check_all(header)
     assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
 
 
@@ -73,7 +76,9 @@ def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda b: b[:-2], "is truncated: 4102 bytes, but its header says 4 tokens, i.e. 4104 bytes"),
+        (lambda b: b[:-2], "is truncated: 4106 bytes, but its header says 4 tokens, i.e. 4108 bytes"),
+        (lambda b: b[:4096] + b"\x05" + b[4097:], "this token shard is damaged: its content is not what was written"),
+        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "the sums at its end are not what was written"),
         (lambda b: b[:100], "truncated inside its header"),
         (lambda b: b + b"xx", "foreign data at its end"),
         (lambda b: b"\x93NUMPY" + b[6:], "not a token shard"),
@@ -89,6 +94,59 @@ def test_damaged_shard(tmp_path: Path, damage: object, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         prepare(config(path), 300, tmp_path / "cache")
     assert str(path) in str(error.value)
+
+
+def flip(path: Path, token: int, count: int = 300) -> None:
+    """Set so many tokens from this one on to others that the vocabulary has."""
+    with path.open("r+b") as file:
+        file.seek(4096 + 2 * token)
+        data = np.frombuffer(file.read(2 * count), np.uint16)
+        file.seek(4096 + 2 * token)
+        file.write((data ^ 1).tobytes())
+
+
+def test_a_large_shard_is_checked_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows before and after the damage are as they were; one over it is an error that names file and bytes."""
+    monkeypatch.setattr(corpus_module, "HASHED_BYTES", 1000)
+    ids = np.random.default_rng(0).integers(1, 300, 200_000)
+    path = write_shard(tmp_path / "a.bin", ids.tolist(), text_bytes=10**6)
+    flip(path, 100_000)
+    windows = data_module._Windows(prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300)
+    for index in (0, 500, 1500):
+        assert windows[index].tolist() == [0, *ids.tolist()][100 * index : 100 * index + 101]
+    with pytest.raises(
+        ValueError, match=r"a\.bin: this token shard is damaged between byte 196608 and 262144 of its ids"
+    ):
+        windows[1001]
+    flip(path, 199_900, 50)  # of the held-out part
+    with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged in bytes"):
+        prepare(config(path), 300, tmp_path / "cache")
+
+
+def test_a_shard_without_sums_of_blocks_is_checked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of older versions have none."""
+    path = write_shard(tmp_path / "a.bin", list(range(1, 290)), text_bytes=1000)
+    content = path.read_bytes()[:-4]
+    sums = json.loads(content[12 : 12 + int.from_bytes(content[8:12], "little")])["block_sums"]
+    path.write_bytes(content.replace(f', "block_sums": "{sums}"'.encode(), b" " * (len(sums) + 18)))
+    monkeypatch.setattr(corpus_module, "HASHED_BYTES", 0)
+    prepare(config(path), 300, tmp_path / "cache")
+    flip(path, 20, 3)
+    with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged: its content"):
+        prepare(config(path), 300, tmp_path / "cache")
+
+
+def test_damaged_tokens_of_a_run_are_prepared_again(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = prepare(config(texts), 400, tmp_path)
+    whole = [(tmp_path / name).read_bytes() for name in ("train-00000.bin", "held_out.bin")]
+    for name in ("train-00000.bin", "held_out.bin"):
+        flip(tmp_path / name, 50, 20)
+        again = prepare(config(texts), 400, tmp_path)
+        assert again.fingerprint == before.fingerprint
+        assert f"{tmp_path}: the prepared text is damaged, it is prepared again" in capsys.readouterr().out
+        assert [(tmp_path / name).read_bytes() for name in ("train-00000.bin", "held_out.bin")] == whole
 
 
 # Tokenizer
