@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -43,6 +45,7 @@ from jmoe.training.checkpoint_contents import (
 )
 
 MANIFEST = "manifest.json"
+ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # a step that was not complete when a run began to save
 MEETING_LIMIT_MS = 10 * 24 * 3_600_000  # each process has a limit of its own for what it does before the meeting
 
 
@@ -391,6 +394,15 @@ class Checkpoints:
                 (self.directory / str(step)).rename(aside)
                 print(f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True)
 
+    def _remove_set_aside(self) -> None:
+        """Remove what was set aside and is older than every complete step: the rest of a deletion, mostly."""
+        oldest = min(self.steps(), default=0)
+        for entry in self.directory.iterdir():
+            named = ASIDE.fullmatch(entry.name)
+            if named is not None and int(named[1]) < oldest and entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+                print(f"{entry}: removed an incomplete checkpoint, as all complete ones are newer", flush=True)
+
     def _check_shared(self, problem: str) -> None:
         """Raise on all processes unless process 0 could write the folder and every process sees the same one."""
         mark = self._from_process_0(0 if problem else 1 + secrets.randbits(30))
@@ -430,6 +442,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 fsync(self.directory / str(step))
                 fsync(self.directory)
+                self._remove_set_aside()
             if self._records is not None:
                 self._records.committed(self.folder_of_records(step), self._all_steps())
         except BaseException as error:  # raised at the next call, in the caller's thread

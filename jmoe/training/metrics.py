@@ -10,7 +10,7 @@ writes `start_step` next. Only process 0 makes a `MetricsLog` or a `ProgressLine
   one list per MoE layer with each expert's fraction of the layer's assignments (5 significant digits; left out of
   some steps of large models, see `EXPERT_LOAD_VALUES_PER_STEP`). Other floats keep full precision, so equal
   records mean bit-identical losses;
-- an event: `{"event": "resume", "step": s}` (steps from s on are run again: older records of them are void) and
+- an event: `{"event": "resume", "step": s}` (steps from s on are run again: older records of them are cut) and
   `{"event": "evaluation", "step": s, "loss": .., "bits_per_byte": ..}`, measured after s steps.
 
 The JSON is strict: a float that is not finite is written as null, and its name goes to the record's `non_finite`
@@ -34,6 +34,7 @@ from statistics import median
 from typing import Any, Final, TextIO, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 from jax import monitoring
 from rich.console import Console
 from rich.live import Live
@@ -56,6 +57,7 @@ COMPILE_EVENT: Final = "/jax/core/compile/backend_compile_duration"
 REFRESH_S: Final = 0.1  # of the line on a terminal
 
 T = TypeVar("T")
+_EVENT_FILE: Final = re.compile(r"events\.out\.tfevents\.\d{10}\..+\.\d{9}")
 
 # Dense bfloat16 peaks in FLOP/s with float32 accumulation, from NVIDIA's data sheets (which print the sparse figure).
 _PEAK_FLOPS: Final = (
@@ -158,6 +160,33 @@ def _repair(path: Path) -> None:
             file.truncate(end - len(torn))
 
 
+def _cut(path: Path, start_step: int) -> None:
+    """Take out of the file what a run that goes on at `start_step` measures again."""
+    if not path.is_file():
+        return
+    kept, void = bytearray(), False
+    with path.open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            step = -1 if record is None else int(record.get("step", -1))
+            event = record is not None and "event" in record
+            if step < start_step or (event and step == start_step > 0):
+                kept += line
+            else:
+                void = True
+    if void:
+        path = path.resolve()  # a link stays one
+        new = path.with_name(f".{path.name}.new")
+        try:
+            with new.open("wb") as file:
+                file.write(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
 class CompiledPrograms:
     """Count the programs that JAX compiles in this process, or takes from its cache of compiled ones."""
 
@@ -192,31 +221,38 @@ def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, c
 
 
 class _EventFile:
-    """One TensorBoard event file in `folder`, later in name order than the older ones; steps from `purge_step` on in
-    those are hidden.
+    """The one TensorBoard event file in `folder`; begins with the events of steps before `end_step` of an older one.
 
     tensorboardX's own SummaryWriter hands events to a thread through a queue of ten; when that thread dies of a full
     disk, training waits on the queue for ever. This writes in the caller and raises `OSError` there.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None, flush_s: float) -> None:
+    def __init__(self, folder: Path, end_step: int, flush_s: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        older = sorted(path for path in folder.iterdir() if _EVENT_FILE.fullmatch(path.name))
         second, nanosecond = divmod(time.time_ns(), 10**9)
-        self._writer = RecordWriter(
-            str(folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{nanosecond:09d}")
-        )
+        name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{nanosecond:09d}"
+        self._writer = RecordWriter(str(folder / name))
         self._flush_s, self._flushed_s = flush_s, time.monotonic()
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
+        if older:  # a TensorBoard that has read them forgets them
             start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            self._write(Event(wall_time=time.time(), step=0, session_log=start))
+        for event in _scalar_events(older, end_step):
+            self._write(event)
         self._writer.flush()
+        for path in older:
+            path.unlink()
+
+    def flush(self) -> None:
+        """Make what was written durable."""
+        self._writer.flush()
+        self._flushed_s = time.monotonic()
 
     def _write(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
         if time.monotonic() - self._flushed_s >= self._flush_s:
-            self._writer.flush()
-            self._flushed_s = time.monotonic()
+            self.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
@@ -229,12 +265,34 @@ class _EventFile:
             self._writer.close()
 
 
+def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
+    """The last values of every step before `end_step`, in order; what follows a torn event is lost."""
+    steps: dict[int, Event] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            while len(head := file.read(12)) == 12:
+                length_bytes = int.from_bytes(head[:8], "little")
+                data = file.read(length_bytes + 4)
+                if len(data) < length_bytes + 4:
+                    break
+                try:
+                    event = Event.FromString(data[:-4])
+                except DecodeError:
+                    break
+                if event.HasField("session_log"):  # of a jmoe that began a file at every start
+                    steps = {step: known for step, known in steps.items() if step < event.step}
+                elif event.summary.value and event.step < end_step:
+                    steps[event.step] = event
+    return iter(steps[step] for step in sorted(steps))
+
+
 class MetricsLog:
     """Appends to OUTPUT_DIR/metrics.jsonl and to TensorBoard events in OUTPUT_DIR/tensorboard/{train,evaluation}.
 
-    start_step: the first step that this process will write. If it is greater than 0, or the file exists, an event
-    `resume` is written first. Each record is one `write`; a kill can tear only the last line, which the next
-    MetricsLog repairs and readers skip. Raises `OSError` with the file's name, e.g. on a full disk.
+    start_step: the first step that this process will write; what the files have of later ones is cut. If it is greater
+    than 0, or the file exists, an event `resume` is written first. Each record is one `write`; a kill can tear only the
+    last line, which the next MetricsLog repairs and readers skip. Raises `OSError` with the file's name, e.g. on a full
+    disk.
     """
 
     def __init__(self, output_dir: Path, *, start_step: int) -> None:
@@ -243,14 +301,15 @@ class MetricsLog:
         exists = self.path.exists()
         if exists:
             _repair(self.path)
+            _cut(self.path, start_step)
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
             resumes = exists or start_step > 0
             folder = output_dir / TENSORBOARD_DIR
-            self._train = _EventFile(folder / "train", start_step if resumes else None, TENSORBOARD_FLUSH_S)
+            self._train = _EventFile(folder / "train", start_step, TENSORBOARD_FLUSH_S)
             stack.callback(self._train.close)
             # An evaluation at start_step belongs to the state that is resumed from, so it stays.
-            self._evaluation = _EventFile(folder / "evaluation", start_step + 1 if resumes else None, 0.0)
+            self._evaluation = _EventFile(folder / "evaluation", start_step + (start_step > 0), 0.0)
             stack.callback(self._evaluation.close)
             self._load_step = start_step
             if resumes:
@@ -293,6 +352,14 @@ class MetricsLog:
     def write_event(self, event: str, step: int, **values: object) -> None:
         """Writes `{"event": event, "step": step, ...}`."""
         self._append({"event": event, "step": step, **values})
+
+    def sync(self) -> None:
+        """Make all that was written durable, as a checkpoint of these steps will be."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self._train.flush()
 
     def close(self) -> None:
         self._close.close()

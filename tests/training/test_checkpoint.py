@@ -192,6 +192,12 @@ def test_an_incomplete_step_is_skipped_and_set_aside(
     assert two_steps.steps() == [2, 3]
     names = {path.name for path in folder.iterdir()}
     assert names == {"2", "3", "incomplete-3-1", "incomplete-4-1", "incomplete-5-1"}
+    (folder / "incomplete-notes").mkdir()
+    for step in (10, 11, 12):  # what is older than every complete step goes
+        two_steps.save(step, state, step, "{}")
+    two_steps.wait()
+    assert {path.name for path in folder.iterdir()} == {*map(str, two_steps.steps()), "incomplete-notes"}
+    assert f"{folder}/incomplete-4-1: removed" in capsys.readouterr().out
 
 
 def test_every_damaged_file_is_noticed(two_steps: Checkpoints, tmp_path: Path) -> None:

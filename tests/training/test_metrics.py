@@ -149,7 +149,7 @@ def test_resumed_steps_replace_older_ones(tmp_path: Path) -> None:
     assert [(e["event"], e["step"]) for e in events] == [("evaluation", 5), ("evaluation", 10), ("resume", 10)]
     raw = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert raw.count({"event": "resume", "step": 10}) == 1
-    assert sum(record.get("step") == 12 for record in raw) == 1  # nothing is deleted from the file
+    assert [record["step"] for record in raw if "event" not in record] == list(range(12))  # each once
 
 
 def test_a_run_from_the_start_voids_what_the_file_held(tmp_path: Path) -> None:
@@ -269,11 +269,11 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     train = tensorboard_events(tmp_path / "tensorboard" / "train")
     assert train[0].file_version == "brain.Event:2"
     starts = [(event.step, event.session_log.status) for event in train if event.HasField("session_log")]
-    assert starts == [(5, SessionLog.START)]
+    assert starts == [(0, SessionLog.START)]
     scalars = [
         (event.step, {v.tag: v.simple_value for v in event.summary.value}) for event in train if event.summary.value
     ]
-    assert [step for step, _ in scalars] == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    assert [step for step, _ in scalars] == [0, 1, 2, 3, 4, 5, 6, 7]
     step, values = scalars[-1]
     load_LE = metrics(step)["expert_load"]
     assert values["loss"] == metrics(step)["loss"]
@@ -281,9 +281,40 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     assert values["experts/most_loaded"] == pytest.approx(4 * load_LE.max(), rel=1e-6)
     assert values["experts/least_loaded_layer_1"] == pytest.approx(4 * load_LE[1].min(), rel=1e-6)
     evaluation = tensorboard_events(tmp_path / "tensorboard" / "evaluation")
-    # The evaluation after 5 steps belongs to what was resumed from: only later ones are purged.
-    assert [e.step for e in evaluation if e.HasField("session_log")] == [6]
+    # The evaluation after 5 steps belongs to what was resumed from: only later ones are cut.
     assert [e.step for e in evaluation if e.summary.value] == [5]
+    mine = tmp_path / "tensorboard" / "train" / "events.out.tfevents.of.mine"
+    mine.write_text("mine")
+    for start in (6, 6, 7):
+        write_run(tmp_path, start, 8)
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    assert [len(list((tmp_path / "tensorboard" / name).iterdir())) for name in ("train", "evaluation")] == [1, 1]
+    train = tensorboard_events(tmp_path / "tensorboard" / "train")
+    assert [event.step for event in train if event.summary.value] == list(range(8))
+
+
+def test_a_torn_event_file_goes_on(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, 6)
+    (path,) = (tmp_path / "tensorboard" / "train").iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    write_run(tmp_path, 5, 7)
+    train = tensorboard_events(tmp_path / "tensorboard" / "train")
+    assert [event.step for event in train if event.summary.value] == list(range(7))
+
+
+def test_sync_makes_both_files_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, real = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    with MetricsLog(tmp_path, start_step=0) as log:
+        log.write_step(0, metrics(0))
+        monkeypatch.setattr(os, "fsync", fsync)
+        log.sync()
+        assert synced[0] == "metrics.jsonl" and synced[1].startswith("events.out.tfevents.")
 
 
 def test_least_loaded() -> None:
