@@ -115,6 +115,8 @@ class Run:
             self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step, progress=progress):
             self.folder.check()
+            if self.log is not None:
+                self.log.sync()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
 
@@ -314,7 +316,7 @@ def run_all(config: TrainConfig) -> None:
             prefetch_batches=config.data.prefetch_batches,
         )
         stack.push(closing(batches.close))
-        program = make_tiered_program(config, mesh)
+        program = make_tiered_program(config, mesh, folder.run)
         stack.push(closing(program.close))
         for note in filter(None, (program.exchange, program.embedding)):
             say(note)

@@ -1,5 +1,6 @@
 """train.py in folders that are not its alone: another run is in the output folder, other things lie in the tiers'."""
 
+import json
 import os
 import re
 import shutil
@@ -122,7 +123,55 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     assert kept == {name: before[f"data/{name}"] for name in kept}
     assert not list(output_dir.glob(".data*"))
 
+    shard = output_dir / "data" / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[5000:5600] = bytes(byte ^ 1 for byte in content[5000:5600])
+    shard.write_bytes(content)
+    done = run_python(runs.command(output_dir, *small, "--num-steps", 10, data=moved), runs.environment())
+    assert done.returncode == 0, done.stderr
+    assert "the prepared text is damaged, it is prepared again" in done.stdout
+    assert shard.read_bytes() == before["data/train-00000.bin"]
+
     (output_dir / "data" / "tokenizer.json").write_bytes(before["data/tokenizer.json"].replace(b"import", b"impor_"))
     done = run_python(["-m", "jmoe.training.export", output_dir, tmp_path / "exported"], runs.environment())
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == before["data/tokenizer.json"]
+
+
+def test_runs_with_one_path_for_their_tiers_and_what_else_is_there(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+) -> None:
+    """Folders of a user and another run, alive, stay as they are; each run resumes from records of its own."""
+    tiers, alive, log = tmp_path / "tiers", tmp_path / "alive", tmp_path / "log"
+    for name in ("process-1", "process-5", "freed-space", "pins"):
+        (tiers / name).mkdir(parents=True)
+        (tiers / name / "notes").write_text(name)
+    nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.gradients", "nvme", "--tiers.path", tiers)
+    first = start_python(runs.command(alive, *nvme, *ENDLESS), log, runs.environment())
+    wait_until(lambda: len(committed(alive)) > 1, first, log)
+    small = ("--tiers.host-cache-bytes", 1000)
+    done = run_python(runs.command(tmp_path / "run", *nvme, *small), runs.environment())
+    assert done.returncode == 1
+    assert "tiers.host_cache_bytes = 1000: must be 0 or hold two records of every kind" in done.stderr
+    for last, dtype in ((6, "float32"), (8, "bfloat16")):
+        options = (*nvme, "--tiers.gradient-dtype", dtype, "--num-steps", last)
+        done = run_python(runs.command(tmp_path / "run", *options), runs.environment())
+        assert done.returncode == 0, done.stderr
+    assert "tiers.gradient_dtype: 'float32' -> 'bfloat16'" in done.stdout
+    assert "resuming from step 6 " in done.stdout
+    first.send_signal(signal.SIGTERM)
+    assert "stopped by a signal" in end_of(first, log, 120)
+    assert first.returncode == 0
+    assert len(losses(alive)) == committed(alive)[-1]
+    names = [json.loads((folder / "run.json").read_text())["run"] for folder in (alive, tmp_path / "run")]
+    assert sorted(path.name for path in tiers.iterdir()) == sorted(
+        [*names, "process-1", "process-5", "freed-space", "pins"]
+    )
+    for name in ("process-1", "process-5", "freed-space", "pins"):
+        assert (tiers / name / "notes").read_text() == name
+
+    shutil.rmtree(tiers / names[1] / "process-0" / "moments" / "pins")
+    (tiers / names[1] / "process-0" / "weights" / "pins" / "a stray file").touch()
+    done = run_python(runs.command(tmp_path / "run", *options, "--num-steps", 11), runs.environment())
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step 8 " in done.stdout

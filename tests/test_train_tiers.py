@@ -1,5 +1,6 @@
 """train.py with experts on other tiers: the ordinary run's losses, also after a SIGKILL in the middle of a save."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -136,7 +137,8 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     ends = [[r["loss"] for r in records(run) if r.get("event") == "evaluation"][-1] for run in (whole, killed)]
     assert ends[0] == ends[1]
 
-    folders = [killed / "records", killed / "records" / "process-1"]
+    run = json.loads((killed / "run.json").read_text())["run"]
+    folders = [killed / "records" / run / f"process-{rank}" for rank in range(2)]
     num_records = [sum(path.name[0].isdigit() for path in (folder / "moments").iterdir()) for folder in folders]
     assert min(num_records) > 0
     often = ("--checkpoint.every-steps", 2, "--checkpoint.keep", 2)

@@ -27,7 +27,7 @@ class TiersConfig:
     optimizer: Tier = "device"
     gradients: Literal["host", "nvme"] = "host"  # from the backward pass until their expert is fetched next
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 loses nothing of bfloat16 compute
-    path: str = ""  # folder of the tier nvme; "": OUTPUT_DIR/records
+    path: str = ""  # folder of the tier nvme, in which each run has one of its own; "": OUTPUT_DIR/records
     host_cache_bytes: int = 0  # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
     beta: float = 0.8  # decay of the counts that notice when other records deserve the host memory ...

@@ -30,7 +30,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.direct_io import Io, fsync_folder, io_of, write_file
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import Indexed, flush, read_lists, whole_files, write_records
-from jmoe.memory.version_store import PINS, Version, VersionStore, sealed
+from jmoe.memory.version_store import PINS, Version, VersionStore, is_pins, remove_store, remove_versions, sealed
 
 ITEM = "records"  # of a step; also the folder's name
 
@@ -225,26 +225,36 @@ class RecordCheckpoints:
             return  # the step is gone already
         for store in self.stores.values():
             for pins in (store.path / PINS).iterdir():
-                if pins.name not in steps:
-                    shutil.rmtree(pins)
+                if is_pins(pins) and pins.name not in steps:
+                    remove_versions(pins)
         if self.stores:
             self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
 
     def _free_processes(self, folders: list[Path]) -> None:
-        """Free the records of processes that there are no more, once none of the kept steps `folders` names them."""
-        own = next(iter(self.stores.values())).path.parent
-        root = own.parent if self.process else own
-        pins = [
-            Path(path) for kept in folders for listed in read_lists(kept).values() for path in listed["pins"].values()
-        ]
-        for place in root.glob("process-*"):
+        """Free the records of processes that there are no more, once none of the kept steps `folders` names them.
+
+        They are beside this process's own, in `process-NUMBER/NAME`, with the fingerprint of its stores; what differs
+        from that, or is open, stays.
+        """
+        store = next(iter(self.stores.values()))
+        own = store.path.parent
+        if own.name != f"process-{self.process}":
+            return
+        pins = [Path(path) for kept in folders for listed in read_lists(kept).values() for path in listed["pins"].values()]
+        for place in own.parent.iterdir():
             number = place.name.removeprefix("process-")
-            named = any(path.is_relative_to(place.absolute()) for path in pins)
-            if number.isdigit() and int(number) >= self.num_processes and not named:
+            if place.name != f"process-{number}" or not number.isdigit() or int(number) < self.num_processes:
+                continue
+            if place.is_dir() and not any(path.is_relative_to(place.absolute()) for path in pins):
                 with contextlib.suppress(FileNotFoundError):  # another process of this machine does the same
-                    place.rename(root / f"freed-{number}")  # a part of it could be taken for a store
-        for place in root.glob("freed-*"):
-            shutil.rmtree(place, ignore_errors=True)
+                    removed = [remove_store(found, store.fingerprint) for found in list(place.iterdir())]
+                    if any(removed):
+                        print(
+                            f"{place}: removed records that no checkpoint needs, of a process that is no more",
+                            flush=True,
+                        )
+                    if all(removed):
+                        place.rmdir()
 
     def _drain(self, folder: Path) -> bool:
         before = _step_before(folder)

@@ -29,6 +29,8 @@ from jmoe.memory.checksum import checksum
 from jmoe.memory.direct_io import Io, check_buffer, fsync_folder, io_of, read_file, write_file
 from jmoe.memory.hot_set import record_ids
 from jmoe.memory.record_store import (
+    LOCK,
+    MANIFEST,
     Fill,
     PackError,
     RecordLayout,
@@ -45,6 +47,7 @@ SYNC_EVERY = 16  # versions written between two syncs of the folder, at most
 
 def sealed(layout: RecordLayout) -> RecordLayout:
     """The layout of a record's file: its arrays, and the seal (index, counter, token, checksum)."""
+    check(SEAL not in {f.name for f in layout.fields}, "layout", layout.describe(), f"must not name {SEAL!r}")
     return RecordLayout.of({f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)})
 
 
@@ -126,6 +129,44 @@ class VersionStats:
         return self.written_bytes / self.payload_bytes if self.payload_bytes else 1.0
 
 
+def remove_store(folder: Path, fingerprint: str) -> bool:
+    """Remove the store in `folder` if it has this fingerprint and nobody has it open; return whether it was.
+
+    Only what a store has made is removed, its manifest last, so that an interrupted removal can go on.
+    """
+    try:
+        manifest = read_manifest(folder)
+        if (manifest.get("kind"), manifest.get("fingerprint")) != ("versions", fingerprint):
+            return False
+        with locked(folder, 0):
+            for pins in (folder / PINS).iterdir() if (folder / PINS).is_dir() else ():
+                if is_pins(pins):
+                    remove_versions(pins)
+            remove_versions(folder)
+            (folder / MANIFEST).unlink()
+            (folder / LOCK).unlink()
+    except (PackError, TimeoutError, NotADirectoryError):
+        return False
+    for place in (folder / PINS, folder):
+        with contextlib.suppress(OSError):  # somebody else has something there
+            place.rmdir()
+    return True
+
+
+def is_pins(folder: Path) -> bool:
+    """Whether this is, by its name, the pins of a step, or the beginning of them."""
+    return folder.name.removesuffix(".tmp").isdigit() and folder.is_dir() and not folder.is_symlink()
+
+
+def remove_versions(folder: Path) -> None:
+    """Remove the versions in a folder, and the folder if nothing else is in it."""
+    for entry in list(folder.iterdir()):
+        if Version.parse(entry.name) or entry.name.startswith("new-"):
+            entry.unlink()
+    with contextlib.suppress(OSError):  # not empty
+        folder.rmdir()
+
+
 class VersionStore:
     """The records of `owned` in a folder, to read and to replace; its methods may be called from many threads.
 
@@ -136,7 +177,7 @@ class VersionStore:
 
     def __init__(self, folder: Path, layout: RecordLayout, num_records: int, owned: Iterable[int]) -> None:
         """Read the folder; see `open`."""
-        self.path, self.layout, self.num_records = folder, layout, num_records
+        self.path, self.layout, self.num_records, self.fingerprint = folder, layout, num_records, ""
         self.owned = tuple(sorted(set(record_ids(list(owned), num_records).tolist())))
         self.io = io_of(folder)
         self._is_owned = frozenset(self.owned)
@@ -171,10 +212,8 @@ class VersionStore:
         process has it open, `OSError` if it may not be written to.
         """
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
-        check(SEAL not in {f.name for f in layout.fields}, "layout", layout.describe(), f"must not name {SEAL!r}")
-        folder = Path(folder)
-        of_files = sealed(layout)
-        expected = manifest_of(of_files, num_records, fingerprint) | {"kind": "versions"}
+        folder, with_seal = Path(folder), sealed(layout)
+        expected = manifest_of(with_seal, num_records, fingerprint) | {"kind": "versions"}
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
             held.enter_context(locked(folder, lock_limit_s))
@@ -190,7 +229,8 @@ class VersionStore:
             if differ:
                 was = {key: manifest.get(key) for key in differ}
                 raise PackError(f"{folder}: holds {was}, expected { {key: expected[key] for key in differ} }")
-            store = cls(folder, of_files, num_records, range(num_records) if owned is None else owned)
+            store = cls(folder, with_seal, num_records, range(num_records) if owned is None else owned)
+            store.fingerprint = fingerprint
             store._held = held.pop_all()
         return store
 
@@ -291,7 +331,7 @@ class VersionStore:
         for leftover in (half, folder):  # of a save that did not come to its end
             if leftover.exists():
                 shutil.rmtree(leftover)
-        half.mkdir()
+        half.mkdir(parents=True)
         with self._sync_lock:
             with self._lock:
                 names = [version.name for version in self._current.values()]

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import TrainConfig
+from jmoe.config import TrainConfig, check
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.memory.record_store import Fill, HostRecords
+from jmoe.memory.record_store import Fill, HostRecords, PackError, RecordLayout, read_manifest
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.memory.version_store import VersionStore
+from jmoe.memory.version_store import VersionStore, remove_store, sealed
 from jmoe.training.expert_state import ExpertState, Owned, Stores, layouts
 
 ExpertArrays = dict[str, NDArray[np.float32]]
@@ -29,17 +29,17 @@ class ExpertStores:
     """The records of a run's experts. On the tier nvme they are opened as they are found; all else begins with `fill`.
 
     shapes: of an expert's parameters. records: what a checkpoint has in files of its own: weights and moments of all
-    experts. Every process has a folder of its own.
+    experts. Every process has a folder of its own, `tiers.path/RUN/process-NUMBER`: runs with one path do not meet.
     """
 
-    def __init__(self, config: TrainConfig, owned: Owned, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, config: TrainConfig, owned: Owned, shapes: dict[str, tuple[int, ...]], run: str = "run") -> None:
         self._config, self._tiers, self._owned, self._shapes = config, config.tiers, owned, shapes
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
         self._num_records = self._num_layers * self._num_experts
         self._owned_records = owned.records(self._num_layers, self._num_experts)
         self.layouts = layouts(shapes, self._tiers.gradient_dtype)
         self._held = contextlib.ExitStack()
-        self._versions = self._open_versions()
+        self._versions = self._open_versions(run)
         saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
         self.records = RecordCheckpoints(
             saved,
@@ -50,23 +50,23 @@ class ExpertStores:
             stall_limit_s=config.checkpoint.drain_timeout_s,
         )
 
-    def _open_versions(self) -> dict[str, VersionStore]:
-        tiers = self._tiers
+    def _open_versions(self, run: str) -> dict[str, VersionStore]:
+        tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
-        folder = Path(tiers.path or Path(self._config.output_dir) / "records")
-        if jax.process_index() > 0:
-            folder /= f"process-{jax.process_index()}"
+        layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
+        least_bytes = min(2, len(self._owned_records)) * sum(sealed(layout).record_bytes for layout in layouts.values())
+        given = tiers.host_cache_bytes
+        enough = f"must be 0 or hold two records of every kind on the tier nvme, {least_bytes} bytes"
+        check(not layouts or not given or given >= least_bytes, "tiers.host_cache_bytes", given, enough)
+        folder = Path(tiers.path or Path(self._config.output_dir) / "records") / run / f"process-{jax.process_index()}"
         opened = {}
-        for kind, tier in kinds.items():
-            if tier == "nvme":
-                opened[kind] = VersionStore.open(
-                    folder / kind,
-                    self.layouts[kind],
-                    self._num_records,
-                    fingerprint="jmoe experts",
-                    owned=self._owned_records,
-                )
-                self._held.callback(opened[kind].close)
+        for kind, layout in layouts.items():
+            if kind == "gradients" and not _has_layout(folder / kind, layout):
+                remove_store(folder / kind, fingerprint)  # of another gradient_dtype; no checkpoint has gradients
+            opened[kind] = VersionStore.open(
+                folder / kind, layout, self._num_records, fingerprint=fingerprint, owned=self._owned_records
+            )
+            self._held.callback(opened[kind].close)
         return opened
 
     def fill(self, step: int, weights: OfLayer | None, moments: OfLayer | None) -> ExpertState:
@@ -145,6 +145,13 @@ class ExpertStores:
         """Wait for what is being saved, and give the folders free."""
         with self._held:
             self.records.close()
+
+
+def _has_layout(folder: Path, layout: RecordLayout) -> bool:
+    try:
+        return bool(read_manifest(folder)["layout"] == sealed(layout).describe())
+    except (PackError, KeyError):
+        return False
 
 
 def write_all(store: VersionStore, fill: Fill) -> None:

@@ -4,6 +4,9 @@
 when a process ends, however it ends. Inside is who took it. Local file systems, NFS version 4 and Lustre mounted with
 `flock` honour the lock between hosts. Where a file system knows none, or keeps it to one host, the later start writes
 its name into the file, and the earlier one finds it there before its next save and stops.
+
+`run.json` has the name of the run, which marks what is its own outside of the folder. A copy of the folder is another
+run; a folder that is moved stays the same one.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from typing import Any, BinaryIO, Self
 import jax
 
 from jmoe.training import distributed
+from jmoe.training.token_shards import write_atomic
 
-LOCK = "run.lock"
+LOCK, IDENTITY = "run.lock", "run.json"
 WAIT_S = 120.0  # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # the file system has none
 
@@ -52,16 +56,22 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._made and os.listdir(self.path) == [LOCK]:  # the run came to nothing
-            (self.path / LOCK).unlink()
+        if self._made and set(os.listdir(self.path)) <= {LOCK, IDENTITY}:  # the run came to nothing
+            for name in os.listdir(self.path):
+                (self.path / name).unlink()
             self.path.rmdir()
         if self._file is not None:
             self._file.close()
 
+    @property
+    def run(self) -> str:
+        """The run's name, which no other run has."""
+        return str(self._owner["run"])
+
     def check(self) -> None:
         """`OSError` if another run has taken the folder meanwhile, where the file system could not prevent it."""
         other = self._read()
-        if other != self._owner:
+        if other.get("token") != self._owner["token"]:
             raise OSError(f"output_dir = {str(self.path)!r}: was taken over by {_named(other)}; this run saves no more")
 
     def _take(self) -> str:
@@ -95,7 +105,17 @@ class RunFolder:
                 )
                 said = True
             time.sleep(0.1)
-        return json.dumps(owner)
+        return json.dumps(owner | {"run": self._identify()})
+
+    def _identify(self) -> str:
+        """The name in `run.json`; a new one if there is none, or it belongs to a run of which this is a copy."""
+        here = self.path.resolve()
+        run, home = _identity(here)
+        if not run or (Path(home) != here and _identity(Path(home))[0] == run):
+            run = f"{here.name}-{secrets.token_hex(4)}"
+        if (run, str(here)) != _identity(here):
+            write_atomic(self.path / IDENTITY, json.dumps({"run": run, "output_dir": str(here)}).encode())
+        return run
 
     def _locked_by(self, owner: dict[str, Any]) -> bool:
         """Whether the folder is this run's now. The other processes of it lock it too, so the lock becomes shared.
@@ -117,7 +137,7 @@ class RunFolder:
     def _join(self) -> None:
         """Other processes: lock the folder that process 0 has taken, too."""
         deadline_s = time.monotonic() + 5.0  # a network file system may lag
-        while self._read() != self._owner:
+        while self._read().get("token") != self._owner["token"]:
             if time.monotonic() > deadline_s:
                 raise OSError(
                     f"output_dir = {str(self.path)!r}: process {jax.process_index()} does not see what process 0 "
@@ -152,6 +172,15 @@ class RunFolder:
         except (ValueError, FileNotFoundError):
             return {}
         return owner if isinstance(owner, dict) else {}
+
+
+def _identity(folder: Path) -> tuple[str, str]:
+    """(name, folder) of the run in an output folder, as it has noted them; ("", "") if it has not."""
+    try:
+        noted = json.loads((folder / IDENTITY).read_bytes())
+        return str(noted["run"]), str(noted["output_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
 
 
 def _named(owner: dict[str, Any]) -> str:

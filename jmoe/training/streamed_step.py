@@ -77,10 +77,10 @@ class _Run:
 class StreamedProgram:
     """The functions of `Program`, for experts on several tiers; the state is then of everything but the experts.
 
-    `close` ends its threads.
+    `close` ends its threads. run: names the folder of its records, see `ExpertStores`.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, run: str = "run") -> None:
         self.config, self.tiers, self.mesh = config, config.tiers, mesh
         self._ordinary = make_program(config, mesh)
         self.programs = LayerPrograms(config, mesh)
@@ -100,7 +100,7 @@ class StreamedProgram:
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
         self._batch_place = self._device or NamedSharding(mesh, BATCH)
         self.experts: ExpertState | None = None
-        self.stores = ExpertStores(config, self._owned, shapes)
+        self.stores = ExpertStores(config, self._owned, shapes, run)
 
     # State
 
@@ -451,6 +451,6 @@ def _of_mine(read: OfExperts, mine: NDArray[np.int64], layer: int) -> ExpertArra
     return read(layer, mine)
 
 
-def make_tiered_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """`make_program`, with experts where `config.tiers` wants them."""
-    return make_program(config, mesh) if config.tiers.on_device else StreamedProgram(config, mesh).program()
+def make_tiered_program(config: TrainConfig, mesh: Mesh, run: str = "run") -> Program:
+    """`make_program`, with experts where `config.tiers` wants them. run: its name in `tiers.path`."""
+    return make_program(config, mesh) if config.tiers.on_device else StreamedProgram(config, mesh, run).program()

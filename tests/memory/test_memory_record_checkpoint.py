@@ -24,7 +24,7 @@ from jmoe.memory.record_checkpoint import (
     RecordsSave,
     is_durable,
 )
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_store import MANIFEST, RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, VersionStore
 
@@ -450,10 +450,10 @@ def test_killed_at_any_moment_resumes_bit_for_bit(
     close({}, stores)
 
 
-def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path) -> None:
+def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Once no step that is kept names them; what another run or user has there stays."""
     root = tmp_path / "records"
-    places = [root, root / "process-1"]
+    places = [root / "process-0", root / "process-1"]
 
     def stores_of(process: int, num_processes: int) -> dict[str, VersionStore]:
         owned = range(process, NUM_RECORDS, num_processes)
@@ -481,15 +481,30 @@ def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path) -> None
     for records in two:
         records.close()
         close({}, dict(records.stores))
-    (root / "process-notes").mkdir()
+    foreign = [root / name / "moments" / "file" for name in ("process-notes", "process-5", "freed-space", "freed-1")]
+    (root / "process-9").mkdir()
+    foreign += [places[0] / "moments" / PINS / "a stray file", root / "process-6" / MANIFEST]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    other_run = {
+        name: VersionStore.open(root / "process-7" / name, layout, NUM_RECORDS, fingerprint="b")
+        for name, layout in LAYOUTS.items()
+    }
+    close({}, other_run)
+    live = VersionStore.open(root / "process-8" / "moments", LAYOUTS["moments"], NUM_RECORDS, fingerprint="a")
     one = RecordCheckpoints(stores_of(0, 1))
     one.restore(first)
     assert content(dict(one.stores)) == before
     save(2, [one], [1, 2])
     assert (root / "process-1").is_dir()
     save(3, [one], [2, 3])
-    assert not (root / "process-1").exists() and not list(root.glob("freed-*"))
-    assert (root / "process-notes").is_dir()
+    assert not (root / "process-1").exists()
+    assert f"{root / 'process-1'}: removed records" in capsys.readouterr().out
+    assert [path.read_text() for path in foreign] == ["mine"] * len(foreign)
+    assert all((root / "process-7" / name / MANIFEST).is_file() for name in LAYOUTS)
+    assert (live.path / MANIFEST).is_file() and (root / "process-9").is_dir()
+    live.close()
     assert content(dict(one.stores)) == before
     one.close()
     close({}, dict(one.stores))

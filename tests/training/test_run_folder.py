@@ -1,12 +1,13 @@
 """The lock on a run's output folder. A lock belongs to who opened the file: two in one process exclude each other."""
 
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from jmoe.training.run_folder import LOCK, RunFolder
+from jmoe.training.run_folder import IDENTITY, LOCK, RunFolder
 
 
 def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,4 +63,18 @@ def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     with RunFolder(tmp_path / "new") as folder:
         (folder.path / "result").touch()
-    assert sorted(path.name for path in folder.path.iterdir()) == ["result", LOCK]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["result", IDENTITY, LOCK]
+
+
+def test_a_copy_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "one") as first:
+        (first.path / "result").touch()
+    with RunFolder(tmp_path / "one") as again:
+        assert again.run == first.run
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with RunFolder(tmp_path / "copy") as copy:
+        assert copy.run != first.run and copy.run.startswith("copy-")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    for _ in range(2):
+        with RunFolder(tmp_path / "moved") as moved:
+            assert moved.run == first.run
