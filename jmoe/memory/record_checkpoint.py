@@ -249,12 +249,9 @@ class RecordCheckpoints:
                 with contextlib.suppress(FileNotFoundError):  # another process of this machine does the same
                     removed = [remove_store(found, store.fingerprint) for found in list(place.iterdir())]
                     if any(removed):
-                        print(
-                            f"{place}: removed records that no checkpoint needs, of a process that is no more",
-                            flush=True,
-                        )
-                    if all(removed):
-                        place.rmdir()
+                        print(f"{place}: removed records of a process that is no more, unneeded by now", flush=True)
+                        with contextlib.suppress(OSError):  # something else is there
+                            place.rmdir()
 
     def _drain(self, folder: Path) -> bool:
         before = _step_before(folder)

@@ -70,9 +70,7 @@ class Blocks:
             if not self._checked[block]:
                 data = self._data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
                 if zlib.crc32(data) != self._sums[block]:
-                    raise self._damaged(
-                        f"between byte {block * BLOCK_BYTES} and {block * BLOCK_BYTES + len(data)} of its ids"
-                    )
+                    raise self._damaged(f"in bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES} of its ids")
                 self._checked[block] = True
 
     def check_all(self, header: ShardHeader) -> None:

@@ -225,6 +225,14 @@ def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
         program.close()
 
 
+def test_a_cache_that_is_too_small_is_refused_by_its_name(tmp_path: Path) -> None:
+    tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path / "tiers"), host_cache_bytes=1000)
+    config = dataclasses.replace(CONFIG, tiers=tiers)
+    with pytest.raises(ValueError, match=r"tiers.host_cache_bytes = 1000: must be 0 or hold two records of every kind"):
+        make_tiered_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    assert not (tmp_path / "tiers").exists()
+
+
 def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
     tiers = dataclasses.replace(HOST, gradient_dtype="bfloat16")
     trained = train(CONFIG, tiers)
