@@ -99,7 +99,7 @@ class TrainRuns:
 
 
 def records(output_dir: Path) -> list[dict[str, Any]]:
-    """Every whole line of metrics.jsonl, in the order of the file: steps that were run twice are there twice."""
+    """Every whole line of metrics.jsonl, in the order of the file."""
     path = output_dir / "metrics.jsonl"
     lines = path.read_text().split("\n") if path.exists() else [""]
     return [json.loads(line) for line in lines[:-1]]

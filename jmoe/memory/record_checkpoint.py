@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -240,7 +239,9 @@ class RecordCheckpoints:
         own = store.path.parent
         if own.name != f"process-{self.process}":
             return
-        pins = [Path(path) for kept in folders for listed in read_lists(kept).values() for path in listed["pins"].values()]
+        pins = [
+            Path(path) for kept in folders for listed in read_lists(kept).values() for path in listed["pins"].values()
+        ]
         for place in own.parent.iterdir():
             number = place.name.removeprefix("process-")
             if place.name != f"process-{number}" or not number.isdigit() or int(number) < self.num_processes:

@@ -284,7 +284,7 @@ batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=30)
 with distributed.Watchdog(5) as watchdog, out, checkpoints:
     config = TrainConfig(checkpoint=CheckpointConfig(drain_timeout_s=5))
-    run = program.Run(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, None)
+    run = program.Run(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, {}, None)
     for step in (1, 2):
         train(store, step)
         run.save(step, make(np.float32(step)))
