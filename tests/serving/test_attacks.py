@@ -117,7 +117,7 @@ BODIES: dict[str, tuple[str, Any, str]] = {
     "a long text to count": ("/tokenize", {"prompt": LONG_TEXT}, "characters; at most 4194304 can"),
     "many tokens to decode": ("/detokenize", {"tokens": [1] * 1_000_000}, "at most 8192 are allowed"),
     "no tokens to decode": ("/detokenize", {"tokens": ["x"] * 500_000}, "tokens.0: "),
-    "unknown parameters": (COMPLETIONS, {"prompt": "x"} | numbered(100_000, 1), "k0: is not a parameter that this"),
+    "unknown parameters": (COMPLETIONS, {"prompt": "x"} | numbered(400_000, 1), "k0: is not a parameter that this"),
     "a long name": (COMPLETIONS, {"prompt": "x", "y" * 1_000_000: 1}, "is not a parameter that this server supports"),
     "a long model": (COMPLETIONS, {"prompt": "x", "model": "y" * 1_000_000}, "the model 'yyy"),
     "unknown in messages": (CHAT, {"messages": [HI | numbered(50, 1)] * 4000}, "messages.0.k0: is not a parameter"),
@@ -168,9 +168,15 @@ def test_a_text_that_is_encoded(server: HttpProcess) -> None:
     watch.check(worst_s=took_s / 2 + 0.25)
 
 
-def connect(server: HttpProcess) -> socket.socket:
+def connect(server: HttpProcess, *, buffer_bytes: int | None = None) -> socket.socket:
+    """buffer_bytes: of what has arrived and is not read, the system takes no more than about this."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
+    client = socket.socket()
+    if buffer_bytes is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    client.settimeout(LIMIT_S)
+    client.connect((host, int(port)))
+    return client
 
 
 def send_until_refused(server: HttpProcess, begin: bytes, piece: bytes, most: int) -> tuple[int, bytes]:
@@ -274,7 +280,7 @@ def test_a_client_that_takes_no_answer(server: HttpProcess) -> None:
     """Its connection and what was written for it are given up."""
     with Watch(server) as watch, contextlib.ExitStack() as stack:
         for _ in range(32):
-            client = stack.enter_context(connect(server))
+            client = stack.enter_context(connect(server, buffer_bytes=4096))
             client.sendall((b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n") * 8)
         time.sleep(TIMEOUT_S)
         until_closed(server, most=8)
