@@ -19,7 +19,15 @@ def page_sums(record_R: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 def checksum(record_R: NDArray[np.uint8]) -> int:
     """One number for the content of whole pages: notices any change of one word and pages that change places."""
-    sums_P = _mixed(page_sums(record_R))
+    return _over_pages(_mixed(page_sums(record_R)))
+
+
+def is_checksum(value: int, record_R: NDArray[np.uint8]) -> bool:
+    """Whether a record was sealed with this number: `checksum`'s, or that of versions up to 0.1.0, which did not mix."""
+    return value == checksum(record_R) or value == _over_pages(page_sums(record_R))
+
+
+def _over_pages(sums_P: NDArray[np.uint64]) -> int:
     weights_P = np.arange(1, 2 * sums_P.size, 2, dtype=np.uint64)
     return int(np.dot(sums_P, weights_P))
 

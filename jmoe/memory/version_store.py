@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.checksum import checksum
+from jmoe.memory.checksum import checksum, is_checksum
 from jmoe.memory.direct_io import Io, check_buffer, fsync_folder, io_of, read_file, write_file
 from jmoe.memory.hot_set import record_ids
 from jmoe.memory.record_store import (
@@ -95,7 +95,8 @@ def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], i
     seal = layout.views(record_R)[SEAL]
     found = [int(word) for word in seal]
     seal[3] = 0
-    if found != [version.index, version.counter, version.token, checksum(record_R)]:
+    named = found[:3] == [version.index, version.counter, version.token]
+    if not named or not is_checksum(found[3], record_R):
         why = f"record {version.index}: damaged, its content is not what was written; a checkpoint may have it"
         raise OSError(errno.EIO, why, str(path))
     seal[3] = found[3]

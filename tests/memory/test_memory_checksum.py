@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.checksum import checksum
+from jmoe.memory.checksum import checksum, is_checksum, page_sums
 
 
 def test_checksum_of_every_bit() -> None:
@@ -35,3 +35,15 @@ def test_checksum_of_a_bad_line(pages: int, stuck: bool) -> None:
             words_PW[:, bit] ^= mask
         assert checksum(record_R) != whole, bit
         record_R[:] = before_R
+
+
+def test_seals_of_earlier_versions_are_known() -> None:
+    """Records sealed before page sums were mixed are accepted, and damage to them is noticed."""
+    record_R = RecordBuffers(1, 8192).slot(0)
+    record_R[:] = np.random.default_rng(2).integers(0, 256, 8192, np.uint8)
+    first, second = (int(page_sum) for page_sum in page_sums(record_R))
+    unmixed = (first + 3 * second) % 2**64
+    assert unmixed != checksum(record_R)
+    assert is_checksum(unmixed, record_R) and is_checksum(checksum(record_R), record_R)
+    record_R[5000] ^= 1
+    assert not is_checksum(unmixed, record_R)
