@@ -23,7 +23,7 @@ def checksum(record_R: NDArray[np.uint8]) -> int:
 
 
 def is_checksum(value: int, record_R: NDArray[np.uint8]) -> bool:
-    """Whether a record was sealed with this number: `checksum`'s, or that of versions up to 0.1.0, which did not mix."""
+    """Whether this seals a record: `checksum`, or that of versions up to 0.1.0, which did not mix page sums."""
     return value == checksum(record_R) or value == _over_pages(page_sums(record_R))
 
 
