@@ -106,7 +106,7 @@ class Run:
         return loss, bits
 
     def save(self, step: int, state: TrainState) -> None:
-        with self.watchdog.waiting_for("the checkpoint before step", step):
+        with self.watchdog.waiting_for("the checkpoint before step", step, timeout_s=self.checkpoints.limit_s):
             self.checkpoints.wait()
         limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.program.progress
         what = "the drain of records before step"
@@ -210,7 +210,8 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
                 break
             if config.evaluates_after(done):
                 run.evaluate(state)
-        with run.watchdog.waiting_for("last checkpoint"), status("writing the last checkpoint", say):
+        limit_s = run.checkpoints.limit_s
+        with run.watchdog.waiting_for("last checkpoint", timeout_s=limit_s), status("writing the last checkpoint", say):
             run.checkpoints.wait()
     if progress is not None:
         progress.close()

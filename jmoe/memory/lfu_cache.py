@@ -170,6 +170,11 @@ class LFUCache:
         if index in self._staged:
             self._to_write.setdefault(index)
 
+    def forget_changes(self, index: int) -> None:
+        """A record need not be written, whatever was changed in it; one that is being written is written to its end."""
+        for queue in (self._dirty, self._to_write, self._to_clean):
+            queue.pop(index, None)
+
     def write_back(self) -> None:
         """Every record that is dirty now is to be written."""
         self._to_clean |= self._dirty

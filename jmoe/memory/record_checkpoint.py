@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.direct_io import Io, fsync_folder, io_of, write_file
 from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.saved_records import Indexed, flush, read_lists, whole_files, write_records
+from jmoe.memory.saved_records import Indexed, flush, places, read_lists, whole_files, write_records
 from jmoe.memory.version_store import PINS, Version, VersionStore, is_pins, remove_store, remove_versions, sealed
 
 ITEM = "records"  # of a step; also the folder's name
@@ -73,7 +73,11 @@ class RecordCheckpoints:
     `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
     Several processes each have one, with stores that own different records of the same names. stall_limit_s: the
     longest that a drain may take for one record. memory: layouts of the kinds of records that are in memory, not in a
-    store; `memory` is to give all the `owned` ones, one by one.
+    store; `memory` is to give all the `owned` ones, one by one. partial: stores of which a step has those records only
+    that `save_only` names when it is pinned.
+
+    beside: what is saved with the list of this process's records, for who reads it. settings: what decides whether
+    records can be taken over as they are. restored: the lists of all processes of the step that was restored last.
     """
 
     def __init__(
@@ -85,10 +89,17 @@ class RecordCheckpoints:
         process: int = 0,
         num_processes: int = 1,
         stall_limit_s: float = 3600.0,
+        partial: Collection[str] = (),
     ) -> None:
         self.stores, self.process, self.num_processes = dict(stores), process, num_processes
         self.memory: dict[str, Callable[[], Iterable[Indexed]]] = {}
         self._layouts, self._owned, self._token = dict(memory or {}), tuple(owned), secrets.randbits(32)
+        self.partial = frozenset(partial)
+        self.save_only: dict[str, Collection[int]] = dict.fromkeys(partial, ())
+        self.beside: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
+        self.restored: list[dict[str, Any]] | None = None
+        self._error: Exception | None = None  # of a drain
         self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # records, of how many
@@ -102,10 +113,11 @@ class RecordCheckpoints:
         Waits for the drain of the step before, so no more than one step is not durable.
         """
         self.wait()
-        versions = {name: store.pin(str(step)) for name, store in self.stores.items()}
+        versions = {name: store.pin(str(step), self.save_only.get(name)) for name, store in self.stores.items()}
         for name in self._layouts:
             versions[name] = [Version(index, step, self._token).name for index in self._owned]
-        return {"num_processes": self.num_processes, "pins": self._pins(step), "versions": versions}
+        listed = {"num_processes": self.num_processes, "pins": self._pins(step), "versions": versions}
+        return listed | ({"beside": self.beside} if self.beside else {})
 
     def write_memory(self, folder: Path, pinned: dict[str, Any]) -> None:
         """Write the records that are in memory into a step that is being saved; nobody may change one meanwhile."""
@@ -126,14 +138,17 @@ class RecordCheckpoints:
 
     def check(self) -> None:
         """Raise the error of a drain that has failed, if any; never waits."""
-        if self._draining is not None and self._draining.done():
+        if self._error is not None or (self._draining is not None and self._draining.done()):
             self.wait()
 
     def wait(self) -> None:
         """Wait until the step committed last is durable, as far as this process goes. `OSError` if that failed.
 
-        However long it takes, unless no record is copied for the limit: `TimeoutError` then.
+        However long it takes, unless no record is copied for the limit: `TimeoutError` then. An error is raised from
+        then on, until `restore`.
         """
+        if self._error is not None:
+            raise self._error
         draining, self._draining = self._draining, None
         if draining is None:
             return
@@ -148,7 +163,11 @@ class RecordCheckpoints:
                     f"drain of records to {self._drains_to}: process {self.process} has copied none for "
                     f"{self._stall_limit_s:g} s; {done} of {total} are there"
                 )
-        draining.result()
+        try:
+            draining.result()
+        except Exception as error:
+            self._error = error
+            raise
 
     def progress(self) -> tuple[int, ...]:
         """What changes as long as records are saved, drained or restored."""
@@ -174,6 +193,9 @@ class RecordCheckpoints:
         saved = {name for listed in lists.values() for name in listed["versions"]}
         for name in kinds.keys() & saved:  # what is not there is among the step's arrays
             layout, owned = kinds[name]
+            if name in self.partial:
+                there = places(folder, name, lists)
+                owned = tuple(index for index in owned if index in there)
             files, damaged = whole_files(folder, name, layout, owned, self._count)
             found.files[name] = files
             found.damaged.extend(damaged)
@@ -188,14 +210,17 @@ class RecordCheckpoints:
         the records that are whole neither here nor in the step.
         """
         found = self._found[1] if self._found is not None and self._found[0] == folder else self.find(folder)
-        self._found = None
+        self._found = self._error = None
         if found.missing:
             what = f"{len(found.missing)} records, the first {found.missing[0]}, are neither on this machine nor "
             what += f"drained; {' '.join(found.damaged[:8])} delete {folder.parent} to go on from an older step"
             raise FileNotFoundError(errno.ENOENT, what, str(folder))
         for name, store in self.stores.items():
-            store.restore(found.files[name])
-        own = read_lists(folder).get(self.process, {"pins": {}})["pins"]
+            partial = name in self.partial
+            store.restore(found.files.get(name, {}) if partial else found.files[name], partial=partial)
+        lists = read_lists(folder)
+        self.restored = list(lists.values())
+        own = lists.get(self.process, {"pins": {}})["pins"]
         if own == self._pins(int(folder.parent.name)) and all(Path(pins).is_dir() for pins in own.values()):
             self.wait()
             self._start(self._drain, folder)
@@ -207,8 +232,9 @@ class RecordCheckpoints:
         return self._stats
 
     def close(self) -> None:
-        """Wait for the drain."""
-        self.wait()
+        """Wait for the drain, unless one has failed already."""
+        if self._error is None:
+            self.wait()
 
     def _start(self, drain: Callable[..., object], *arguments: Any) -> None:
         """Drain in a thread that may be left behind: one that hangs must not keep the process from ending."""

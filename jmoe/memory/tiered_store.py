@@ -224,6 +224,13 @@ class TieredStore:
             views = self.layout.views(data_R)
         return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
 
+    def forget(self, index: int) -> None:
+        """What the record holds is not wanted any more: it need not be written, and must not be read."""
+        with self._lock:
+            if self._cache is not None:
+                self._cache.forget_changes(index)
+                self._to_do.notify()  # its slot may be taken now
+
     def flush(self) -> None:
         """Write back all dirty records and make them durable in the store; waits for it. Nobody may put meanwhile."""
         with self._lock:

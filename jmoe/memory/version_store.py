@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -321,8 +321,8 @@ class VersionStore:
             for version in dead:
                 self._bury(version)
 
-    def pin(self, name: str) -> list[str]:
-        """Hard links of all current versions in a new folder, under `pins`; returns their names.
+    def pin(self, name: str, only: Collection[int] | None = None) -> list[str]:
+        """Hard links of all current versions, or those of `only`, in a new folder, under `pins`; returns their names.
 
         Takes time by the number of records, none by their bytes. The folder gets its name when it is complete and
         durable.
@@ -335,7 +335,8 @@ class VersionStore:
         half.mkdir(parents=True)
         with self._sync_lock:
             with self._lock:
-                names = [version.name for version in self._current.values()]
+                chosen = self._current if only is None else {index: self._current[index] for index in only}
+                names = [version.name for version in chosen.values()]
             for name in names:
                 os.link(self.path / name, half / name)
         fsync_folder(half)
@@ -343,17 +344,19 @@ class VersionStore:
         fsync_folder(folder.parent)
         return names
 
-    def restore(self, files: Mapping[int, Path]) -> None:
+    def restore(self, files: Mapping[int, Path], *, partial: bool = False) -> None:
         """Make these versions of the owned records the current ones, and forget all others.
 
         Files on the same file system are linked, others copied and checked. Killed at any time, it can be done again.
+        partial: `files` may lack some records, which are then as if they had never been written.
         """
-        lacking = [index for index in self.owned if index not in files]
+        owned = [index for index in self.owned if index in files]
+        lacking = [] if partial else [index for index in self.owned if index not in files]
         check(not lacking, "files", len(files), f"must name every owned record; lacks {lacking[:8]}")
         record_R: NDArray[np.uint8] | None = None
         with self._sync_lock:
-            wanted = {files[index].name for index in self.owned}
-            for index in self.owned:
+            wanted = {files[index].name for index in owned}
+            for index in owned:
                 source, target = files[index], self.path / files[index].name
                 if target.exists():
                     if target.samefile(source):

@@ -424,6 +424,9 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
             yield tier, kind, size * model.device_parameters * here
         if tier == "nvme":
             yield "nvme", "older versions in checkpoints", kept * size * model.device_parameters * here
+    if place.optimizer == "nvme":  # with a checkpoint goes every gradient that waits, also those of host memory
+        copies = place.checkpoints + (place.gradients != "nvme")
+        yield "nvme", "gradients in checkpoints", copies * model.gradient_bytes * model.device_parameters * here
     if "nvme" in (place.experts, place.optimizer, place.gradients):
         yield "host", "cache of records on nvme", plan.host_cache_bytes * here
 

@@ -46,6 +46,7 @@ from jmoe.training.checkpoint_contents import (
 
 MANIFEST = "manifest.json"
 ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # a step that was not complete when a run began to save
+SLOWEST_BYTES_PER_S = 2e7  # of a folder of checkpoints; one that is slower counts as stuck
 MEETING_LIMIT_MS = 10 * 24 * 3_600_000  # each process has a limit of its own for what it does before the meeting
 
 
@@ -53,7 +54,7 @@ class Checkpoints:
     """The checkpoints of one run in `directory`, the newest `config.keep` of them.
 
     Every process of a run makes the same calls in the same order. Nothing is created, changed or deleted before the
-    first `save`. No background wait lasts longer than `timeout_s`. records: saved and restored with every step; flush
+    first `save`. No background wait lasts longer than `limit_s`. records: saved and restored with every step; flush
     their caches before `save`, which waits until the last step's are drained: of two steps kept one is durable.
     """
 
@@ -76,6 +77,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._step = -1  # the step being saved, or saved last
         self._arrays: dict[str, Any] = {}  # its manifest entries
+        self._bytes = 0  # of its arrays
         self._meetings = 0  # of all processes, by `wait_for_records`
         self._files: dict[str, bytes] = {}  # that go with it
         processes = jax.process_count()
@@ -285,6 +287,7 @@ class Checkpoints:
         self.wait()
         if step == self._step:
             return
+        self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         manager = self._open()
         if (self.directory / str(step)).exists():
             raise ValueError(f"step = {step}: already saved in {self.directory}")
@@ -310,6 +313,11 @@ class Checkpoints:
             self._fail(error)
         self._commit = threading.Thread(target=self._finish, args=(manager, step), name=f"checkpoint {step}")
         self._commit.start()
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that the save under way may take, records excepted: `timeout_s`, and more for many bytes."""
+        return self._timeout_s + self._bytes / SLOWEST_BYTES_PER_S
 
     def wait_for_records(self) -> None:
         """Wait until every process has copied the records of the step saved last; they may take very long."""
@@ -363,7 +371,7 @@ class Checkpoints:
             preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
             async_options=ocp.AsyncOptions(
                 # below the caller's own limit, so that the reason comes before the watchdog
-                timeout_secs=max(1, int(0.8 * self._timeout_s)),
+                timeout_secs=max(1, int(0.8 * self.limit_s)),
                 barrier_sync_fn=self._barrier,
                 post_finalization_callback=self._seal,
                 create_directories_asynchronously=False,  # records in host memory are written before `save` returns

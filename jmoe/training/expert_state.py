@@ -30,11 +30,10 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.ring import Ring, RingStats
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
+from jmoe.training.laziness import Laziness, constants, decaying
 from jmoe.training.optimizer import catch_up
 
-WINDOW_STEPS = 64  # steps made up for by one call of the program
-NO_GRADIENT = -1
-
+MOST_BEHIND = 1024  # steps that an expert may be behind in a checkpoint
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Stacks = dict[str, jax.Array]  # [L, ...] each, on one device
@@ -84,33 +83,17 @@ def _place(stacks: Stacks, expert: jax.Array, weights: Mapping[str, jax.Array]) 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _update(
     config: OptimizerConfig,
-    decaying: frozenset[str],
+    decays: frozenset[str],
     stacks: Stacks,
     expert: jax.Array,
     m: Mapping[str, jax.Array],
     v: Mapping[str, jax.Array],
     g: Mapping[str, jax.Array],
-    lr_W: jax.Array,
-    step: jax.Array,
-    num_steps: jax.Array,
-    gradient_at: jax.Array,
-    clip: jax.Array,
+    window: Mapping[str, Any],
 ) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """`catch_up` of one expert of a slot: (slot, w, m, v)."""
+    """`catch_up` of one expert of a slot: (slot, w, m, v). window: of `History.windows`."""
     w = {name: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False) for name, stack in stacks.items()}
-    w, m, v = catch_up(
-        w,
-        m,
-        v,
-        g,
-        config=config,
-        decay={name: name in decaying for name in stacks},
-        lr_W=lr_W,
-        step=step,
-        num_steps=num_steps,
-        gradient_at=gradient_at,
-        clip=clip,
-    )
+    w, m, v = catch_up(w, m, v, g, config=config, decay={name: name in decays for name in stacks}, **window)
     stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], expert, 0) for name, stack in stacks.items()}
     return stacks, w, m, v
 
@@ -172,7 +155,8 @@ class ExpertState:
     An error is for good, wherever it came up: from then on every call raises it, since what an expert has behind it is
     no longer known, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
 
-    initial: the weights of a layer [P, ...], for slots that are never filled from records.
+    laziness: of the records as they are, and of the weights. initial: the weights of a layer [P, ...], for slots that
+    are never filled from records.
     """
 
     def __init__(
@@ -185,18 +169,19 @@ class ExpertState:
         owned: Owned,
         shapes: Mapping[str, tuple[int, ...]],
         num_slots: int,
-        step: int,
+        laziness: Laziness,
         initial: Callable[[int], Mapping[str, NDArray[Any]]] | None = None,
         wait_limit_s: float = 600.0,
     ) -> None:
         self.stores, self.num_layers, self.num_experts, self.shapes = stores, num_layers, num_experts, dict(shapes)
         self.owned, num_owned = owned, owned.experts.size
         records = num_layers * num_experts
-        self.now = self._first = step  # steps taken; the first one of the history
-        self._lr: list[float] = []
-        self._clip: list[float] = []
-        self._applied = np.full(records, step, np.int64)  # steps that a record has behind it
+        self.now, self._history = laziness.step, laziness.history  # steps taken
+        self._applied = np.full(records, self.now, np.int64)  # steps that a record has behind it
+        self._applied[list(laziness.applied)] = list(laziness.applied.values())
         self._pending = np.zeros(records, np.bool_)  # whether the gradient of step `_applied` waits
+        self._pending[list(laziness.pending)] = True
+        self._gradient_dtype = laziness.gradient_dtype
         self._chosen = np.zeros((num_layers, num_owned), np.bool_)  # by the layer's tokens, last time
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
         self._initial = initial
@@ -205,7 +190,7 @@ class ExpertState:
         self._waited_s = 0.0
         self._counters = threading.Lock()
         self._optimizer = optimizer
-        self._decaying = frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
+        self._decays = decaying(shapes)
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self._slots = [[self._empty(device) for device in owned.devices] for _ in range(min(num_slots, num_layers))]
@@ -341,6 +326,8 @@ class ExpertState:
                 weights.put()
             self._applied[index], self._pending[index] = now, False
             self._present[slot][expert] = True
+        if pending:
+            stores.gradients.forget(index)
         with self._counters:
             self._updates += 1
             self._replayed += now - start - pending
@@ -353,15 +340,9 @@ class ExpertState:
         w: Any = None
         device, place = divmod(expert, self.owned.per_device)
         slots = self._slots[slot]
-        for first in range(steps.start, steps.stop, WINDOW_STEPS):
-            count = min(WINDOW_STEPS, steps.stop - first)
-            lr_W = np.zeros(WINDOW_STEPS, np.float32)
-            lr_W[:count] = self._lr[first - self._first : first - self._first + count]
-            gradient_at = 0 if pending and first == steps.start else NO_GRADIENT
-            clip = np.float32(self._clip[first - self._first])
-            which = (np.int32(first), np.int32(count), np.int32(gradient_at))
+        for window in self._history.windows(steps, pending=pending):
             slots[device], w, m, v = _update(
-                self._optimizer, self._decaying, slots[device], np.int32(place), m, v, g, lr_W, *which, clip
+                self._optimizer, self._decays, slots[device], np.int32(place), m, v, g, window
             )
         return jax.block_until_ready((w, m, v))
 
@@ -401,8 +382,7 @@ class ExpertState:
         for ids in used:
             self._pending[ids] = True
         self._kept.clear()
-        self._lr.append(lr)
-        self._clip.append(clip)
+        self._history.add(lr, clip)
         self.now += 1
         if used:
             for store in self.stores.all():
@@ -418,35 +398,56 @@ class ExpertState:
     # Everything at once
 
     @_guarded
-    def settle(self) -> None:
-        """Bring every expert up to the present step; the history of the schedule is not needed any more after it."""
-        self.begin(range(self.num_layers))
-        for layer in range(self.num_layers):
-            stale_P = self._applied[self._records(layer, np.arange(self.owned.experts.size))] < self.now
-            acquired, slot = self._ring.acquire()
-            assert acquired == layer, (acquired, layer)
-            self._bring(layer, slot, np.flatnonzero(stale_P))
-            self._ring.release()
-        self._first = self.now
-        self._lr.clear()
-        self._clip.clear()
+    def settle(self, most_behind: int = 0) -> None:
+        """Bring every expert that is more steps behind up to the present one."""
+        own = self._records(0, np.arange(self.owned.experts.size))
+        stale_NP = self.now - self._applied[np.arange(self.num_layers)[:, None] * self.num_experts + own] > most_behind
+        if np.any(stale_NP):
+            self.begin(range(self.num_layers))
+            for layer, stale_P in enumerate(stale_NP):
+                acquired, slot = self._ring.acquire()
+                assert acquired == layer, (acquired, layer)
+                self._bring(layer, slot, np.flatnonzero(stale_P))
+                self._ring.release()
+        self._ring.wait()  # for the layers that it fetches ahead
+        oldest = int(np.min(self._applied[self.owned.records(self.num_layers, self.num_experts)]))
+        self._history.forget_before(oldest)
+
+    @_guarded
+    def save(self) -> Laziness:
+        """Write back what has changed since it was last written, for good; returns what is behind.
+
+        Nothing moves until the next pass begins. Experts without a token for `MOST_BEHIND` steps are brought up to
+        date, so that neither the history nor what is to be made up for grows without end.
+        """
+        self.settle(MOST_BEHIND)
+        for store in self.stores.all():
+            store.flush()
+        own = np.array(self.owned.records(self.num_layers, self.num_experts))
+        behind, pending = own[self._applied[own] < self.now].tolist(), own[self._pending[own]].tolist()
+        return Laziness(
+            step=self.now,
+            history=self._history.copy(),
+            applied={index: int(self._applied[index]) for index in behind},
+            pending=frozenset(pending),
+            optimizer=constants(self._optimizer),
+            gradient_dtype=self._gradient_dtype,
+        )
 
     def each_weights(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """The records of all experts' weights, one after the other; settle first."""
+        """The records of all experts' weights, one after the other, as they stand."""
         if self.stores.weights is not None:
             yield from self._each(self.stores.weights)
             return
-        self.begin(range(self.num_layers))
-        for layer in range(self.num_layers):
-            stacks = self.fetch(layer, self._chosen[layer].copy())
-            on_host = [{name: np.asarray(w) for name, w in part.items()} for part in stacks]
+        self._ring.wait()
+        for layer, slot in sorted((layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None):
+            on_host = [{name: np.asarray(w) for name, w in part.items()} for part in self._slots[slot]]
             for expert, index in enumerate(self._records(layer, np.arange(self.owned.experts.size)).tolist()):
                 device, place = divmod(expert, self.owned.per_device)
                 yield index, {name: w[place] for name, w in on_host[device].items()}
-            self.release()
 
     def each_moments(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """The records of all experts' moments, one after the other; settle first."""
+        """The records of all experts' moments, one after the other, as they stand."""
         return self._each(self.stores.moments)
 
     def _each(self, store: TieredStore) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
@@ -456,12 +457,12 @@ class ExpertState:
 
     @_guarded
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """[N, P, ...] of all experts; settle first."""
+        """[N, P, ...] of all experts, as they stand."""
         return self._stacked(self.each_weights(), "")
 
     @_guarded
     def moments(self, part: str) -> dict[str, NDArray[np.float32]]:
-        """[N, P, ...] of all experts' first ("m") or second ("v") moments; settle first."""
+        """[N, P, ...] of all experts' first ("m") or second ("v") moments, as they stand."""
         return self._stacked(self.each_moments(), f"{part}.")
 
     def _stacked(

@@ -4,7 +4,8 @@ Legend: E experts of a layer, P of them this process's.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from numpy.typing import NDArray
 from jmoe.config import TrainConfig, check
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.memory.record_store import Fill, HostRecords, PackError, RecordLayout, read_manifest
+from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.memory.version_store import VersionStore, remove_store, sealed
+from jmoe.memory.version_store import VersionStore, sealed
 from jmoe.training.expert_state import ExpertState, Owned, Stores, layouts
+from jmoe.training.laziness import Laziness
 
 ExpertArrays = dict[str, NDArray[np.float32]]
 OfLayer = Callable[[int], ExpertArrays]  # layer -> arrays [P, ...] by name
+GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}  # folders: the dtype may change on resume
 THREADS = 2  # that read, and as many that write, of each kind of record
 
 
@@ -40,7 +43,10 @@ class ExpertStores:
         self.layouts = layouts(shapes, self._tiers.gradient_dtype)
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions(run)
-        saved = {kind: store for kind, store in self._versions.items() if kind != "gradients"}
+        lazy = self._tiers.optimizer == "nvme"
+        saved = self._versions if lazy else {}
+        self._laziness: Laziness | None = None  # of what was saved last
+        self._written: dict[int, int] = {}  # record -> the step whose gradient its file has, without a tier's own files
         self.records = RecordCheckpoints(
             saved,
             memory={kind: self.layouts[kind] for kind in ("weights", "moments") if kind not in saved},
@@ -48,36 +54,88 @@ class ExpertStores:
             process=jax.process_index(),
             num_processes=jax.process_count(),
             stall_limit_s=config.checkpoint.drain_timeout_s,
+            partial=("gradients",) if lazy else (),
         )
+        self.records.settings = self.up_to_date(0).settings
 
     def _open_versions(self, run: str) -> dict[str, VersionStore]:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
-        least_bytes = min(2, len(self._owned_records)) * sum(sealed(layout).record_bytes for layout in layouts.values())
+        self._cached_bytes = sum(sealed(layout).record_bytes for layout in layouts.values())  # one record of each kind
+        least_bytes = min(2, len(self._owned_records)) * self._cached_bytes
         given = tiers.host_cache_bytes
         enough = f"must be 0 or hold two records of every kind on the tier nvme, {least_bytes} bytes"
         check(not layouts or not given or given >= least_bytes, "tiers.host_cache_bytes", given, enough)
+        if tiers.optimizer == "nvme":
+            layouts["gradients"] = self.layouts["gradients"]  # those that wait are saved, wherever they are
         folder = Path(tiers.path or Path(self._config.output_dir) / "records") / run / f"process-{jax.process_index()}"
         opened = {}
         for kind, layout in layouts.items():
-            if kind == "gradients" and not _has_layout(folder / kind, layout):
-                remove_store(folder / kind, fingerprint)  # of another gradient_dtype; no checkpoint has gradients
+            place = folder / (GRADIENTS[tiers.gradient_dtype] if kind == "gradients" else kind)
             opened[kind] = VersionStore.open(
-                folder / kind, layout, self._num_records, fingerprint=fingerprint, owned=self._owned_records
+                place, layout, self._num_records, fingerprint=fingerprint, owned=self._owned_records
             )
             self._held.callback(opened[kind].close)
         return opened
 
-    def fill(self, step: int, weights: OfLayer | None, moments: OfLayer | None) -> ExpertState:
+    def save(self, experts: ExpertState) -> None:
+        """Make all records durable as they stand, those of host memory excepted, for `records` to pin.
+
+        Written is what has changed since it was last written, and nothing else. Without the moments on the tier nvme
+        every expert is brought up to date instead.
+        """
+        if self._tiers.optimizer != "nvme":
+            experts.settle()
+            return
+        self._laziness = laziness = experts.save()
+        if self._tiers.gradients == "host":
+            self._write_gradients(experts.stores.gradients, laziness)
+        self.records.save_only = {"gradients": laziness.pending}
+        self.records.beside = laziness.to_json()
+
+    def _write_gradients(self, gradients: TieredStore, laziness: Laziness) -> None:
+        """Give those that wait in host memory files."""
+        store = self._versions["gradients"]
+        steps = {index: laziness.applied[index] for index in sorted(laziness.pending)}
+        new = [index for index, step in steps.items() if self._written.get(index) != step]
+
+        def write(indices: list[int]) -> None:
+            record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+            for index in indices:
+                with gradients.get(index) as record:
+                    for name, array in store.layout.views(record_R).items():
+                        if name in self._shapes:
+                            np.copyto(array, record[name])
+                store.write(index, record_R)
+
+        with ThreadPoolExecutor(THREADS, "save gradients") as pool:
+            list(pool.map(write, [new[first::THREADS] for first in range(THREADS)]))
+        store.sync()
+        self._written = steps
+
+    def laziness(self, step: int) -> Laziness:
+        """How far the records are behind: those just restored, or else those saved last, if that was at this step."""
+        if self.records.restored is not None:
+            self._laziness, self.records.restored = Laziness.of_lists(self.records.restored), None
+        if self._laziness is not None and self._laziness.step == step:
+            return self._laziness
+        return self.up_to_date(step)
+
+    def up_to_date(self, step: int) -> Laziness:
+        """Nothing is behind."""
+        return Laziness.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
+
+    def fill(self, laziness: Laziness, weights: OfLayer | None, moments: OfLayer | None) -> ExpertState:
         """Fill the tiers from each layer's weights and moments; None: they are in their records already."""
         tiers = self._tiers
         resident = tiers.experts == "device"
+        mine = laziness.of(self._owned_records)
         state = ExpertState(
             Stores(
                 None if resident else self._store("weights", tiers.experts, weights),
                 self._store("moments", tiers.optimizer, moments),
-                self._store("gradients", tiers.gradients, None),
+                self._store("gradients", tiers.gradients, None, mine.pending),
             ),
             optimizer=self._config.optimizer,
             num_layers=self._num_layers,
@@ -85,19 +143,21 @@ class ExpertStores:
             owned=self._owned,
             shapes=self._shapes,
             num_slots=self._num_layers if resident else tiers.device_layers,
-            step=step,
+            laziness=mine,
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
         if resident:
             state.settle()  # now, while `weights` can be read
         self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
+        self._written = {index: mine.applied[index] for index in mine.pending}
         return state
 
-    def _store(self, kind: str, tier: str, of_layer: OfLayer | None) -> TieredStore:
+    def _store(self, kind: str, tier: str, of_layer: OfLayer | None, written: Collection[int] = ()) -> TieredStore:
+        """One kind of records. written: in host memory, the records that their files fill."""
         tiers, versions = self._tiers, self._versions.get(kind)
-        if versions is None:
-            fill = self._filling(of_layer)
+        if tier != "nvme" or versions is None:
+            fill = self._filling(of_layer) if not written or versions is None else _reading(versions, written)
             records = HostRecords.fill(self.layouts[kind], self._num_records, fill, self._owned_records)
             return TieredStore(host_records=records)
         if of_layer is not None:
@@ -134,7 +194,7 @@ class ExpertStores:
         given = self._tiers.host_cache_bytes
         if not given:
             return max(len(self._owned_records) // 4, 2) * record_bytes
-        return given * record_bytes // sum(store.layout.record_bytes for store in self._versions.values())
+        return given * record_bytes // self._cached_bytes
 
     def progress(self) -> tuple[int, ...]:
         """What changes as long as records are filled, drained or restored."""
@@ -147,11 +207,18 @@ class ExpertStores:
             self.records.close()
 
 
-def _has_layout(folder: Path, layout: RecordLayout) -> bool:
-    try:
-        return bool(read_manifest(folder)["layout"] == sealed(layout).describe())
-    except (PackError, KeyError):
-        return False
+def _reading(store: VersionStore, indices: Collection[int]) -> Fill:
+    """Reads these records; leaves zeros in the others."""
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+
+    def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+        if index in indices:
+            store.read_into(index, record_R)
+            found = store.layout.views(record_R)
+            for name, view in views.items():
+                np.copyto(view, found[name])
+
+    return fill
 
 
 def write_all(store: VersionStore, fill: Fill) -> None:

@@ -12,7 +12,7 @@ from jmoe.training.parts import experts_of, with_experts, without_experts
 from jmoe.training.saved_experts import OfExperts, SavedExperts, expert_arrays
 from jmoe.training.step import Program, TrainState
 
-LINKED = {"weights", "moments"}  # kinds of records that a run can take over as they are
+LINKED = {"weights", "moments"}  # kinds of records that a run can take over as they are, with gradients that wait
 
 
 def restored(program: Program, checkpoints: Checkpoints, step: int) -> tuple[TrainState, Any]:
@@ -25,8 +25,7 @@ def restored(program: Program, checkpoints: Checkpoints, step: int) -> tuple[Tra
     num_experts = next(iter(experts_of(program.whole_shape.params).values())).shape[1]
     saved = SavedExperts(checkpoints, step, shapes, num_experts)
     if program.from_layers is not None:
-        stores = set() if program.records is None else set(program.records.stores)
-        linked = stores == LINKED == saved.kinds
+        linked = saved.kinds == LINKED and _as_here(program, saved)
         rest, data, _ = checkpoints.restore(step, program.saved_shape, but=expert_arrays(names), records=linked)
         weights, moments = (None, None) if linked else (saved.weights, saved.moments)
         return program.from_layers(rest, weights, moments), data
@@ -44,6 +43,14 @@ def restored(program: Program, checkpoints: Checkpoints, step: int) -> tuple[Tra
         filled[part] = with_experts(filled[part], _placed(experts_of(getattr(shape, part)), saved.moments, f"{part}."))
     state = TrainState(filled["params"], filled["m"], filled["v"], rest.router_bias, rest.step)
     return program.from_saved(state), data
+
+
+def _as_here(program: Program, saved: SavedExperts) -> bool:
+    """Whether the run keeps its experts as they were saved; what they are behind is then the same as before."""
+    records = program.records
+    if records is None or not records.stores.keys() >= LINKED:
+        return False
+    return saved.laziness is None or saved.laziness.settings.items() <= records.settings.items()
 
 
 def _placed(shapes: Any, read: OfExperts, prefix: str) -> dict[str, jax.Array]:

@@ -11,10 +11,11 @@ import numpy as np
 import tensorstore
 from numpy.typing import NDArray
 
-from jmoe.memory.saved_records import SavedRecords
+from jmoe.memory.saved_records import SavedRecords, read_lists
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.expert_state import layouts
 from jmoe.training.expert_stores import ExpertArrays
+from jmoe.training.laziness import Laziness
 
 OfExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> their arrays by name
 PARTS = ("params", "m", "v")
@@ -29,7 +30,8 @@ def expert_arrays(names: Sequence[str]) -> list[str]:
 class SavedExperts:
     """Weights and moments of the experts of `step`.
 
-    shapes: of an expert's parameters. kinds: which of `weights` and `moments` are in records.
+    shapes: of an expert's parameters. kinds: which of `weights` and `moments` are in records. laziness: how far those
+    are behind; they are brought up to date when they are read. None: not at all.
     """
 
     def __init__(
@@ -37,8 +39,11 @@ class SavedExperts:
     ) -> None:
         self._shapes, self._num_experts = shapes, num_experts
         folder = checkpoints.folder_of_records(step)
-        self._records = SavedRecords(folder, layouts(shapes, "float32")) if folder.is_dir() else None
+        self.laziness = Laziness.of_lists(read_lists(folder).values()) if folder.is_dir() else None
+        dtype = "float32" if self.laziness is None else self.laziness.gradient_dtype
+        self._records = SavedRecords(folder, layouts(shapes, dtype)) if folder.is_dir() else None
         self.kinds = {"weights", "moments"} & set(self._records.kinds if self._records is not None else ())
+        self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})  # brought up to date: index, arrays
         self._state = checkpoints.directory / str(step) / "state"
         self._arrays: dict[str, Any] = {}
 
@@ -63,12 +68,30 @@ class SavedExperts:
         found: ExpertArrays = {}
         prefixes = ("",) if kind == "weights" else ("m.", "v.")
         for place, expert in enumerate(experts.tolist()):
-            record = self._records.read(kind, layer * self._num_experts + expert)
+            record = self._present(kind, layer * self._num_experts + expert)
             for name in (f"{prefix}{name}" for prefix in prefixes for name in self._shapes):
                 if name not in found:
                     found[name] = np.empty((experts.size, *record[name].shape), np.float32)
                 np.copyto(found[name][place], record[name])
         return found
+
+    def _present(self, kind: str, index: int) -> Mapping[str, NDArray[Any]]:
+        """Return a record's arrays at the step of the checkpoint."""
+        assert self._records is not None
+        if self.laziness is None or index not in self.laziness.applied:
+            return self._records.read(kind, index)
+        last, arrays = self._last
+        if last == index:
+            return arrays
+        weights, moments = (self._records.read(kind, index) for kind in ("weights", "moments"))
+        gradient = self._records.read("gradients", index) if index in self.laziness.pending else None
+        behind = [{name: weights[name] for name in self._shapes}]
+        behind += [{name: moments[f"{part}.{name}"] for name in self._shapes} for part in "mv"]
+        g = None if gradient is None else {name: gradient[name] for name in self._shapes}
+        w, m, v = self.laziness.catch_up(index, behind[0], behind[1], behind[2], g)
+        arrays = {**w, **{f"m.{name}": a for name, a in m.items()}, **{f"v.{name}": a for name, a in v.items()}}
+        self._last = index, arrays
+        return arrays
 
     def _of_array(self, part: str, name: str, layer: int, experts: NDArray[np.int64]) -> NDArray[np.float32]:
         key = f"{part}.{PREFIX}{name}"

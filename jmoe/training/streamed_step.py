@@ -36,6 +36,7 @@ from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
 from jmoe.training.layer_gradients import Gradients
 from jmoe.training.layer_programs import LayerPrograms
 from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
+from jmoe.training.laziness import Laziness
 from jmoe.training.parts import with_experts, without_experts
 from jmoe.training.saved_experts import OfExperts
 from jmoe.training.step import Batch, Program, TrainState, make_program
@@ -122,7 +123,7 @@ class StreamedProgram:
             from_layers=self.from_layers,
             whole=self.whole,
             records=self.stores.records,
-            progress=self.stores.progress,
+            progress=self.progress,
             expert_stats=self.stats,
             close=self.close,
         )
@@ -148,16 +149,16 @@ class StreamedProgram:
         def weights(layer: int) -> ExpertArrays:
             return {name: np.asarray(w)[self._owned.experts] for name, w in draw(jnp.int32(layer)).items()}
 
-        self._open(0, weights, lambda layer: {})
+        self._open(self.stores.up_to_date(0), weights, lambda layer: {})
         return state
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """The state as it is saved, without the experts: those are records, up to date."""
-        experts = self._state
-        with experts.guard():
-            experts.settle()
-            for store in experts.stores.all():
-                store.flush()
+        """The state as it is saved, without the experts: those are records, durable where they are on the tier nvme.
+
+        With moments there, experts are saved as they stand, else up to date.
+        """
+        with self._state.guard():
+            self.stores.save(self._state)
             return self._ordinary.to_saved(state)
 
     def whole(self, state: TrainState) -> TrainState:
@@ -204,16 +205,17 @@ class StreamedProgram:
 
     def from_layers(self, rest: TrainState, weights: OfExperts | None, moments: OfExperts | None) -> TrainState:
         """The state without its experts, which go to their tiers layer by layer; None: they are there already."""
-        mine = self._owned.experts
+        mine, step = self._owned.experts, int(rest.step)
         of_layer = [None if read is None else partial(_of_mine, read, mine) for read in (weights, moments)]
-        self._open(int(rest.step), *of_layer)
+        laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
+        self._open(laziness, *of_layer)
         state: TrainState = jax.device_put(rest, self._device) if self._device else self._ordinary.from_saved(rest)
         return state
 
-    def _open(self, step: int, weights: OfLayer | None, moments: OfLayer | None) -> None:
+    def _open(self, laziness: Laziness, weights: OfLayer | None, moments: OfLayer | None) -> None:
         if self.experts is not None:
             self.experts.close()
-        self.experts = self.stores.fill(step, weights, moments)
+        self.experts = self.stores.fill(laziness, weights, moments)
 
     @property
     def _state(self) -> ExpertState:
@@ -224,6 +226,10 @@ class StreamedProgram:
     def stats(self) -> ExpertStats:
         """Of the experts' tiers."""
         return self._state.stats()
+
+    def progress(self) -> tuple[int, ...]:
+        """What changes as long as records are moved or brought up to date."""
+        return (*self.stores.progress(), 0 if self.experts is None else self.experts.stats().updates)
 
     def close(self) -> None:
         """End the threads of the tiers."""

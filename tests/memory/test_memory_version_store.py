@@ -132,6 +132,23 @@ def test_a_pin_stays_as_it_is(folder: Path) -> None:
         assert sum(path.stat().st_nlink == 1 for path in folder.iterdir() if Version.parse(path.name)) >= 2
 
 
+def test_a_pin_of_some_records_comes_back_without_the_others(folder: Path) -> None:
+    with open_store(folder) as store:
+        for index in (1, 3, 4):
+            put(store, index, 10 * index)
+        assert sorted(int(name.split(".")[0]) for name in store.pin("1", only=[4, 1])) == [1, 4]
+        for index in range(NUM_RECORDS):
+            put(store, index, 7)
+        files = pinned(folder, "1")
+        with pytest.raises(ValueError, match=r"files = 2: must name every owned record; lacks \[0, 2, 3\]"):
+            store.restore(files)
+        store.restore(files, partial=True)
+        assert [got(store, index) for index in (1, 4)] == [10, 40]
+        assert store.missing() == [0, 2, 3]
+        put(store, 3, 30)
+        assert got(store, 3) == 30
+
+
 def test_a_killed_writer_leaves_the_pins_alone(folder: Path) -> None:
     """Versions replaced but not buried when the process dies are not written into by the next, where pinned."""
     store = open_store(folder)

@@ -236,6 +236,27 @@ def test_not_read_where_all_is_replaced(store: VersionStore, gate: Gate) -> None
             tiers.get(0, empty=True)
 
 
+def test_what_is_forgotten_is_not_written(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=6 * RECORD_BYTES, threads=1, write_threads=1) as tiers:
+        for index in range(NUM_RECORDS):
+            with tiers.get(index, writable=True, empty=True) as record:
+                record["n"][...] = 1
+                record.put()
+            if index % 2:
+                tiers.forget(index)
+        tiers.flush()
+        assert set(range(0, NUM_RECORDS, 2)) <= set(gate.begun)
+        assert len(gate.begun) == len(set(gate.begun)) < NUM_RECORDS  # but for what was being written already
+        gate.begun.clear()
+        with tiers.get(1, writable=True, empty=True) as record:
+            record["w"][:] = 1 + 5
+            record["n"][...] = 5
+            record.put()
+        tiers.flush()
+        assert gate.begun == [1]
+        check_record(tiers, 1, 5)
+
+
 def test_a_failed_write_is_raised_from_then_on(store: VersionStore, gate: Gate) -> None:
     for failing in (7, 8):
         gate.fail[failing] = OSError(errno.ENOSPC, "No space left on device")

@@ -28,6 +28,7 @@ from jmoe.mesh import make_mesh
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.expert_state import ExpertState
 from jmoe.training.layer_programs import LayerPrograms
+from jmoe.training.resume import restored
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import StreamedProgram
 
@@ -103,8 +104,7 @@ class Training:
 
     def go_on_with(self, checkpoints: Checkpoints, step: int) -> Result:
         """See `go_on`."""
-        state, _, _ = checkpoints.restore(step, self.program.saved_shape)
-        state = self.program.from_saved(state)
+        state, _ = restored(self.program, checkpoints, step)
         for now in range(step, LAST):
             state, metrics = self.program.step(state, batch(self.config, now))
             self.losses[now] = float(metrics["loss"])

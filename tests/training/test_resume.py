@@ -108,7 +108,8 @@ def test_an_export_reads_experts_one_by_one(trained: Callable[[str], tuple[Path,
             else:
                 np.testing.assert_array_equal(array, whole)
         count.look()
-    assert count.most_bytes == 0
+    behind = before in ("half", "nvme")  # brought up to date: gradient, weights and moments, before and after, of one
+    assert count.most_bytes <= (7 * 4 * CONFIG.model.expert_parameters if behind else 0)
 
 
 class ExpertsOnDevices:

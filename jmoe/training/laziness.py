@@ -1,0 +1,164 @@
+"""What experts on lower tiers are behind, and how they are brought up to date: by a run, and from a checkpoint.
+
+Legend: W steps of one call of the program. A record is an expert of a layer: layer * E + expert.
+
+AdamW is exact and lazy: a record stands at the step it was last updated. Its gradient waits for it, and the steps that
+came after without one are taken when it is wanted. A checkpoint saves records as they stand, with this beside them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import OptimizerConfig
+from jmoe.training.optimizer import catch_up
+
+WINDOW_STEPS = 64  # steps taken by one call of the program
+NO_GRADIENT = -1
+CONSTANTS = ("beta1", "beta2", "eps", "weight_decay")
+
+Arrays = Mapping[str, NDArray[Any]]  # an expert's parameters by name, or one kind of their state
+
+
+class History:
+    """Learning rates and clip factors of the steps from `first` on, as float32 has them."""
+
+    def __init__(self, first: int, lr: Iterable[float] = (), clip: Iterable[float] = ()) -> None:
+        self.first, self.lr, self.clip = first, list(lr), list(clip)
+
+    @property
+    def end(self) -> int:
+        """The first step that is not taken yet."""
+        return self.first + len(self.lr)
+
+    def add(self, lr: float, clip: float) -> None:
+        """One more step is taken."""
+        self.lr.append(lr)
+        self.clip.append(clip)
+
+    def copy(self) -> "History":
+        """The steps so far."""
+        return History(self.first, self.lr, self.clip)
+
+    def forget_before(self, step: int) -> None:
+        """Steps before this one are needed no more."""
+        assert self.first <= step <= self.end, (self.first, step, self.end)
+        del self.lr[: step - self.first]
+        del self.clip[: step - self.first]
+        self.first = step
+
+    def windows(self, steps: range, *, pending: bool) -> Iterator[dict[str, Any]]:
+        """What `catch_up` takes besides arrays, for one call after the other; pending: the first has a gradient."""
+        assert self.first <= steps.start and steps.stop <= self.end, (self.first, steps, self.end)
+        for first in range(steps.start, steps.stop, WINDOW_STEPS):
+            count = min(WINDOW_STEPS, steps.stop - first)
+            lr_W = np.zeros(WINDOW_STEPS, np.float32)
+            lr_W[:count] = self.lr[first - self.first : first - self.first + count]
+            yield {
+                "lr_W": lr_W,
+                "step": np.int32(first),
+                "num_steps": np.int32(count),
+                "gradient_at": np.int32(0 if pending and first == steps.start else NO_GRADIENT),
+                "clip": np.float32(self.clip[first - self.first]),
+            }
+
+
+def decaying(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """The names of an expert's parameters that weight decay applies to: matrices."""
+    return frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
+
+
+def constants(config: OptimizerConfig) -> OptimizerConfig:
+    """Return AdamW's constants alone."""
+    return OptimizerConfig(**{name: getattr(config, name) for name in CONSTANTS})
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _catch_up(config: OptimizerConfig, decays: frozenset[str], w: Any, m: Any, v: Any, g: Any, window: Any) -> Any:
+    return catch_up(w, m, v, g, config=config, decay={name: name in decays for name in w}, **window)
+
+
+@dataclass(frozen=True)
+class Laziness:
+    """How far the records of a checkpoint of `step` are behind.
+
+    history: of the steps from that of the oldest record on. applied: steps that a record has behind it, where those are
+    fewer than `step`. pending: records whose gradient waits; it is that of step `applied[record]`. optimizer: AdamW's
+    constants in those steps, nothing else. gradient_dtype: of the gradients that wait.
+    """
+
+    step: int
+    history: History
+    applied: Mapping[int, int]
+    pending: frozenset[int]
+    optimizer: OptimizerConfig
+    gradient_dtype: str
+
+    @classmethod
+    def up_to_date(cls, step: int, optimizer: OptimizerConfig, gradient_dtype: str) -> Self:
+        """Nothing is behind."""
+        return cls(step, History(step), {}, frozenset(), constants(optimizer), gradient_dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What has to be as it was for the steps that are missed and the gradients that wait."""
+        values = {name: getattr(self.optimizer, name) for name in CONSTANTS}
+        return {"optimizer": values, "gradient_dtype": self.gradient_dtype}
+
+    def to_json(self) -> dict[str, Any]:
+        """What is saved beside the list of a process's records, which names the records whose gradient waits."""
+        return {
+            "step": self.step,
+            "first": self.history.first,
+            "lr": self.history.lr,
+            "clip": self.history.clip,
+            "applied": {str(index): step for index, step in self.applied.items()},
+            **self.settings,
+        }
+
+    @classmethod
+    def of_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
+        """From what all processes have listed of a checkpoint's records; None where all of them are up to date."""
+        besides, pending = [], set[int]()
+        for listed in lists:
+            if listed.get("beside"):
+                besides.append(listed["beside"])
+                pending.update(int(name.partition(".")[0]) for name in listed["versions"].get("gradients", []))
+        if not besides:
+            return None
+        longest = min(besides, key=lambda beside: beside["first"])
+        return cls(
+            step=longest["step"],
+            history=History(longest["first"], longest["lr"], longest["clip"]),
+            applied={int(index): step for beside in besides for index, step in beside["applied"].items()},
+            pending=frozenset(pending),
+            optimizer=OptimizerConfig(**longest["optimizer"]),
+            gradient_dtype=longest["gradient_dtype"],
+        )
+
+    def of(self, indices: Iterable[int]) -> "Laziness":
+        """Of these records only."""
+        mine = frozenset(indices)
+        applied = {index: step for index, step in self.applied.items() if index in mine}
+        return replace(self, history=self.history.copy(), applied=applied, pending=self.pending & mine)
+
+    def catch_up(self, index: int, w: Arrays, m: Arrays, v: Arrays, g: Arrays | None) -> tuple[Arrays, Arrays, Arrays]:
+        """Return a record's weights and moments at `step`, from those that it has in the checkpoint.
+
+        g: its gradient, where it is pending, else None. The same bits as in the run that was saved.
+        """
+        assert (g is not None) == (index in self.pending), index
+        steps = range(self.applied.get(index, self.step), self.step)
+        if g is None:
+            g = {name: np.zeros(a.shape, a.dtype) for name, a in w.items()}
+        decays = decaying({name: a.shape for name, a in w.items()})
+        state: tuple[Arrays, Arrays, Arrays] = (w, m, v)
+        for window in self.history.windows(steps, pending=index in self.pending):
+            state = _catch_up(self.optimizer, decays, *state, g, window)
+        w, m, v = jax.device_get(state)
+        return w, m, v
