@@ -130,6 +130,22 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, durable under their names; does nothing where it is there."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        fsync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder with all that is in it; an `OSError` names the folder, not only a file's last name."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise OSError(error.errno, f"deleting: {error.strerror}", str(folder)) from error
+
+
 @contextlib.contextmanager
 def naming_the_room(path: Path, needs: str) -> Iterator[None]:
     """Add what is needed and what is free to an `OSError` of writing to `path`."""

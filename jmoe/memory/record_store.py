@@ -30,7 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from jmoe.memory.checksum import checksum
-from jmoe.memory.direct_io import check_buffer, fsync_folder, naming_the_room, read_all, write_all
+from jmoe.memory.direct_io import check_buffer, fsync_folder, make_folder, naming_the_room, read_all, write_all
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
 MANIFEST = "manifest.json"
@@ -236,7 +236,7 @@ class RecordStore:
         folder = Path(folder)
         with contextlib.suppress(PackError):  # also from a folder that may not be written to
             return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder, lock_limit_s):
             with contextlib.suppress(PackError):  # another process made it meanwhile
                 return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
@@ -363,7 +363,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     with path.open("w") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
-        os.fsync(file.fileno())
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
     path.replace(folder / MANIFEST)
     fsync_folder(folder)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.checksum import checksum, is_checksum
-from jmoe.memory.direct_io import Io, check_buffer, fsync_folder, io_of, read_file, write_file
+from jmoe.memory.direct_io import Io, check_buffer, fsync_folder, io_of, make_folder, read_file, remove_folder, write_file
 from jmoe.memory.hot_set import record_ids
 from jmoe.memory.record_store import (
     LOCK,
@@ -215,7 +215,7 @@ class VersionStore:
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder, with_seal = Path(folder), sealed(layout)
         expected = manifest_of(with_seal, num_records, fingerprint) | {"kind": "versions"}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with contextlib.ExitStack() as held:
             held.enter_context(locked(folder, lock_limit_s))
             try:

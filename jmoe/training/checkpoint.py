@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jmoe.config import CheckpointConfig, check
+from jmoe.memory.direct_io import make_folder
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave, is_record
 from jmoe.training.checkpoint_contents import (
     crc32,
@@ -359,7 +360,7 @@ class Checkpoints:
         problem = ""
         if jax.process_index() == 0:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                make_folder(self.directory)
                 self._set_incomplete_aside()
             except OSError as error:
                 problem = f"checkpoint folder {self.directory} cannot be written: {error}"

@@ -1,0 +1,146 @@
+"""Records after a power cut: whole, and none older than what was promised; see `tests/power_cut.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.record_store import PackError, RecordLayout, RecordStore
+from jmoe.memory.version_store import PINS, VersionStore
+from tests.power_cut import Image, PowerCut
+
+LAYOUT = RecordLayout.of({"w": ((700,), np.float32)})
+NUM_RECORDS = 5
+
+
+def open_store(folder: Path) -> VersionStore:
+    return VersionStore.open(folder, LAYOUT, NUM_RECORDS, fingerprint="a")
+
+
+def put(store: VersionStore, index: int, value: float) -> None:
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    store.layout.views(record_R)["w"][:] = value + np.arange(700) / 1024
+    store.write(index, record_R)
+
+
+def got(store: VersionStore, index: int, path: Path | None = None) -> float:
+    """The value of a record, or of a file of one, which must be whole."""
+    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    if path is None:
+        store.read_into(index, record_R)
+    else:
+        store.read_version(path, record_R)
+    w = store.layout.views(record_R)["w"]
+    np.testing.assert_array_equal(w, np.float32(w[0] + np.arange(700) / 1024))
+    return float(w[0])
+
+
+def exercise(cut: PowerCut) -> None:
+    """Records written, synced, pinned and restored; the promise: least value of each record, values by pin."""
+    least, pins = dict.fromkeys(range(NUM_RECORDS), -1.0), dict[str, float]()
+    with open_store(cut.root) as store:
+        for round_ in range(9):
+            for index in range(NUM_RECORDS):
+                put(store, index, round_)
+            if round_ % 3 == 1:
+                store.sync()
+                least = dict.fromkeys(range(NUM_RECORDS), float(round_))
+            if round_ in (4, 7):
+                files = {
+                    int(name.split(".")[0]): cut.root / PINS / str(round_) / name for name in store.pin(str(round_))
+                }
+                pins = pins | {str(round_): float(round_)}
+            cut.promise = (dict(least), dict(pins))
+        least = dict.fromkeys(range(NUM_RECORDS), 7.0)
+        cut.promise = (dict(least), dict(pins))
+        store.restore(files)
+        for index in range(3):
+            put(store, index, 20)
+        assert store.stats().recycled > 10
+
+
+def check(cut: PowerCut) -> int:
+    """Open the store of every image; returns how many there were."""
+
+    def test(image: Image) -> None:
+        least, pins = image.promise or ({}, {})
+        with open_store(cut.root) as store:
+            missing = store.missing()
+            assert not (missing and least.get(0, -1.0) >= 0), f"records {missing} are lost"
+            for index in set(range(NUM_RECORDS)) - set(missing):
+                assert got(store, index) >= least.get(index, -1.0)
+            for name, value in pins.items():
+                files = list((store.path / PINS / name).iterdir())
+                assert len(files) == NUM_RECORDS
+                assert {got(store, int(path.name.split(".")[0]), path) for path in files} == {value}
+
+    return cut.check(test)
+
+
+def recorded(root: Path, program: Callable[[PowerCut], None]) -> PowerCut:
+    cut = PowerCut(root)
+    with cut.recording():
+        program(cut)
+    return cut
+
+
+def test_records_survive_a_power_cut_at_any_moment(tmp_path: Path) -> None:
+    """Content is flushed before it gets its name, and names before the files of dead versions are written into."""
+    assert check(recorded(tmp_path / "store", exercise)) > 150
+
+
+def do_nothing(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("missing", ["content", "folder"])
+def test_a_missing_flush_shows(tmp_path: Path, missing: str) -> None:
+    """The test above can fail: without one of the two flushes of a store, records are lost."""
+    target = "os.fdatasync" if missing == "content" else "jmoe.memory.version_store.fsync_folder"
+    cut = PowerCut(tmp_path / "store")
+    with cut.recording(), mock.patch(target, do_nothing):
+        exercise(cut)
+    with pytest.raises((OSError, AssertionError, PackError)):
+        check(cut)
+
+
+def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
+    views["w"][:] = index + np.arange(700) / 1024
+
+
+def test_a_pack_survives_a_power_cut_at_any_moment(tmp_path: Path) -> None:
+    """What has a manifest is whole; what had one before has one now."""
+
+    def pack(cut: PowerCut) -> None:
+        for source in ("a", "b"):
+            RecordStore.pack(cut.root, LAYOUT, NUM_RECORDS, fill, fingerprint=source).close()
+            cut.promise = source
+
+    cut = recorded(tmp_path / "pack", pack)
+
+    def test(image: Image) -> None:
+        found = []
+        for source in ("a", "b"):
+            with (
+                contextlib.suppress(PackError),
+                RecordStore.open(cut.root, LAYOUT, NUM_RECORDS, fingerprint=source) as s,
+            ):
+                record_R = RecordBuffers(1, LAYOUT.record_bytes).slot(0)
+                for index in range(NUM_RECORDS):
+                    s.read_into(index, record_R)
+                    np.testing.assert_array_equal(
+                        LAYOUT.views(record_R)["w"], np.float32(index + np.arange(700) / 1024)
+                    )
+                found.append(source)
+        assert found or image.promise is None
+        assert image.promise != "b" or found == ["b"]
+
+    assert cut.check(test) > 5
