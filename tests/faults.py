@@ -29,6 +29,7 @@ class FailingDisk:
     ) -> None:
         self.folder, self.programs, self.at, self.code, self.for_ever = str(folder), programs, at, code, for_ever
         self.calls: list[str] = []
+        self.raised = 0
         self._lock = threading.Lock()
 
     @contextmanager
@@ -61,6 +62,7 @@ class FailingDisk:
                 self.calls.append(name)
             late = self.at is not None and (number == self.at or (self.for_ever and number > self.at))
             if late and (self.code != errno.ENOSPC or _takes_room(name, *arguments[1:2], *options.values())):
+                self.raised += 1
                 named = () if isinstance(arguments[0], int) else (os.fspath(arguments[0]),)
                 raise OSError(self.code, os.strerror(self.code), *named)
             return real(*arguments, **options)

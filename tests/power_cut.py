@@ -70,12 +70,13 @@ class PowerCut:
             for patch in reversed(patches):
                 patch.stop()
 
-    def check(self, test: Callable[[Image], None]) -> int:
-        """Call `test` with the folder as each image has it; returns how many images there were."""
+    def check(self, test: Callable[[Image], None], images: list[Image] | None = None) -> int:
+        """Call `test` with the folder as each image (or each of these) has it; returns how many there were."""
+        images = self.images if images is None else images
         aside = self.root.with_name(f"{self.root.name}.aside")
         self.root.rename(aside)
         try:
-            for image in self.images:
+            for image in images:
                 self._build(image)
                 try:
                     test(image)
@@ -86,7 +87,7 @@ class PowerCut:
         finally:
             shutil.rmtree(self.root, ignore_errors=True)
             aside.rename(self.root)
-        return len(self.images)
+        return len(images)
 
     def _hook(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:

@@ -280,6 +280,8 @@ def inject_everywhere(root: Path, make: Callable[..., Any], programs: tuple[str,
                         problems.append(f"{where} ({disk.failed}): another result without an error")
                 if disk.failed is None:
                     break
+                if not disk.raised:
+                    continue  # no call that a full disk refuses
                 counts[outcome] += 1
                 outcomes[disk.failed][outcome] += 1
                 try:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -26,7 +25,16 @@ from numpy.typing import NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.checksum import checksum, is_checksum
-from jmoe.memory.direct_io import Io, check_buffer, fsync_folder, io_of, make_folder, read_file, remove_folder, write_file
+from jmoe.memory.direct_io import (
+    Io,
+    check_buffer,
+    fsync_folder,
+    io_of,
+    make_folder,
+    read_file,
+    remove_folder,
+    write_file,
+)
 from jmoe.memory.hot_set import record_ids
 from jmoe.memory.record_store import (
     LOCK,
@@ -331,8 +339,9 @@ class VersionStore:
         folder, half = self.path / PINS / name, self.path / PINS / f"{name}.tmp"
         for leftover in (half, folder):  # of a save that did not come to its end
             if leftover.exists():
-                shutil.rmtree(leftover)
-        half.mkdir(parents=True)
+                remove_folder(leftover)
+        make_folder(half.parent)
+        half.mkdir()
         with self._sync_lock:
             with self._lock:
                 chosen = self._current if only is None else {index: self._current[index] for index in only}

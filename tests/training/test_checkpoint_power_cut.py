@@ -89,7 +89,8 @@ def check(cut: PowerCut, without_local: bool = False) -> int:
             records.close()
             assert values(store) == [100 * index + newest for index in range(NUM_RECORDS)]
 
-    return cut.check(test)
+    drained = [image for image in cut.images if (image.promise or 0) > 1]
+    return cut.check(test, drained if without_local else None)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_steps_survive_a_power_cut_at_any_moment(cut: PowerCut) -> None:
 
 def test_copies_of_records_survive_a_power_cut_where_the_node_is_lost(cut: PowerCut) -> None:
     """Of two steps kept one is whole without the pins: `durable` is said after the copies are on disk."""
-    assert check(cut, without_local=True) > 100
+    assert check(cut, without_local=True) > 50
 
 
 @pytest.mark.parametrize(
