@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import kill_group
 from faults import FailingDisk
 from train_runs import Run, Start, TrainRuns, committed, losses
 
@@ -36,6 +35,7 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.training.checkpoint import Checkpoints
+from tests.conftest import kill_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
