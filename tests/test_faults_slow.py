@@ -353,7 +353,9 @@ def test_a_flipped_bit_in_every_kind_of_file(runs: TrainRuns, tmp_path: Path, ru
         if path.is_file() and path.stat().st_size:
             by_kind[kind_of(path, kept)].append(path.relative_to(kept))
     rng, counts, problems = random.Random(SEED), Counter[str](), list[str]()
+    newest = Path("checkpoints") / str(committed(kept)[-1])
     for name, paths in by_kind.items():
+        paths = [path for path in paths if path.is_relative_to(newest)] or paths
         shutil.rmtree(output_dir, ignore_errors=True)
         subprocess.run(["cp", "-a", kept, output_dir], check=True)  # keeps hard links
         path = output_dir / rng.choice(paths)
