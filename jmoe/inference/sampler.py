@@ -30,7 +30,7 @@ from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, SamplingParams
 ID_BUCKETS = (16, MAX_IDS + 24)
 NUM_CANDIDATES = 256  # filters that keep no more tokens than this need no sort of the vocabulary
 CHUNK_TOKENS = 32
-NOT_FINITE = -1  # instead of a token: the model's logits have an infinity or a NaN
+NOT_FINITE = -1  # instead of a token: the model's logits have a NaN or +infinity
 # Beyond these, float32 overflows or becomes 0, and a request that asks for more gets the same tokens anyway.
 MIN_TOP_P = 2.0**-31
 MAX_TEMPERATURE = 1e30
@@ -159,8 +159,8 @@ def greedy(logits_BV: jax.Array) -> jax.Array:
 
 
 def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-    finite_B = jnp.isfinite(jnp.max(jnp.abs(logits_BV), axis=1))  # a NaN is the maximum of any row that has one
-    return jnp.where(finite_B, tokens_B, NOT_FINITE)
+    top_B = jnp.max(logits_BV, axis=1)  # a NaN is the maximum of any row that has one; -inf is a token that cannot be
+    return jnp.where(top_B < jnp.inf, tokens_B, NOT_FINITE)
 
 
 def _largest(logits_BV: jax.Array) -> jax.Array:

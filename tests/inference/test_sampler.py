@@ -234,13 +234,13 @@ def test_extreme_temperatures(temperature: float) -> None:
         assert set(tokens.tolist()) <= ({2} if temperature < 0.1 else {0, 1, 2, 4, 5})
 
 
-def test_a_row_with_nan_gives_a_token_of_the_vocabulary() -> None:
+def test_a_row_that_is_not_finite_gives_no_token() -> None:
     for changes in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_k": 3}):
         for size in (6, 1500):
-            logits = np.zeros(size)
-            logits[3] = np.nan
-            tokens = draws(logits, SamplingParams(**changes))
-            assert ((tokens >= 0) & (tokens < size)).all()
+            for value in (np.nan, np.inf):
+                logits = np.zeros(size)
+                logits[3] = value
+                assert (draws(logits, SamplingParams(**changes)) == sampler.NOT_FINITE).all()
 
 
 MIXED = [

@@ -215,7 +215,9 @@ def test_all_ranks_stop_after_the_same_step(
         wait_for(tmp_path / f"{rank}.log", "stop ")
         ranks[rank].send_signal(signal.SIGTERM)
     assert [ends(rank, 30) for rank in ranks] == [0, 0]
-    stops = [re.findall(r"stop (\d+)\nsaved\nend", (tmp_path / f"{rank}.log").read_text()) for rank in range(2)]
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    said = [re.sub(r"(?m)^jmoe: .*\n", "", log) for log in logs]  # what a signal has begun, between any two lines
+    stops = [re.findall(r"stop (\d+)\nsaved\nend", log) for log in said]
     assert stops[0] == stops[1], stops
     assert len(stops[0]) == 1
 
@@ -398,7 +400,7 @@ def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_p
     for _, log in results:
         (line,) = (line for line in log.splitlines() if line.startswith("prepared "))
         fingerprints.add(line.split()[1])
-        assert float(line.split()[3]) > 6
+        assert float(line.split()[3]) >= 6
     assert len(fingerprints) == 1
 
 
