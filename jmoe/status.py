@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0) -> Iterator[None]:
-    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end."""
-    ended, begun = threading.Event(), time.monotonic()
+def repeating(action: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `action` every `every_s` seconds, on a thread of its own, until the block ends."""
+    ended = threading.Event()
 
     def repeat() -> None:
         while not ended.wait(every_s):
-            say(f"{text} ... {time.monotonic() - begun:.0f} s")
+            action()
 
-    say(f"{text} ...")
     thread = threading.Thread(target=repeat, name="status", daemon=True)
     thread.start()
     try:
@@ -23,3 +22,12 @@ def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0) -> I
     finally:
         ended.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0) -> Iterator[None]:
+    """Say `text ...` at once, and again with the seconds that have passed every `every_s` seconds until the end."""
+    begun = time.monotonic()
+    say(f"{text} ...")
+    with repeating(lambda: say(f"{text} ... {time.monotonic() - begun:.0f} s"), every_s):
+        yield

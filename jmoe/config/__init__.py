@@ -295,7 +295,7 @@ class TrainConfig:
         return steps % every == 0 and steps < self.num_steps
 
     def warnings(self) -> list[str]:
-        """What is allowed and hardly meant, one sentence each."""
+        """Return a sentence for each setting that is allowed and hardly meant."""
         rate, decay, found = self.optimizer.learning_rate, self.optimizer.weight_decay, []
         if rate > 0.1:
             found.append(

@@ -292,7 +292,7 @@ class ModelConfig:
 
     @property
     def output_initializer_range(self) -> float:
-        """Of the projections that add to the hidden states: smaller the deeper the model (GPT-2)."""
+        """Standard deviation of the projections that add to the hidden states: smaller the deeper the model (GPT-2)."""
         return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
     @property

@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
 from jmoe.memory.direct_io import fsync_folder
+from jmoe.status import repeating
 from jmoe.training.text_files import (
     SHARD_SUFFIX,
     InputFile,
@@ -497,22 +497,9 @@ def _has_text(file: InputFile, start: int, stop: int) -> bool:
     return any(text for text, _ in read_pieces(file, start, stop))
 
 
-@contextlib.contextmanager
-def _while_alive(what: str, report: Report) -> Iterator[None]:
+def _while_alive(what: str, report: Report) -> contextlib.AbstractContextManager[None]:
     """Report every second of the block that it goes on; for work in a library that tells nothing before its end."""
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(1.0):
-            report(what, 0, 0)
-
-    thread = threading.Thread(target=repeat, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return repeating(lambda: report(what, 0, 0), 1.0)
 
 
 def _manifest_entry(name: str, shard: ShardWriter) -> dict[str, Any]:
