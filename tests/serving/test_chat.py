@@ -195,5 +195,6 @@ def test_request_ids(server: HttpProcess) -> None:
         assert given.headers["x-request-id"] == "my-id.1" and given.json()["id"] == "cmpl-my-id.1"
         odd = client.post("/v1/completions", json=body, headers={"x-request-id": "a\tb"}).headers["x-request-id"]
         assert len(odd) == 32
-    log = server.log.read_text()
-    assert "my-id.1 POST /v1/completions 200" in log and odd in log and "secret" not in log
+    server.until_said("my-id.1 POST /v1/completions 200")
+    server.until_said(f"{odd} POST /v1/completions 200")
+    assert "secret" not in server.log.read_text()
