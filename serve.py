@@ -27,8 +27,8 @@ from jmoe.inference.expert_tiers import memory_plan
 from jmoe.models.split_checkpoint import SplitCheckpoint
 from jmoe.planning.capacity import MemoryPlan
 from jmoe.serving.app import make_app, make_service
-from jmoe.serving.front import read_api_keys
 from jmoe.serving.http_server import HttpServer, bind
+from jmoe.serving.middleware import read_api_keys
 from jmoe.status import status
 
 

@@ -56,7 +56,7 @@ def prompts(a: argparse.Namespace, engine: Any, batch: int, number: int) -> list
 
 def prefill_seconds(engine: Any, requests: list[list[int]], max_new_tokens: int) -> float:
     """Until each of the prompts has its first token."""
-    from jmoe.inference.sampling import SamplingParams
+    from jmoe.inference.sampling_params import SamplingParams
 
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     begun = time.perf_counter()

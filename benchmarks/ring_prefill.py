@@ -21,7 +21,7 @@ def prefill_s(engine: Any, batch: int, prompt: int, seed: int) -> float:
     """Seconds from `batch` new prompts to the first token of each."""
     import numpy as np
 
-    from jmoe.inference.sampling import SamplingParams
+    from jmoe.inference.sampling_params import SamplingParams
 
     tokens = np.random.default_rng(seed).integers(3, engine.config.vocab_size, (batch, prompt))
     begun = time.perf_counter()

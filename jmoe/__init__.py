@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig, MoEConfig, RouterConfig, TrainConfig
     from jmoe.inference.engine import Engine
-    from jmoe.inference.sampling import SamplingParams
+    from jmoe.inference.sampling_params import SamplingParams
     from jmoe.layers.experts import Experts
     from jmoe.layers.moe import ExpertParallel, MoELayer, MoEMetrics, MoEStats, moe_metrics
     from jmoe.layers.router import Router, Routing
@@ -56,7 +56,7 @@ _HOME = {
     "Router": "jmoe.layers.router",
     "RouterConfig": "jmoe.config",
     "Routing": "jmoe.layers.router",
-    "SamplingParams": "jmoe.inference.sampling",
+    "SamplingParams": "jmoe.inference.sampling_params",
     "TrainConfig": "jmoe.config",
     "load_pretrained": "jmoe.models.pretrained",
     "moe_metrics": "jmoe.layers.moe",

@@ -21,18 +21,18 @@ from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.inference import sampler
+from jmoe.inference.calibration import measure_speeds
 from jmoe.inference.compile_cache import keep_compiled_programs
 from jmoe.inference.constraint import Constraint, Unconstrained
 from jmoe.inference.detokenizer import Detokenizer, TextStream
-from jmoe.inference.estimators import EstimatorName, make_estimator
 from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
-from jmoe.inference.outputs import Completion, Output, TokenLogprob, token_logprobs
+from jmoe.inference.popularity import EstimatorName, make_estimator
 from jmoe.inference.residency import Residency
-from jmoe.inference.ring_decoder import RingDecoder
-from jmoe.inference.sampling import MAX_LOGPROBS, SamplingParams
+from jmoe.inference.runner import RingDecoder
+from jmoe.inference.sampling_params import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Scheduler, SchedulerStats, bucket
-from jmoe.inference.speeds import measure_speeds
+from jmoe.inference.sequence import Completion, Output, TokenLogprob, token_logprobs
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.split_checkpoint import SplitCheckpoint

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmoe.inference.slot_mlp import Routed, bundled_mlp, table_mlp
+from jmoe.layers.slot_experts import Routed, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from kernels_pallas.grouped_mlp.xla import Weights
 

@@ -56,7 +56,7 @@ def main() -> None:
     a = arguments()
     from jmoe.deploy.exported import hugging_face_folder
     from jmoe.inference.engine import Engine
-    from jmoe.inference.sampling import SamplingParams
+    from jmoe.inference.sampling_params import SamplingParams
 
     sampling = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=a.temperature, seed=a.seed)
     with hugging_face_folder(a.model, lambda text: print(text, file=sys.stderr), "MODEL") as folder:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import check
-from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, SamplingParams
+from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, SamplingParams
 
 # Programs are compiled for these N. The second holds the most that a request may ask for, and end-of-text tokens.
 ID_BUCKETS = (16, MAX_IDS + 24)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jmoe.config import check
-from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, Self
 
 from jmoe.inference.residency import Residency
-from jmoe.inference.ring_decoder import RingDecoder
+from jmoe.inference.runner import RingDecoder
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import Seen, StreamingPlan
 

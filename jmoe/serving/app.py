@@ -17,9 +17,9 @@ from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.completions import completions_router
 from jmoe.serving.engine_loop import EngineLoop, View
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
-from jmoe.serving.front import Front
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
+from jmoe.serving.middleware import Front
 from jmoe.serving.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -31,7 +31,7 @@ from jmoe.serving.schemas import (
     TokenizeResponse,
 )
 from jmoe.serving.service import Service
-from jmoe.serving.tokens import TokenTexts
+from jmoe.serving.vocabulary import TokenTexts
 
 PAGE = Path(__file__).with_name("page.html")
 # What the page's own meta element says, and that no other page may show it in a frame.

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jmoe.inference.outputs import TokenLogprob
-from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sequence import TokenLogprob
 from jmoe.serving.completions import EVENTS
 from jmoe.serving.engine_loop import Generation, Job
 from jmoe.serving.schemas import (

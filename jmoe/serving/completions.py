@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from jmoe.inference.outputs import Output, TokenLogprob
-from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sequence import Output, TokenLogprob
 from jmoe.serving.engine_loop import Generation, Job
 from jmoe.serving.schemas import (
     CompletionChoice,
@@ -19,7 +19,7 @@ from jmoe.serving.schemas import (
     Usage,
 )
 from jmoe.serving.service import Service, note_prompts, usage
-from jmoe.serving.tokens import TextOffsets, TokenTexts
+from jmoe.serving.vocabulary import TextOffsets, TokenTexts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}

@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import Self
 
 from jmoe.inference.engine import NOT_FINITE, Engine
-from jmoe.inference.outputs import Output
-from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import SchedulerStats
+from jmoe.inference.sequence import Output
 from jmoe.inference.stats import EngineStats
 from jmoe.serving.errors import ApiError
 from jmoe.serving.fair_queue import FairQueue

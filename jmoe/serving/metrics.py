@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jmoe.inference.outputs import Output
+from jmoe.inference.sequence import Output
 
 if TYPE_CHECKING:
     from jmoe.serving.engine_loop import EngineLoop, Generation

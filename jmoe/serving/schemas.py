@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jmoe.inference.sampling import MAX_IDS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_CHARS, SamplingParams
+from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_CHARS, SamplingParams
 from jmoe.serving.errors import UNKNOWN, printable
 
 MAX_CHOICES = 128

@@ -17,15 +17,15 @@ from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from jmoe.config.serving import ServeConfig
-from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams
 from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.engine_loop import EngineLoop, Generation, Job
 from jmoe.serving.errors import ApiError, printable
-from jmoe.serving.front import DISCONNECTED
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
+from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.schemas import Envelope, GenerationBody, Message, Usage
-from jmoe.serving.tokens import TokenTexts
+from jmoe.serving.vocabulary import TokenTexts
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

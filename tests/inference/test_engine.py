@@ -17,10 +17,10 @@ import jmoe
 from jmoe.inference.constraint import Unconstrained
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_slots import DeviceSlots, HostSlots
-from jmoe.inference.outputs import Completion
 from jmoe.inference.residency import LayerRing
-from jmoe.inference.sampling import SamplingParams
-from jmoe.inference.slot_mlp import Routed
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sequence import Completion
+from jmoe.layers.slot_experts import Routed
 from kernels_pallas.grouped_mlp.reference import activate
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"

@@ -27,7 +27,7 @@ from jmoe.inference.sampler import (
     start_request,
     top_k,
 )
-from jmoe.inference.sampling import MAX_IDS, SamplingParams
+from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
 
 Step = Callable[..., tuple[jax.Array, Logprobs | None, SamplerState]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jmoe.inference.sampling import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import (
     PrefillChunk,
     Request,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jmoe.inference.sampling import MAX_IDS, SamplingParams
+from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
 
 
 def test_defaults_are_plain_greedy() -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 from http_servers import LIMIT_S, HttpProcess, events
 
-from jmoe.serving.front import read_api_keys
+from jmoe.serving.middleware import read_api_keys
 
 KEYS = ("first key of all", "second-key")
 HEADERS = {"authorization": f"Bearer {KEYS[1]}"}

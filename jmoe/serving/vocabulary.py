@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from jmoe.inference.outputs import TokenLogprob
+from jmoe.inference.sequence import TokenLogprob
 from jmoe.serving.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

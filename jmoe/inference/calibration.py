@@ -15,7 +15,7 @@ import numpy as np
 
 from jmoe.inference.expert_slots import ExpertSlots
 from jmoe.inference.residency import COPY_THREADS, Residency, ResidencyStats, copy_record
-from jmoe.inference.ring_decoder import RingDecoder, Tokens
+from jmoe.inference.runner import RingDecoder, Tokens
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import Speeds

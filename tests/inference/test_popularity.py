@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jmoe.inference.engine import Engine
-from jmoe.inference.estimators import CountEstimator, RouterEstimator
-from jmoe.inference.outputs import Completion
+from jmoe.inference.popularity import CountEstimator, RouterEstimator
+from jmoe.inference.sequence import Completion
 from jmoe.layers.router import Router
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"

@@ -2,7 +2,7 @@
 
 Legend: P rows of a step, C tokens a row, T = P C, D hidden, V vocabulary, E experts of a layer, K choices a token.
 
-A layer is a program for attention, router and shared expert, and those of `slot_mlp` for its experts. They are
+A layer is a program for attention, router and shared expert, and those of `slot_experts` for its experts. They are
 compiled once a shape and serve every layer of a kind and every way of keeping the experts (`Residency`), which differ
 in the slots alone: so what is streamed is, bit for bit, what is computed when everything is resident.
 """
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
-from jmoe.inference.estimators import Estimator
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
+from jmoe.inference.popularity import Estimator
 from jmoe.inference.residency import Residency
-from jmoe.inference.slot_mlp import Routed
+from jmoe.layers.slot_experts import Routed
 from jmoe.models.block import Block, add_residual
 from jmoe.models.module_arguments import Structure, split
 from jmoe.models.split_checkpoint import Ends

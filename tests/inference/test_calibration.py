@@ -11,7 +11,7 @@ import pytest
 
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
-from jmoe.inference.outputs import Completion
+from jmoe.inference.sequence import Completion
 from jmoe.planning.roofline import choose_policy
 from jmoe.planning.streaming import StreamingPlan
 
