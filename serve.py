@@ -24,7 +24,7 @@ from jmoe.config.serving import ServeConfig
 from jmoe.deploy.exported import hugging_face_folder
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
-from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.planning.capacity import MemoryPlan
 from jmoe.serving.app import make_app, make_service
 from jmoe.serving.http_server import HttpServer, bind
@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 def plan(folder: Path, config: ServeConfig) -> tuple[MemoryPlan, ServeConfig]:
     """What will lie where, by the headers alone, and the settings with the length that the model allows."""
-    with SplitCheckpoint(folder, config.dtype) as checkpoint:
+    with LazyCheckpoint(folder, config.dtype) as checkpoint:
         config = dataclasses.replace(config, max_seq_len=checkpoint.sequence_length(config.max_seq_len))
         memory = memory_plan(
             checkpoint,

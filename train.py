@@ -155,7 +155,7 @@ def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[s
     state, metrics = run.program.step(state, tokens)
     values = jax.device_get(metrics)
     if values["overflow"]:
-        state, metrics = run.program.step_worst_case(state, tokens)
+        state, metrics = run.program.step_full_capacity(state, tokens)
         values = jax.device_get(metrics)
     if not values["ok"]:
         bad = []

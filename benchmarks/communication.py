@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     exchange = commands.add_parser("exchange", help="the exchange alone")
     exchange.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128"], help="K:E:T")
-    exchange.add_argument("--kinds", nargs="+", default=["flat", "two_level", "dedup"])
+    exchange.add_argument("--kinds", nargs="+", default=["flat", "hierarchical", "dedup"])
     exchange.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     exchange.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
     parts = commands.add_parser("embedding", help="training steps with the embedding table in parts")

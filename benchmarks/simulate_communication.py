@@ -33,7 +33,7 @@ from jmoe.planning.exchange import traffic as exchange_traffic
 
 GPUS_PER_NODE = 8
 ROUNDS = 2  # of rows: as many as ids that are all different need
-EXCHANGES = ("flat", "two_level", "dedup", "dedup, 4 nodes a token")
+EXCHANGES = ("flat", "hierarchical", "dedup", "dedup, 4 nodes a token")
 EMBEDDINGS = ("replicated", "columns", "rows", "columns, parallel head")
 
 

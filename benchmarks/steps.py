@@ -35,10 +35,10 @@ COMMANDS = {
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
 }
 NODES = len(NAMES)
-ONE_LEVEL = {"exchange": "flat", "two_level": False}
+ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "fusion": {"one_by_one": {"fuse_dense": False}, "fused": {}, "fused_flat": {"two_level": False}},
-    "levels": {"flat": ONE_LEVEL, "two_level": {"exchange": "dedup"}},
+    "fusion": {"one_by_one": {"fuse_dense": False}, "fused": {}, "fused_flat": {"hierarchical": False}},
+    "levels": {"flat": ONE_LEVEL, "hierarchical": {"exchange": "dedup"}},
     "order": {name: {"schedule": name} for name in ("ready", "none", "fixed", "priority", "chunks", "pipelined")},
 }
 # (hidden size, layers, experts, top-k, tokens of a rank, intermediate size)

@@ -3,7 +3,7 @@
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
          as many bytes a second by itself, does to a step that needs no disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
-replay   seconds to make up for 1, 10 and 100 missed steps of an expert, beside those to fetch it
+replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
 two_nodes  as step, in two processes with a limited link between them; needs root
 
 Prints one JSON object as its last line. Legend: E experts of a layer, N layers with experts.
@@ -208,7 +208,7 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for steps in (1, 10, 100):
         seconds = []
         for _ in range(a.rounds + 1):
-            state.settle()
+            state.flush_updates()
             for _ in range(steps):
                 state.commit(1e-3, 1.0)
             state.begin(range(a.layers))

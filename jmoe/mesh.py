@@ -46,9 +46,9 @@ def devices_per_host() -> int:
     return int(processes[0]) * jax.local_device_count() if processes.size == 1 else 0
 
 
-def levels(mesh: Mesh, two_level: bool) -> tuple[tuple[str, ...], ...]:
+def hierarchy(mesh: Mesh, hierarchical: bool) -> tuple[tuple[str, ...], ...]:
     """Over which axes to gather and to reduce what all devices share: across nodes and then inside, or all at once."""
-    if two_level and mesh.shape[EXPERT_INTER] > 1 and mesh.shape[EXPERT_INTRA] > 1:
+    if hierarchical and mesh.shape[EXPERT_INTER] > 1 and mesh.shape[EXPERT_INTRA] > 1:
         return (DATA, EXPERT_INTER), (EXPERT_INTRA,)
     return (ALL,)
 

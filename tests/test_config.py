@@ -131,7 +131,7 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"embedding": "diagonals"},
         wrong("embedding", "diagonals", "must be one of auto, replicated, columns, rows"),
     ),
-    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, two_level, dedup")),
+    (MeshConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup")),
     (CheckpointConfig, {"every_steps": 0}, wrong("every_steps", 0, "must be greater than 0")),
     (CheckpointConfig, {"keep": 0}, wrong("keep", 0, "must be greater than 0")),
     (EvaluationConfig, {"every_steps": -1}, wrong("every_steps", -1, "must not be negative")),

@@ -20,7 +20,7 @@ def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
 
-def two_level_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
+def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
     """The same in two hops: inside the node by destination slot, then across nodes. Bit-equal to flat."""
     inter, intra = axes
     shape = x.shape
@@ -47,11 +47,11 @@ def _moved_bwd(move: Callable[[jax.Array], jax.Array], _: None, g: jax.Array) ->
 _moved.defvjp(_moved_fwd, _moved_bwd)
 
 
-def make_all_to_all(axes: tuple[str, ...], two_level: bool = False) -> AllToAll:
-    """An all-to-all over `axes` of every array [R, ...] of a pytree; two_level: over (across nodes, inside a node)."""
-    if two_level:
+def make_all_to_all(axes: tuple[str, ...], hierarchical: bool = False) -> AllToAll:
+    """Make an all-to-all over `axes` of every array [R, ...] of a pytree; hierarchical: over (across nodes, inside)."""
+    if hierarchical:
         inter, intra = axes
-        move: Callable[[jax.Array], jax.Array] = partial(two_level_local, axes=(inter, intra))
+        move: Callable[[jax.Array], jax.Array] = partial(hierarchical_local, axes=(inter, intra))
     else:
         move = partial(flat_local, axes=axes)
     return lambda tree: jax.tree.map(lambda x: _moved(x, move), tree)

@@ -35,7 +35,7 @@ from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expe
     meta_fields=["expected_rows"],
 )
 @dataclass(frozen=True)
-class Arrived:
+class DispatchedTokens:
     """Rows for this device's experts. handle: what `combine` needs to take the experts' outputs back."""
 
     x: jax.Array  # [M, D] as `rows_MD`; [T, D], this device's tokens, where `rows` says which of them each row is
@@ -63,9 +63,9 @@ class Exchange(Protocol):
         topk_idx_TK: jax.Array,
         topk_weights_TK: jax.Array,
         counts_E: jax.Array,
-        worst_case: bool = False,
-    ) -> Arrived:
-        """Each token's row to its experts. worst_case: buffers with room for everything."""
+        full_capacity: bool = False,
+    ) -> DispatchedTokens:
+        """Each token's row to its experts. full_capacity: buffers with room for everything."""
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing."""
@@ -87,13 +87,15 @@ class OneDevice:
         topk_idx_TK: jax.Array,
         topk_weights_TK: jax.Array,
         counts_E: jax.Array,
-        worst_case: bool = False,
-    ) -> Arrived:
+        full_capacity: bool = False,
+    ) -> DispatchedTokens:
         with jax.named_scope("dispatch"):
             order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
             token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
         rows = RowMap(token_N, slot_TK, complete=True)
-        return Arrived(x_TD, rows, counts_E, topk_idx_TK.size, jnp.zeros((), jnp.int32), (topk_weights_TK, rows))
+        return DispatchedTokens(
+            x_TD, rows, counts_E, topk_idx_TK.size, jnp.zeros((), jnp.int32), (topk_weights_TK, rows)
+        )
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
@@ -115,11 +117,11 @@ class PerDevice:
         topk_idx_TK: jax.Array,
         topk_weights_TK: jax.Array,
         counts_E: jax.Array,
-        worst_case: bool = False,
-    ) -> Arrived:
+        full_capacity: bool = False,
+    ) -> DispatchedTokens:
         num_assignments = topk_idx_TK.size
         fair_rows = num_assignments / self.num_devices
-        rows = buffer_rows(fair_rows, num_assignments, self.capacity_factor, worst_case)
+        rows = buffer_rows(fair_rows, num_assignments, self.capacity_factor, full_capacity)
         return self.dispatch_rows(x_TD, topk_idx_TK, topk_weights_TK, counts_E, rows, num_assignments)
 
     def dispatch_rows(
@@ -130,7 +132,7 @@ class PerDevice:
         counts_E: jax.Array,
         rows: int,
         expected_rows: int,
-    ) -> Arrived:
+    ) -> DispatchedTokens:
         """`dispatch` with `rows` per destination device. An index of E stands for no choice at all."""
         num_tokens, k = topk_idx_TK.shape
         num_assignments, num_devices = num_tokens * k, self.num_devices
@@ -157,7 +159,9 @@ class PerDevice:
             rows_MD = dispatch(recv_RCD.reshape(send_MD.shape), sort[0], sort[1][:, None], True)
             group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
         dropped = counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
-        return Arrived(rows_MD, None, group_sizes_L, expected_rows, dropped, (sort, topk_weights_TK, token_M, slot_TK))
+        return DispatchedTokens(
+            rows_MD, None, group_sizes_L, expected_rows, dropped, (sort, topk_weights_TK, token_M, slot_TK)
+        )
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         (order_M, rank_M), topk_weights_TK, token_M, slot_TK = handle
@@ -242,11 +246,13 @@ class PerNode:
         topk_idx_TK: jax.Array,
         topk_weights_TK: jax.Array,
         counts_E: jax.Array,
-        worst_case: bool = False,
-    ) -> Arrived:
+        full_capacity: bool = False,
+    ) -> DispatchedTokens:
         (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
         node_size = counts_E.size // num_nodes  # experts of a node
-        rows = buffer_rows(num_tokens * self.nodes_per_token / num_nodes, num_tokens, self.capacity_factor, worst_case)
+        rows = buffer_rows(
+            num_tokens * self.nodes_per_token / num_nodes, num_tokens, self.capacity_factor, full_capacity
+        )
         with jax.named_scope("dispatch"):
             on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(num_nodes, dtype=jnp.int32)
             weights_TP = jnp.where(on_TKP, topk_weights_TK[:, :, None], 0).sum(axis=1)
@@ -261,7 +267,7 @@ class PerNode:
             idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32)
         sizes = (idx_MK.reshape(-1, 1) == jnp.arange(node_size, dtype=jnp.int32)).sum(axis=0, dtype=jnp.int32)
         fair_rows, most_rows = num_tokens * k / self.inside.num_devices, num_nodes * rows * k
-        device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, worst_case)
+        device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, full_capacity)
         arrived = self.inside.dispatch_rows(recv_MD, idx_MK, weights_MK, sizes, device_rows, num_tokens * k)
         dropped = arrived.dropped + lost_TKP.sum(dtype=jnp.int32)
         return replace(arrived, dropped=dropped, handle=(arrived.handle, src_M, slot_TP))
@@ -309,7 +315,7 @@ def _choices_of_rows(topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, n
 
 
 def make_exchange(plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: float | None) -> Exchange:
-    """The planned exchange over `axes`; `two_level` and `dedup` need two, (across nodes, inside a node).
+    """The planned exchange over `axes`; `hierarchical` and `dedup` need two, (across nodes, inside a node).
 
     capacity_factor: rows per destination / its fair share when routing is uniform, at each level; None: dropless, whose
     first try has room for twice the fair share.
@@ -319,6 +325,6 @@ def make_exchange(plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: fl
     if plan.kind != "flat" and len(axes) != 2:
         raise ValueError(f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not {axes}")
     if plan.kind != "dedup":
-        return PerDevice(make_all_to_all(axes, plan.kind == "two_level"), plan.num_devices, capacity_factor)
+        return PerDevice(make_all_to_all(axes, plan.kind == "hierarchical"), plan.num_devices, capacity_factor)
     inside = PerDevice(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
     return PerNode(make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor)

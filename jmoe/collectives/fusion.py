@@ -1,4 +1,4 @@
-"""Sharded parameters made whole for use, and their gradients reduced back onto the shards (ZeRO-3).
+"""Sharded parameters gathered for use, and their gradients reduced back onto the shards (ZeRO-3).
 
 Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N layers.
 
@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Levels = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest level first
+Hierarchy = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest level first
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_local(shard: jax.Array, dim: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
-    """The whole parameter in `dtype` from the float32 shards that the devices of `axes` hold of dimension `dim`.
+    """The unsharded parameter in `dtype` from the float32 shards that the devices of `axes` hold of dimension `dim`.
 
     Crosses the network in `dtype`; its gradient is summed over devices in float32, onto the shard.
     """
@@ -70,10 +70,10 @@ def pack(shards: Sequence[jax.Array], parts: Sequence[Part]) -> jax.Array:
     return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
-def unpack(buffer_RC: jax.Array, parts: Sequence[Part], levels: Levels) -> list[jax.Array]:
-    """The whole parameters from all devices' vectors."""
-    carrier, sizes = buffer_RC.dtype, _sizes(levels)
-    whole, start = [], 0
+def unpack(buffer_RC: jax.Array, parts: Sequence[Part], hierarchy: Hierarchy) -> list[jax.Array]:
+    """The unsharded parameters from all devices' vectors."""
+    carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
+    unsharded, start = [], 0
     for part in parts:
         words = buffer_RC[:, start : start + (width := _width(part, carrier))]
         start += width
@@ -83,13 +83,13 @@ def unpack(buffer_RC: jax.Array, parts: Sequence[Part], levels: Levels) -> list[
         # [fast, slow, *shape] -> [..., slow, fast, split dimension, ...]
         places = [len(sizes) - 1 - i + part.dim for i in range(len(sizes))]
         shards = jnp.moveaxis(shards, range(len(sizes)), places)
-        whole.append(shards.reshape(_whole_shape(part, sizes)))
-    return whole
+        unsharded.append(shards.reshape(_unsharded_shape(part, sizes)))
+    return unsharded
 
 
-def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[Part], levels: Levels) -> jax.Array:
+def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[Part], hierarchy: Hierarchy) -> jax.Array:
     """float32 [R, G]: row r holds what device r's shards get."""
-    sizes = _sizes(levels)
+    sizes = _sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
     for g, part in zip(grads, parts, strict=True):
         split = (*part.shape[: part.dim], *sizes, *part.shape[part.dim :])
@@ -108,33 +108,33 @@ def unpack_gradients(row_G: jax.Array, parts: Sequence[Part]) -> list[jax.Array]
     return shards
 
 
-def _sizes(levels: Levels) -> tuple[int, ...]:
-    return tuple(lax.axis_size(axes) for axes in levels)
+def _sizes(hierarchy: Hierarchy) -> tuple[int, ...]:
+    return tuple(lax.axis_size(axes) for axes in hierarchy)
 
 
-def _whole_shape(part: Part, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _unsharded_shape(part: Part, sizes: tuple[int, ...]) -> tuple[int, ...]:
     shape = list(part.shape)
     shape[part.dim] *= math.prod(sizes)
     return tuple(shape)
 
 
-def all_gather_rows_local(row_C: jax.Array, levels: Levels) -> jax.Array:
+def all_gather_rows_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array:
     """[R, C]: every device's vector, level by level, the slowest first: what crosses there crosses once."""
     rows = row_C[None]
-    for axes in levels:
+    for axes in hierarchy:
         rows = lax.all_gather(rows, axes).reshape(-1, row_C.size)
     return rows
 
 
-def reduce_scatter_rows_local(rows_RG: jax.Array, levels: Levels) -> jax.Array:
+def reduce_scatter_rows_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax.Array:
     """[G]: this device's row of the sum over devices; the transpose of `all_gather_rows_local`."""
-    for axes in reversed(levels):
+    for axes in reversed(hierarchy):
         rows_RG = rows_RG.reshape(lax.axis_size(axes), -1)
         rows_RG = lax.psum_scatter(rows_RG, axes, scatter_dimension=0)
     return rows_RG
 
 
-def all_reduce_local(tree: Any, levels: Levels) -> Any:
+def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
     """The float32 sum over devices of every array of a pytree, as one vector.
 
     Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather inside the node.
@@ -143,10 +143,10 @@ def all_reduce_local(tree: Any, levels: Levels) -> Any:
     if not leaves:
         return tree
     total = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
-    if len(levels) == 1:
-        total = lax.psum(total, levels[0])
+    if len(hierarchy) == 1:
+        total = lax.psum(total, hierarchy[0])
     else:
-        across, inside = levels
+        across, inside = hierarchy
         size = total.size
         total = jnp.pad(total, (0, -size % lax.axis_size(inside)))
         total = lax.psum(lax.psum_scatter(total, inside, scatter_dimension=0, tiled=True), across)
@@ -159,17 +159,17 @@ def all_reduce_local(tree: Any, levels: Levels) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_fused_local(shards: list[jax.Array], parts: tuple[Part, ...], levels: Levels) -> list[jax.Array]:
-    """The whole parameters, fetched as one buffer; their gradients are reduced as one."""
-    return unpack(all_gather_rows_local(pack(shards, parts), levels), parts, levels)
+def gather_fused_local(shards: list[jax.Array], parts: tuple[Part, ...], hierarchy: Hierarchy) -> list[jax.Array]:
+    """The unsharded parameters, fetched as one buffer; their gradients are reduced as one."""
+    return unpack(all_gather_rows_local(pack(shards, parts), hierarchy), parts, hierarchy)
 
 
-def _gather_fused_fwd(shards: list[jax.Array], parts: tuple[Part, ...], levels: Levels) -> tuple[Any, None]:
-    return gather_fused_local(shards, parts, levels), None
+def _gather_fused_fwd(shards: list[jax.Array], parts: tuple[Part, ...], hierarchy: Hierarchy) -> tuple[Any, None]:
+    return gather_fused_local(shards, parts, hierarchy), None
 
 
-def _gather_fused_bwd(parts: tuple[Part, ...], levels: Levels, _: None, grads: list[jax.Array]) -> tuple[Any]:
-    row_G = reduce_scatter_rows_local(pack_gradients(grads, parts, levels), levels)
+def _gather_fused_bwd(parts: tuple[Part, ...], hierarchy: Hierarchy, _: None, grads: list[jax.Array]) -> tuple[Any]:
+    row_G = reduce_scatter_rows_local(pack_gradients(grads, parts, hierarchy), hierarchy)
     return (unpack_gradients(row_G, parts),)
 
 

@@ -36,7 +36,7 @@ class Schedule:
 
     ordered: collectives run in the order given here, else in XLA's. first: so do matrix products, those first that an
     all-to-all waits for. places: which places take work: the layer's beginning, those where an all-to-all cannot start
-    yet, the end. chunked: work is cut into chunks. pieces: so many parts the all-to-alls are cut into, and experts
+    yet, the end. chunked: work is cut into chunks. num_chunks: so many parts the all-to-alls are cut into, and experts
     begin with the first.
     """
 
@@ -44,18 +44,18 @@ class Schedule:
     first: bool
     places: slice
     chunked: bool
-    pieces: int
+    num_chunks: int
 
 
 # none: as XLA orders them. ready: as their inputs become known, as data-parallel frameworks issue them. fixed: behind
 # the layer's all-to-alls. priority: as soon as its first ones are done. chunks, pipelined: Lina.
 SCHEDULES = {
-    "none": Schedule(ordered=False, first=False, places=slice(None), chunked=False, pieces=1),
-    "ready": Schedule(ordered=True, first=False, places=slice(1), chunked=False, pieces=1),
-    "fixed": Schedule(ordered=True, first=False, places=slice(-1, None), chunked=False, pieces=1),
-    "priority": Schedule(ordered=True, first=True, places=slice(1, 2), chunked=False, pieces=1),
-    "chunks": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, pieces=1),
-    "pipelined": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, pieces=2),
+    "none": Schedule(ordered=False, first=False, places=slice(None), chunked=False, num_chunks=1),
+    "ready": Schedule(ordered=True, first=False, places=slice(1), chunked=False, num_chunks=1),
+    "fixed": Schedule(ordered=True, first=False, places=slice(-1, None), chunked=False, num_chunks=1),
+    "priority": Schedule(ordered=True, first=True, places=slice(1, 2), chunked=False, num_chunks=1),
+    "chunks": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, num_chunks=1),
+    "pipelined": Schedule(ordered=True, first=True, places=slice(1, None), chunked=True, num_chunks=2),
 }
 
 

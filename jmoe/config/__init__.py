@@ -109,10 +109,10 @@ class MeshConfig:
     data: int = 0
     expert_inter: int = 1  # across nodes
     expert_intra: int = 1  # inside a node
-    exchange: Literal["auto", "flat", "two_level", "dedup"] = "auto"  # dedup: a token crosses once to a node
+    exchange: Literal["auto", "flat", "hierarchical", "dedup"] = "auto"  # dedup: a token crosses once to a node
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
     fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
-    two_level: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
+    hierarchical: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
     schedule: Literal["none", "ready", "fixed", "priority", "chunks", "pipelined"] = (
         "chunks"  # see `collectives.schedule`
     )
@@ -124,7 +124,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         not_negative(self, "data", "expert_intra", "bucket_bytes", "chunk_bytes")
         positive(self, "expert_inter")
-        one_of(self, exchange=("auto", "flat", "two_level", "dedup"))
+        one_of(self, exchange=("auto", "flat", "hierarchical", "dedup"))
         one_of(self, schedule=("none", "ready", "fixed", "priority", "chunks", "pipelined"))
         one_of(self, embedding=("auto", "replicated", "columns", "rows"))
 

@@ -19,7 +19,7 @@ class TiersConfig:
 
     experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights; `train.py`
     puts them where the weights are if only these are given a tier. Where both are on the device, the ordinary step
-    runs. On other tiers the state of an expert that no token comes to stays where it is; what it missed is made up for
+    runs. On other tiers the state of an expert that no token comes to stays where it is; what it missed is replayed
     when it is fetched.
     """
 

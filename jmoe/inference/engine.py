@@ -35,7 +35,7 @@ from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Schedu
 from jmoe.inference.sequence import Completion, Output, TokenLogprob, token_logprobs
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
 from jmoe.planning.streaming import Seen, StreamingPlan
 
@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: SplitCheckpoint,
+        checkpoint: LazyCheckpoint,
         residency: Residency,
         store: TieredStore | None,
         scheduler: Scheduler,
@@ -150,7 +150,7 @@ class Engine:
         Raises `ValueError` naming the field, value and constraint, before weights are read.
         """
         check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
-        checkpoint = SplitCheckpoint(path, dtype)
+        checkpoint = LazyCheckpoint(path, dtype)
         keep_compiled_programs()
         with checkpoint:
             max_seq_len = checkpoint.sequence_length(max_seq_len)

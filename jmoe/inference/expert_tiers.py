@@ -15,7 +15,7 @@ from jmoe.inference.residency import AllResident, ChosenExperts, LayerRing, Resi
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.models.split_checkpoint import SplitCheckpoint
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.planning.capacity import ExpertTier, FreeMemory, MemoryPlan, ModelBytes, Policy, plan_memory
 from jmoe.planning.roofline import ExpertWeights
 
@@ -23,7 +23,7 @@ PACK_FOLDER = "jmoe_experts"
 
 
 def memory_plan(
-    path: str | os.PathLike[str] | SplitCheckpoint,
+    path: str | os.PathLike[str] | LazyCheckpoint,
     *,
     max_batch: int = 8,
     max_seq_len: int | None = None,
@@ -38,7 +38,7 @@ def memory_plan(
 
     The arguments are those of `Engine.from_pretrained`, which raises the same errors.
     """
-    checkpoint = path if isinstance(path, SplitCheckpoint) else SplitCheckpoint(path, dtype)
+    checkpoint = path if isinstance(path, LazyCheckpoint) else LazyCheckpoint(path, dtype)
     config, length = checkpoint.config, checkpoint.sequence_length(max_seq_len)
     caches = jax.eval_shape(lambda: empty_caches(config, max_batch, length, checkpoint.dtype))
     weights = ExpertWeights(
@@ -71,7 +71,7 @@ def free_memory(device: jax.Device) -> FreeMemory:
 
 
 def open_experts(
-    checkpoint: SplitCheckpoint,
+    checkpoint: LazyCheckpoint,
     plan: MemoryPlan,
     *,
     cache_dir: str | os.PathLike[str] | None,
@@ -93,7 +93,7 @@ def open_experts(
 
 
 def _open_store(
-    checkpoint: SplitCheckpoint,
+    checkpoint: LazyCheckpoint,
     plan: MemoryPlan,
     cache_dir: str | os.PathLike[str] | None,
     limits: Mapping[Any, float] | None,
@@ -117,11 +117,11 @@ def _open_store(
 class _Source:
     """Reads experts of a checkpoint again, long after the start and from any thread."""
 
-    def __init__(self, checkpoint: SplitCheckpoint) -> None:
+    def __init__(self, checkpoint: LazyCheckpoint) -> None:
         self._open, self._fingerprint = checkpoint.opened_again, checkpoint.fingerprint
 
     def fill_expert(self, index: int, views: dict[str, np.ndarray]) -> None:
-        """As `SplitCheckpoint.fill_expert`; `ValueError` if the checkpoint is not the one that was packed."""
+        """As `LazyCheckpoint.fill_expert`; `ValueError` if the checkpoint is not the one that was packed."""
         with self._open() as checkpoint:
             if checkpoint.fingerprint != self._fingerprint:
                 raise ValueError(f"{checkpoint.folder}: has changed since the experts were packed")

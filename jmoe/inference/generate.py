@@ -32,9 +32,9 @@ def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     """Return the prompt's tokens; `ValueError` if there are none, or output and prompt do not fit the model."""
     from tokenizers import Tokenizer
 
-    from jmoe.models.split_checkpoint import SplitCheckpoint
+    from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
-    with SplitCheckpoint(folder) as checkpoint:
+    with LazyCheckpoint(folder) as checkpoint:
         limit = checkpoint.max_positions
     file = folder / "tokenizer.json"
     check(file.is_file(), "MODEL", str(folder), "must hold a tokenizer.json")

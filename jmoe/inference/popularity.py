@@ -15,7 +15,7 @@ from jmoe.inference.residency import Residency
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
 from jmoe.models.block import Block
-from jmoe.models.module_arguments import Structure, split
+from jmoe.models.functional import Structure, split
 
 EstimatorName = Literal["router", "counts"]
 RECENT = 0.9  # what a step's number of experts keeps of its weight a step later

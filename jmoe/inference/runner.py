@@ -23,8 +23,8 @@ from jmoe.inference.popularity import Estimator
 from jmoe.inference.residency import Residency
 from jmoe.layers.slot_experts import Routed
 from jmoe.models.block import Block, add_residual
-from jmoe.models.module_arguments import Structure, split
-from jmoe.models.split_checkpoint import Ends
+from jmoe.models.functional import Structure, split
+from jmoe.models.lazy_checkpoint import EmbedAndHead
 
 RECENT_STEPS = 16
 Arrays = tuple[jax.Array, ...]  # of a module
@@ -112,7 +112,7 @@ class RingDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        ends: Ends,
+        ends: EmbedAndHead,
         layers: Sequence[Block],
         residency: Residency,
         caches: Sequence[KVCache],

@@ -174,8 +174,8 @@ class Embedding:
         if self.plan.kind == "replicated":
             return table.T.astype(dtype)
         if not self.plan.parallel_head:
-            whole = gather_local(table, 1, dtype, self.axes)
-            return whole.reshape(-1, whole.shape[-1]).T
+            unsharded = gather_local(table, 1, dtype, self.axes)
+            return unsharded.reshape(-1, unsharded.shape[-1]).T
         if self.striped:
             return table.reshape(table.shape[0], -1).T.astype(dtype)
         blocks_RVD = table.astype(dtype).reshape(self.plan.num_devices, -1, table.shape[1])
@@ -195,4 +195,4 @@ class Embedding:
     def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
         """float32 [V] of a hidden state that is the same on all devices."""
         logits_V = jnp.dot(x_D.astype(jnp.float32), w_DV.astype(jnp.float32))
-        return self._shard.whole(logits_V) if self.plan.parallel_head else logits_V
+        return self._shard.all_gather(logits_V) if self.plan.parallel_head else logits_V

@@ -116,7 +116,7 @@ class VocabularyShard:
         devices = lax.axis_size(self.axes)
         return jnp.where(ids % devices == rank, ids // devices, -1)
 
-    def whole(self, part_V: jax.Array) -> jax.Array:
+    def all_gather(self, part_V: jax.Array) -> jax.Array:
         """The entries of the whole vocabulary, in order, on every device."""
         parts_RV = lax.all_gather(part_V, self.axes)
         return (parts_RV.T if self.striped else parts_RV).reshape(-1)

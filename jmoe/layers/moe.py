@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from jmoe.collectives.exchange import Arrived, Exchange, make_exchange
+from jmoe.collectives.exchange import DispatchedTokens, Exchange, make_exchange
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
@@ -52,27 +52,27 @@ class MoEMetrics:
 
 
 def dispatch_local(
-    x_TD: jax.Array, routing: Routing, exchange: Exchange, *, worst_case: bool = False, pieces: int = 1
-) -> list[Arrived]:
-    """Each token's rows where their experts are, inside `shard_map`, in so many pieces; see `moe`."""
-    pieces = 1 if x_TD.shape[0] % pieces else pieces
+    x_TD: jax.Array, routing: Routing, exchange: Exchange, *, full_capacity: bool = False, num_chunks: int = 1
+) -> list[DispatchedTokens]:
+    """Each token's rows where their experts are, inside `shard_map`, in `num_chunks` parts; see `moe`."""
+    num_chunks = 1 if x_TD.shape[0] % num_chunks else num_chunks
     experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
     arrived = []
-    parts = (jnp.split(a, pieces) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
+    parts = (jnp.split(a, num_chunks) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
     for x, idx, weights in zip(*parts, strict=True):
         counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
-        arrived.append(exchange.dispatch(x, idx, weights, counts_E, worst_case=worst_case))
+        arrived.append(exchange.dispatch(x, idx, weights, counts_E, full_capacity=full_capacity))
     return arrived
 
 
-def _run_experts(expert_fn: ExpertFn, part: Arrived) -> jax.Array:
+def _run_experts(expert_fn: ExpertFn, part: DispatchedTokens) -> jax.Array:
     """Our own experts gather their rows themselves; a user's are given them."""
     if isinstance(expert_fn, Experts):
         return expert_fn(part.x, part.group_sizes_L, part.expected_rows, part.rows)
     return expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows)
 
 
-def combine_local(arrived: Sequence[Arrived], expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
+def combine_local(arrived: Sequence[DispatchedTokens], expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
     """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe`."""
     with jax.named_scope("experts"):
         out = [_run_experts(expert_fn, part) for part in arrived]
@@ -80,12 +80,12 @@ def combine_local(arrived: Sequence[Arrived], expert_fn: ExpertFn, exchange: Exc
     return jnp.concatenate(y)
 
 
-def num_dropped(arrived: Sequence[Arrived]) -> jax.Array:
+def num_dropped(arrived: Sequence[DispatchedTokens]) -> jax.Array:
     """int32, assignments that found no row on this device."""
     return jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
 
 
-def moe_stats(routing: Routing, arrived: Sequence[Arrived], *, keep_routing: bool = False) -> MoEStats:
+def moe_stats(routing: Routing, arrived: Sequence[DispatchedTokens], *, keep_routing: bool = False) -> MoEStats:
     """Return what this device knows of its routing. keep_routing: every token's too."""
     kept = routing if keep_routing else None
     dropped = num_dropped(arrived)
@@ -98,15 +98,15 @@ def moe(
     expert_fn: ExpertFn,
     exchange: Exchange,
     *,
-    worst_case: bool = False,
-    pieces: int = 1,
-) -> tuple[jax.Array, list[Arrived]]:
+    full_capacity: bool = False,
+    num_chunks: int = 1,
+) -> tuple[jax.Array, list[DispatchedTokens]]:
     """Return (float32 y_TD, the weighted sum of each token's experts; what was dispatched), inside `shard_map`.
 
-    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. pieces: the tokens go in so many
+    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. num_chunks: the tokens go in so many
     parts, if that divides them, each with buffers of its own; experts begin when the first has come.
     """
-    arrived = dispatch_local(x_TD, routing, exchange, worst_case=worst_case, pieces=pieces)
+    arrived = dispatch_local(x_TD, routing, exchange, full_capacity=full_capacity, num_chunks=num_chunks)
     return combine_local(arrived, expert_fn, exchange), arrived
 
 
@@ -116,15 +116,15 @@ class ExpertParallel:
 
     mesh: of your `jit`, its axes of type Auto. expert_axes: hold the experts (and split tokens): one axis, or two,
     (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert axes
-    also `two_level` and `dedup`, which sends a token once to a node; `auto` takes one of them by topology and top-k.
-    pieces: tokens are exchanged in so many parts, so that experts begin with the first.
+    also `hierarchical` and `dedup`, which sends a token once to a node; `auto` takes one of them by topology and top-k.
+    num_chunks: tokens are exchanged in so many parts, so that experts begin with the first.
     """
 
     mesh: Mesh
     expert_axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
     exchange: ExchangeChoice = "auto"
-    pieces: int = 1
+    num_chunks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("expert_axes", "data_axes"):
@@ -133,7 +133,7 @@ class ExpertParallel:
                 check(axis in self.mesh.shape, name, axis, f"is not an axis of {tuple(self.mesh.shape)}")
                 kind = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[axis]
                 check(kind == AxisType.Auto, "mesh.axis_types", kind, f"axis {axis!r} must be AxisType.Auto")
-        check(self.pieces > 0, "pieces", self.pieces, "must be greater than 0")
+        check(self.num_chunks > 0, "num_chunks", self.num_chunks, "must be greater than 0")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ class MoELayer(nnx.Module):
         one_device = ExchangePlan("flat", "all experts are on one device", 1, 1, 1.0)
         self.exchange_plan = one_device if parallel is None else parallel.plan(config)
         expert_axes = () if parallel is None else parallel.expert_axes
-        self.pieces = 1 if parallel is None else parallel.pieces
+        self.num_chunks = 1 if parallel is None else parallel.num_chunks
         self.exchange = make_exchange(self.exchange_plan, expert_axes, config.capacity_factor)
 
     def route(
@@ -223,11 +223,11 @@ class MoELayer(nnx.Module):
             self._check_routing(routing, x_TD.shape[0])
             return replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
 
-    def dispatch(self, x_TD: jax.Array, routing: Routing, *, worst_case: bool = False) -> list[Arrived]:
-        """Send each token's row to its experts' devices, inside `shard_map`, in `pieces` parts."""
-        return dispatch_local(x_TD, routing, self.exchange, worst_case=worst_case, pieces=self.pieces)
+    def dispatch(self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> list[DispatchedTokens]:
+        """Send each token's row to its experts' devices, inside `shard_map`, in `num_chunks` parts."""
+        return dispatch_local(x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks)
 
-    def apply_experts(self, arrived: Sequence[Arrived]) -> jax.Array:
+    def apply_experts(self, arrived: Sequence[DispatchedTokens]) -> jax.Array:
         """Return float32 y_TD: the weighted sum of each token's experts, once its rows are where they are."""
         return combine_local(arrived, self.experts, self.exchange)
 
@@ -237,7 +237,7 @@ class MoELayer(nnx.Module):
         *,
         key: jax.Array | None = None,
         train: bool = False,
-        worst_case: bool = False,
+        full_capacity: bool = False,
         keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats]:
         """Return (float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`.
@@ -245,7 +245,7 @@ class MoELayer(nnx.Module):
         `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too.
         """
         routing = self.route(x_TD, key=key, train=train)
-        options: dict[str, Any] = {"worst_case": worst_case, "pieces": self.pieces}
+        options: dict[str, Any] = {"full_capacity": full_capacity, "num_chunks": self.num_chunks}
         y_TD, arrived = moe(x_TD, routing, self.experts, self.exchange, **options)
         return y_TD, moe_stats(routing, arrived, keep_routing=keep_routing)
 
@@ -292,8 +292,8 @@ class MoELayer(nnx.Module):
             if key is not None:
                 key = jax.random.fold_in(key, lax.axis_index(axes))
             layer = nnx.merge(graph, state)
-            worst_case = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
-            y_TD, stats = layer.local(x_TD, key=key, train=train, worst_case=worst_case)
+            full_capacity = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
+            y_TD, stats = layer.local(x_TD, key=key, train=train, full_capacity=full_capacity)
             metrics = moe_metrics(stats, config.router, num_tokens, config.num_experts_per_tok, axes)
             return y_TD.astype(x_TD.dtype), metrics
 

@@ -16,7 +16,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 
-from jmoe.collectives.exchange import Arrived
+from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import LayerKind, ModelConfig
 from jmoe.layers.attention import Attention
 from jmoe.layers.experts import MLP, normal
@@ -102,13 +102,13 @@ class Block(nnx.Module):
             h_TD = self.feed_forward_norm(x_BSD, dtype).reshape(-1, x_BSD.shape[-1])
             return h_TD, self.moe.route(h_TD, key=key, train=train, topk_idx_TK=topk_idx_TK)
 
-    def dispatch(self, h_TD: jax.Array, routing: Routing, *, worst_case: bool = False) -> list[Arrived]:
+    def dispatch(self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> list[DispatchedTokens]:
         """Send each token to its experts' devices; see `MoELayer.dispatch`."""
         assert self.moe is not None
         with jax.named_scope("moe"):
-            return self.moe.dispatch(h_TD, routing, worst_case=worst_case)
+            return self.moe.dispatch(h_TD, routing, full_capacity=full_capacity)
 
-    def apply_experts(self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: Sequence[Arrived]) -> jax.Array:
+    def apply_experts(self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: Sequence[DispatchedTokens]) -> jax.Array:
         """Return x + the weighted sum of each token's experts + the shared expert."""
         assert self.moe is not None
         with jax.named_scope("moe"):
@@ -134,7 +134,7 @@ class Block(nnx.Module):
         dtype: Any,
         key: jax.Array | None = None,
         train: bool = False,
-        worst_case: bool = False,
+        full_capacity: bool = False,
         keep_routing: bool = False,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (the block's output, the statistics of its routing; None of a dense block).
@@ -145,6 +145,6 @@ class Block(nnx.Module):
         if self.kind == "dense":
             return add_residual(x_BSD, self.feed_forward(x_BSD, dtype)), None
         h_TD, routing = self.route(x_BSD, dtype, key=key, train=train)
-        dispatched = self.dispatch(h_TD, routing, worst_case=worst_case)
+        dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
         return y_BSD, moe_stats(routing, dispatched, keep_routing=keep_routing)

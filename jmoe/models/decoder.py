@@ -179,7 +179,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         key: jax.Array | None = None,
         train: bool = False,
-        worst_case: bool = False,
+        full_capacity: bool = False,
         remat: bool = False,
         gather: Gather = lambda tree: tree,
         layers: LayerScan = scan_layers,
@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
         statistics hold every token's routing.
         """
         x_BSD = self.embed(tokens_BS, dtype, lookup)
-        options = {"dtype": dtype, "train": train, "worst_case": worst_case, "keep_routing": keep_routing}
+        options = {"dtype": dtype, "train": train, "full_capacity": full_capacity, "keep_routing": keep_routing}
 
         graphs, inputs = self._stacks(key)
 

@@ -39,7 +39,7 @@ def _forward(
     if mask_BS is not None:  # the tokens of each row move to its front, where causality hides what pads it
         order_BS = jnp.argsort(~mask_BS, axis=1, stable=True)
         tokens_BS = jnp.take_along_axis(tokens_BS, order_BS, axis=1)
-    x_BSD, stats = decoder(tokens_BS, dtype=dtype, worst_case=True, keep_routing=keep_routing)
+    x_BSD, stats = decoder(tokens_BS, dtype=dtype, full_capacity=True, keep_routing=keep_routing)
     if order_BS is not None:
         x_BSD = jnp.take_along_axis(x_BSD, jnp.argsort(order_BS, axis=1)[..., None], axis=1)
     if decoder.head is None:

@@ -71,7 +71,7 @@ def traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Tra
     that `rounds` rounds have room for. A parallel head: T hidden states with labels and weights to all devices, across
     nodes first and then inside, R T times three numbers of the softmax, and gradients back; a tied table in columns
     becomes one in parts of the vocabulary and its gradient the reverse. A whole parameter goes around a ring
-    of the devices of a node, and a part of it around one of the nodes (`mesh.levels`).
+    of the devices of a node, and a part of it around one of the nodes (`mesh.hierarchy`).
     """
     p, q, r, v = plan.num_nodes, plan.devices_per_node, plan.num_devices, vocabulary
     c, tokens = v.activation_bytes, v.num_tokens

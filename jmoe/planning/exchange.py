@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil, comb
 from typing import Literal, get_args
 
-ExchangeKind = Literal["flat", "two_level", "dedup"]
+ExchangeKind = Literal["flat", "hierarchical", "dedup"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
 DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
 # Dedup makes two hops and permutes twice: it has to save at least this part of the rows that cross between nodes.
@@ -88,9 +88,9 @@ def plan_exchange(
     return ExchangePlan(chosen, reason, num_nodes, devices_per_node, reached)
 
 
-def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None, worst_case: bool = False) -> int:
+def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False) -> int:
     """Rows per destination: capacity_factor (None: dropless) times a fair share, in eights, never more than all."""
-    if worst_case:
+    if full_capacity:
         return most_rows
     factor = DROPLESS_BUFFER if capacity_factor is None else capacity_factor
     return min(most_rows, -(-ceil(factor * fair_rows) // 8) * 8)
@@ -124,7 +124,7 @@ def traffic(
 ) -> Traffic:
     """What the exchange of `num_tokens` tokens a device makes it send: whole buffers, full or not, and their contents.
 
-    flat sends C rows to each device, and back; two_level the same across, and all P C rows of a place in the node
+    flat sends C rows to each device, and back; hierarchical the same across, and all P C rows of a place in the node
     inside it. dedup sends C rows to each node, and back, each with k weights and k experts, and C' rows to each device
     inside. backward: the rows and weights once more.
     """
@@ -134,7 +134,7 @@ def traffic(
     if plan.kind != "dedup":
         rows = buffer_rows(num_tokens * k / (p * q), num_tokens * k, capacity_factor)
         block_bytes = passes * 2 * rows * row_bytes + sizes_bytes
-        hops = p if plan.kind == "two_level" else 1
+        hops = p if plan.kind == "hierarchical" else 1
         return Traffic((p - 1) * q * block_bytes, hops * (q - 1) * block_bytes)
     rows = buffer_rows(num_tokens * plan.nodes_per_token / p, num_tokens, capacity_factor)
     across = rows * (passes * (2 * row_bytes + 4 * k) + k * index_bytes(num_experts // p))

@@ -397,7 +397,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters // model.dense_shards
     if model.dense_shards > 1:  # the layer that computes and its neighbour, with their gradients
         layer_bytes = 2 * (model.compute_bytes + 4)
-        yield "device", "dense layers made whole", layer_bytes * model.dense_parameters // model.num_layers
+        yield "device", "unsharded dense layers", layer_bytes * model.dense_parameters // model.num_layers
     times = model.micro_batches if place.streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.working_bytes // devices

@@ -48,7 +48,7 @@ class ExpertStats:
     gradients: TieredStats
     ring: RingStats
     updates: int  # experts brought up to date
-    replayed_steps: int  # steps without a gradient that were made up for
+    replayed_steps: int  # steps without a gradient that were replayed
     waited_s: float  # of the main thread, for layers, for experts that nobody had foreseen, for gradients to be kept
 
 
@@ -99,7 +99,7 @@ def _update(
 
 
 @dataclass(frozen=True)
-class Owned:
+class LocalExperts:
     """The experts of each layer that are this process's, and the devices they are spread over evenly, in order."""
 
     experts: NDArray[np.int64]
@@ -166,7 +166,7 @@ class ExpertState:
         optimizer: OptimizerConfig,
         num_layers: int,
         num_experts: int,
-        owned: Owned,
+        owned: LocalExperts,
         shapes: Mapping[str, tuple[int, ...]],
         num_slots: int,
         laziness: Laziness,
@@ -398,7 +398,7 @@ class ExpertState:
     # Everything at once
 
     @_guarded
-    def settle(self, most_behind: int = 0) -> None:
+    def flush_updates(self, most_behind: int = 0) -> None:
         """Bring every expert that is more steps behind up to the present one."""
         own = self._records(0, np.arange(self.owned.experts.size))
         stale_NP = self.now - self._applied[np.arange(self.num_layers)[:, None] * self.num_experts + own] > most_behind
@@ -418,9 +418,9 @@ class ExpertState:
         """Write back what has changed since it was last written, for good; returns what is behind.
 
         Nothing moves until the next pass begins. Experts without a token for `MOST_BEHIND` steps are brought up to
-        date, so that neither the history nor what is to be made up for grows without end.
+        date, so that neither the history nor what is to be replayed grows without end.
         """
-        self.settle(MOST_BEHIND)
+        self.flush_updates(MOST_BEHIND)
         for store in self.stores.all():
             store.flush()
         own = np.array(self.owned.records(self.num_layers, self.num_experts))

@@ -19,7 +19,7 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
-from jmoe.training.expert_state import ExpertState, Owned, Stores, layouts
+from jmoe.training.expert_state import ExpertState, LocalExperts, Stores, layouts
 from jmoe.training.laziness import Laziness
 
 ExpertArrays = dict[str, NDArray[np.float32]]
@@ -35,7 +35,9 @@ class ExpertStores:
     experts. Every process has a folder of its own, `tiers.path/RUN/process-NUMBER`: runs with one path do not meet.
     """
 
-    def __init__(self, config: TrainConfig, owned: Owned, shapes: dict[str, tuple[int, ...]], run: str = "run") -> None:
+    def __init__(
+        self, config: TrainConfig, owned: LocalExperts, shapes: dict[str, tuple[int, ...]], run: str = "run"
+    ) -> None:
         self._config, self._tiers, self._owned, self._shapes = config, config.tiers, owned, shapes
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
         self._num_records = self._num_layers * self._num_experts
@@ -86,7 +88,7 @@ class ExpertStores:
         every expert is brought up to date instead.
         """
         if self._tiers.optimizer != "nvme":
-            experts.settle()
+            experts.flush_updates()
             return
         self._laziness = laziness = experts.save()
         if self._tiers.gradients == "host":
@@ -148,7 +150,7 @@ class ExpertStores:
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
         if resident:
-            state.settle()  # now, while `weights` can be read
+            state.flush_updates()  # now, while `weights` can be read
         self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
         self._written = {index: mine.applied[index] for index in mine.pending}
         return state

@@ -19,9 +19,9 @@ from jmoe.models.pretrained import write_pretrained
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.parts import experts_of, without_experts
 from jmoe.training.pretrained import TOKENIZER
 from jmoe.training.saved_experts import SavedExperts, expert_arrays
+from jmoe.training.state import experts_of, without_experts
 from jmoe.training.step import TrainState, make_program
 from jmoe.training.tokenizer import load_tokenizer
 

@@ -1,11 +1,11 @@
-"""What goes in and out of the programs of a layer (`training.layer_programs`), whose legend holds here too."""
+"""What goes in and out of the programs of a layer (`training.streamed_programs`), whose legend holds here too."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 
-from jmoe.collectives.exchange import Arrived
+from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.layers.moe import MoEStats
 
 Experts = Mapping[str, jax.Array]  # the experts of a layer, [E, ...] each
@@ -19,7 +19,7 @@ class Routed(NamedTuple):
 
     x_BSD: jax.Array
     h_TD: jax.Array
-    arrived: list[Arrived]
+    arrived: list[DispatchedTokens]
     arrived_E: jax.Array
     topk_idx_TK: jax.Array
     stats: MoEStats
@@ -37,21 +37,21 @@ class Layer(NamedTuple):
     accumulation: jax.Array | None = None
 
 
-class Ahead(NamedTuple):
+class NextLayer(NamedTuple):
     """A layer whose parameters are to be gathered. flat_NC: the devices' parts, of all layers of its kind."""
 
     flat_NC: jax.Array
     number: jax.Array
 
 
-class Beside(NamedTuple):
+class Overlapped(NamedTuple):
     """What a layer does for its neighbours: gathers the next one's parameters, sums the last one's gradients."""
 
-    whole_RC: jax.Array | None
+    unsharded_RC: jax.Array | None
     sum_G: jax.Array | None
 
 
-class Sums(NamedTuple):
+class GradAccumulator(NamedTuple):
     """A layer's gradients, summed over accumulation steps but not over devices; rest: [R, N, ...], of all layers.
 
     rows_RG, experts: None before the first step, or where there are none.

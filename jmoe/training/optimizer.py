@@ -76,7 +76,7 @@ def catch_up(
     """`num_steps` AdamW steps of parameters by name, from `step` on; step i has gradient g if i = gradient_at, else 0.
 
     What an expert misses that no token came to: dense AdamW decays its moments and moves its weight all the same.
-    One loop body serves every number of steps, so that missed steps made up for later give the bits that taking them
+    One loop body serves every number of steps, so that missed steps replayed later give the bits that taking them
     one by one gives (two programs of the same formula differ by rounding: what is contracted to fused multiply-adds
     is the compiler's choice).
 

@@ -15,7 +15,7 @@ from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.training.expert_stores import ExpertArrays
-from jmoe.training.parts import without_experts
+from jmoe.training.state import without_experts
 from jmoe.training.step import Program, TrainState
 
 TOKENIZER = "tokenizer.json"
@@ -46,7 +46,7 @@ def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
 
     Experts of other tiers are read layer by layer, and never lie on a device together.
     """
-    folder, shape = Path(config.init_from).expanduser(), program.whole_shape
+    folder, shape = Path(config.init_from).expanduser(), program.full_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.parts import experts_of, with_experts, without_experts
 from jmoe.training.saved_experts import OfExperts, SavedExperts, expert_arrays
+from jmoe.training.state import experts_of, with_experts, without_experts
 from jmoe.training.step import Program, TrainState
 
 LINKED = {"weights", "moments"}  # kinds of records that a run can take over as they are, with gradients that wait
@@ -21,8 +21,8 @@ def restored(program: Program, checkpoints: Checkpoints, step: int) -> tuple[Tra
     if not program.has_experts:
         state, data, _ = checkpoints.restore(step, program.saved_shape)
         return program.from_saved(state), data
-    shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts_of(program.whole_shape.params).items()}
-    num_experts = next(iter(experts_of(program.whole_shape.params).values())).shape[1]
+    shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts_of(program.full_shape.params).items()}
+    num_experts = next(iter(experts_of(program.full_shape.params).values())).shape[1]
     saved = SavedExperts(checkpoints, step, shapes, num_experts)
     if program.from_layers is not None:
         linked = saved.kinds == LINKED and _as_here(program, saved)

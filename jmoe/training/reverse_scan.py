@@ -5,7 +5,7 @@ Legend: R devices, C elements of a device's part of a layer's flat buffer, G the
 Autodiff would keep every gathered layer, or gather each only when it is needed and reduce its gradients before it goes
 on. Here, forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the
 parameters of layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are reduced onto their shards. So
-at most two layers are whole at any time. `collectives.schedule` says when inside the layer that happens.
+at most two layers are unsharded at any time. `collectives.schedule` says when inside the layer that happens.
 
 A layer is differentiated by `jax.vjp`. What it keeps for its backward pass is kept, but for its parameters.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jmoe.collectives.fusion import (
-    Levels,
+    Hierarchy,
     Part,
     all_gather_rows_local,
     pack,
@@ -33,7 +33,7 @@ from jmoe.collectives.fusion import (
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
 from jmoe.config import LayerKind
 from jmoe.models.decoder import STACKS, Layer, Plan, Stacks
-from jmoe.training.residuals import with_known, without
+from jmoe.training.vjp import with_known, without
 
 
 def _at(tree: Any, index: Any) -> Any:
@@ -110,7 +110,7 @@ class _Kept:
     flat: dict[LayerKind, jax.Array]  # [N, C]
     rest: dict[LayerKind, list[jax.Array]]
     extras: dict[LayerKind, Any]
-    whole: jax.Array  # the last layer's parameters
+    unsharded: jax.Array  # the last layer's parameters
     residuals: list[Any]  # by unit: of all repeats but the last, and of the last
 
 
@@ -124,7 +124,7 @@ class ReverseScan:
     """
 
     part_of: Callable[[tuple[Any, ...], jax.Array], Part | None]
-    levels: Levels
+    hierarchy: Hierarchy
     schedule: Schedule
     bucket_bytes: int
     chunk_bytes: int
@@ -132,20 +132,20 @@ class ReverseScan:
     # Work: the gathers and reductions that `interleave` places
 
     def gathers(self, row_C: jax.Array | None) -> list[Work]:
-        """Those that make a layer's parameters whole."""
+        """Those that make a layer's parameters unsharded."""
         if row_C is None:
             return []
         num_devices = lax.axis_size(self.axes)
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
-        pieces = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
+        chunks = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
 
         def gather(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope("gather"):
-                return all_gather_rows_local(after(row_C[start:end]), self.levels)
+                return all_gather_rows_local(after(row_C[start:end]), self.hierarchy)
 
-        return [partial(gather, start=start, end=end) for start, end in pieces]
+        return [partial(gather, start=start, end=end) for start, end in chunks]
 
-    def whole(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
+    def unsharded(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
         """[R, C] from its chunks; none where no parameter of a layer is split."""
         empty = jnp.zeros((lax.axis_size(self.axes), 0), row_C.dtype)
         return jnp.concatenate([empty, *gathered], axis=1)
@@ -153,17 +153,17 @@ class ReverseScan:
     def reductions(self, rows_RG: jax.Array) -> list[Work]:
         """Those that sum gradients over devices; their results side by side are this device's row."""
         limits = [limit for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked) if limit]
-        pieces = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
+        chunks = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
 
         def reduce(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope("reduce"):
-                return reduce_scatter_rows_local(after(rows_RG[:, start:end]), self.levels)
+                return reduce_scatter_rows_local(after(rows_RG[:, start:end]), self.hierarchy)
 
-        return [partial(reduce, start=start, end=end) for start, end in pieces]
+        return [partial(reduce, start=start, end=end) for start, end in chunks]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(axis for axes in self.levels for axis in axes)
+        return tuple(axis for axes in self.hierarchy for axis in axes)
 
     def __call__(self, plan: Plan, layer: Layer, inputs: Stacks, x: jax.Array) -> tuple[jax.Array, Any]:
         """(x after all layers, statistics of those with experts, stacked)."""
@@ -228,7 +228,7 @@ class _Scan:
             flat[kind] = jax.vmap(partial(pack, parts=layers.parts), axis_size=layers.num_layers)(fused)
         run = partial(self._forward_unit, flat, rest, extras)
         firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
-        carry = self.config.whole([send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]), x
+        carry = self.config.unsharded([send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]), x
         residuals, found = [], []
         for number, unit in enumerate(self.units):
             early: Any = None
@@ -238,14 +238,14 @@ class _Scan:
             carry, last = run(unit, unit.repeats - 1, carry, firsts[number + 1] if unit is not self.units[-1] else None)
             residuals.append((None if early is None else early[0], last[0]))
             found.append((unit, None if early is None else early[1], last[1]))
-        whole, x = carry
-        return (x, self._in_order(found)), _Kept(flat, rest, extras, whole, residuals)
+        unsharded, x = carry
+        return (x, self._in_order(found)), _Kept(flat, rest, extras, unsharded, residuals)
 
     def _forward_unit(
         self, flat: Any, rest: Any, extras: Any, unit: _Unit, repeat: Any, carry: Any, ahead: jax.Array | None
     ) -> tuple[Any, Any]:
         """One repeat of a unit; ahead: the flat buffer of the layer behind it."""
-        whole, x = carry
+        unsharded, x = carry
         residuals, stats = [], []
         for position, kind in enumerate(unit.kinds):
             if position + 1 < len(unit.kinds):
@@ -253,7 +253,7 @@ class _Scan:
             else:
                 following = ahead
             index = unit.index(position, repeat)
-            args = whole, _at(rest[kind], index), _at(extras[kind], index), x
+            args = unsharded, _at(rest[kind], index), _at(extras[kind], index), x
             (x, found, kept), gathered = interleave(
                 partial(self._forward_layer, kind),
                 args,
@@ -262,16 +262,16 @@ class _Scan:
                 self.axes,
                 x,
             )
-            whole = whole if following is None else self.config.whole(gathered, following)
+            unsharded = unsharded if following is None else self.config.unsharded(gathered, following)
             residuals.append(kept)
             stats += [found] if kind == "moe" else []
-        return (whole, x), (residuals, stats)
+        return (unsharded, x), (residuals, stats)
 
     def _forward_layer(
-        self, kind: LayerKind, whole: jax.Array, rest: Any, extra: Any, x: jax.Array
+        self, kind: LayerKind, unsharded: jax.Array, rest: Any, extra: Any, x: jax.Array
     ) -> tuple[Any, Any, Any]:
         layers = self.kinds[kind]
-        params = unpack(whole, layers.parts, self.config.levels)
+        params = unpack(unsharded, layers.parts, self.config.hierarchy)
         key, window = extra
 
         def apply(params: Any, rest: Any, x: jax.Array) -> Any:
@@ -306,7 +306,7 @@ class _Scan:
             kind: jnp.zeros((layers.num_layers, sum(part.size for part in layers.parts)))
             for kind, layers in self.kinds.items()
         }
-        carry = kept.whole, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, kept.rest)
+        carry = kept.unsharded, dx, _Bucket(), sums, jax.tree.map(jnp.zeros_like, kept.rest)
         run = partial(self._backward_unit, kept, dstats)
         flat_of = lambda unit, i: kept.flat[unit.kinds[-1]][unit.index(len(unit.kinds) - 1, i)]  # noqa: E731
         for number in reversed(range(len(self.units))):
@@ -334,14 +334,14 @@ class _Scan:
         self, kept: _Kept, dstats: Any, unit: _Unit, repeat: Any, residuals: Any, carry: Any, ahead: jax.Array | None
     ) -> Any:
         """One repeat of a unit, in reverse; ahead: the flat buffer of the layer in front of it."""
-        whole, dx, pending, sums, drest = carry
+        unsharded, dx, pending, sums, drest = carry
         open_bucket = _Bucket()
         for position in reversed(range(len(unit.kinds))):
             kind, index = unit.kinds[position], unit.index(position, repeat)
             before = kept.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
             gathers, reductions = self.config.gathers(before), self._reductions(pending)
             args = (
-                whole,
+                unsharded,
                 _at(kept.rest[kind], index),
                 _at(kept.extras[kind], index),
                 residuals[position],
@@ -352,18 +352,18 @@ class _Scan:
                 partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
             )
             if before is not None:
-                whole = self.config.whole(results[: len(gathers)], before)
+                unsharded = self.config.unsharded(results[: len(gathers)], before)
             sums, pending = self._store(sums, pending, results[len(gathers) :]), _Bucket()
             drest = drest | {kind: _put(drest[kind], index, drest_here)}
             open_bucket = open_bucket.add(kind, index, rows_RG)
             if position == 0 or len(open_bucket.kinds) == self.layers_per_bucket:
                 pending, open_bucket = open_bucket, _Bucket()
-        return whole, dx, pending, sums, drest
+        return unsharded, dx, pending, sums, drest
 
     def _backward_layer(
-        self, kind: LayerKind, whole: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
+        self, kind: LayerKind, unsharded: jax.Array, rest: Any, extra: Any, residuals: Any, dx: jax.Array, dstats: Any
     ) -> tuple[jax.Array, Any, jax.Array]:
-        layers, levels = self.kinds[kind], self.config.levels
-        known = [*unpack(whole, layers.parts, levels), *rest, *jax.tree.leaves(extra)]
+        layers, hierarchy = self.kinds[kind], self.config.hierarchy
+        known = [*unpack(unsharded, layers.parts, hierarchy), *rest, *jax.tree.leaves(extra)]
         dparams, drest, dx = with_known(residuals, known)((dx, dstats))
-        return pack_gradients(dparams, layers.parts, levels), drest, dx
+        return pack_gradients(dparams, layers.parts, hierarchy), drest, dx

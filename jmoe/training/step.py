@@ -31,8 +31,8 @@ from jmoe.mesh import (
     DATA,
     EXPERT,
     REPLICATED,
+    hierarchy,
     is_expert,
-    levels,
     param_specs,
     path_names,
     shard_dim,
@@ -42,9 +42,9 @@ from jmoe.mesh import (
 from jmoe.models.decoder import Decoder, LayerScan
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.training.bandwidth import gathered_bytes_per_s
-from jmoe.training.parts import experts_of
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.state import TrainState as TrainState
+from jmoe.training.state import experts_of
 from jmoe.training.update import (
     auxiliary_losses,
     finish_step,
@@ -67,16 +67,16 @@ class Program:
     the latter only where experts are part of the state.
     exchange: which one takes tokens to their experts, and why; empty without experts on other devices.
     embedding: how the table is split over devices, and why; empty on one. records: what a checkpoint holds in files of
-    its own; whole: the saved state with all of that, of `whole_shape`. from_layers: the state from one without experts
-    and what reads weights and moments of experts of a layer (None: they are in their records already); None where
-    experts are part of the state. evaluation_batches: how many batches `evaluate`
+    its own; full_state: the saved state with all of that, of `full_shape`. from_layers: the state from one without
+    experts and what reads weights and moments of experts of a layer (None: they are in their records already); None
+    where experts are part of the state. evaluation_batches: how many batches `evaluate`
     is best given at once. expert_stats: what moved between tiers (`expert_state.ExpertStats`); None where nothing does.
     progress: what changes as long as records are moved, for limits on waits. close: end threads.
     """
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
-    step_worst_case: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+    step_full_capacity: Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[TrainState, Sequence[Batch]], list[jax.Array]]
     next_logits: Callable[[TrainState, jax.Array, jax.Array], jax.Array]
     state_shape: TrainState
@@ -85,8 +85,8 @@ class Program:
     from_saved: Callable[[TrainState], TrainState]
     exchange: str
     embedding: str
-    whole_shape: TrainState
-    whole: Callable[[TrainState], TrainState]
+    full_shape: TrainState
+    full_state: Callable[[TrainState], TrainState]
     records: RecordCheckpoints | None = None
     evaluation_batches: int = 1
     expert_stats: Callable[[], Any] = lambda: None
@@ -97,7 +97,7 @@ class Program:
     @property
     def has_experts(self) -> bool:
         """Whether any layer of the model has experts."""
-        return bool(experts_of(self.whole_shape.params))
+        return bool(experts_of(self.full_shape.params))
 
 
 def _pure(state: Any) -> Any:
@@ -120,7 +120,7 @@ class PureDecoder:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.levels = levels(mesh, config.mesh.two_level)
+        self.hierarchy = hierarchy(mesh, config.mesh.hierarchical)
         self.fused = config.mesh.shard_dense and config.mesh.fuse_dense and mesh.size > 1
         self.abstract = nnx.eval_shape(self.build)
         split: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
@@ -153,7 +153,7 @@ class PureDecoder:
                 self.mesh,
                 EXPERT,
                 exchange=config.mesh.exchange,
-                pieces=SCHEDULES[config.mesh.schedule].pieces if self.fused else 1,
+                num_chunks=SCHEDULES[config.mesh.schedule].num_chunks if self.fused else 1,
             ),
             rngs=nnx.Rngs(config.seed),
         )
@@ -169,7 +169,7 @@ class PureDecoder:
         return None if dim < 0 else Part(shape, dim, self._compute_dtype(names, len(shape)))
 
     def cast(self, tree: Any) -> Any:
-        """Whole parameters, and those that stay in parts, as they are used."""
+        """Unsharded parameters, and those that stay in parts, as they are used."""
 
         def used(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
             names = tuple(name for name in path_names(path) if name != "value")
@@ -179,23 +179,23 @@ class PureDecoder:
         return jax.tree_util.tree_map_with_path(used, tree)
 
     def gather(self, tree: Any) -> Any:
-        """This device's parameters (of one layer, or outside the layers) made whole, in the compute dtype."""
+        """This device's parameters (of one layer, or outside the layers) made unsharded, in the compute dtype."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        whole = {}
+        unsharded = {}
         for i, (path, w) in enumerate(leaves):
             names = tuple(name for name in path_names(path) if name != "value")
             dtype, part = self._compute_dtype(names, w.ndim - is_expert(path)), self.part(path, w.shape)
             stays = names[0] in self.embedding.split  # in parts
-            whole[i] = part or (w if stays else w.astype(dtype))
-        parts = {i: part for i, part in whole.items() if isinstance(part, Part)}
+            unsharded[i] = part or (w if stays else w.astype(dtype))
+        parts = {i: part for i, part in unsharded.items() if isinstance(part, Part)}
         shards = [leaves[i][1] for i in parts]
         if parts and self.fused:
-            fetched = gather_fused_local(shards, tuple(parts.values()), self.levels)
+            fetched = gather_fused_local(shards, tuple(parts.values()), self.hierarchy)
         else:
             pairs = zip(shards, parts.values(), strict=True)
             fetched = [gather_local(w, part.dim, part.dtype, ALL) for w, part in pairs]
-        whole |= dict(zip(parts, fetched, strict=True))
-        return jax.tree.unflatten(structure, list(whole.values()))
+        unsharded |= dict(zip(parts, fetched, strict=True))
+        return jax.tree.unflatten(structure, list(unsharded.values()))
 
     def reverse_scan(self) -> ReverseScan | None:
         """What runs the layers in training when their parameters travel as one buffer."""
@@ -207,7 +207,7 @@ class PureDecoder:
             limit_bytes = chunk_bytes(gathered_bytes_per_s(self.mesh))
         return ReverseScan(
             lambda path, w: self.part(path, w.shape[1:]),
-            self.levels,
+            self.hierarchy,
             SCHEDULES[config.schedule],
             config.bucket_bytes,
             limit_bytes,
@@ -233,7 +233,7 @@ class PureDecoder:
 
 
 def _make_loss(
-    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+    config: TrainConfig, model: PureDecoder, full_capacity: bool, layers: LayerScan | None
 ) -> Callable[..., Any]:
     accumulation = config.gradient_accumulation_steps
     num_tokens = tokens_per_accumulation_step(config)
@@ -246,7 +246,7 @@ def _make_loss(
             tokens[:, :-1],
             key=key,
             train=True,
-            worst_case=worst_case,
+            full_capacity=full_capacity,
             layers=layers,
             remat=config.remat == "layer",
         )
@@ -286,7 +286,7 @@ def _reduce(grads: Any, model: PureDecoder) -> Any:
             sums[i] = g
         else:
             everywhere[i] = g
-    sums |= all_reduce_local(everywhere, model.levels)
+    sums |= all_reduce_local(everywhere, model.hierarchy)
     return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
@@ -307,9 +307,9 @@ def squared_norms_local(grads: Any, model: PureDecoder) -> dict[str, jax.Array]:
 
 
 def _local_gradients(
-    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+    config: TrainConfig, model: PureDecoder, full_capacity: bool, layers: LayerScan | None
 ) -> Callable[[TrainState, jax.Array], tuple[Any, dict[str, jax.Array]]]:
-    loss_fn = jax.value_and_grad(_make_loss(config, model, worst_case, layers), has_aux=True)
+    loss_fn = jax.value_and_grad(_make_loss(config, model, full_capacity, layers), has_aux=True)
     jitter = config.model.router.jitter_noise > 0
 
     def gradients(state: TrainState, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
@@ -332,9 +332,9 @@ def _local_gradients(
 
 
 def _make_step(
-    config: TrainConfig, model: PureDecoder, worst_case: bool, layers: LayerScan | None
+    config: TrainConfig, model: PureDecoder, full_capacity: bool, layers: LayerScan | None
 ) -> Callable[..., Any]:
-    gradients = _local_gradients(config, model, worst_case, layers)
+    gradients = _local_gradients(config, model, full_capacity, layers)
     dropless, num_devices = config.model.capacity_factor is None, model.mesh.size
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -385,7 +385,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
     step(state, tokens [A, B, S + 1]) -> (state, metrics); the state is donated. `metrics["ok"]` is False, and the
     state unchanged, if the loss or gradient norm is not finite or a dropless buffer overflowed (`overflow`; then
-    `step_worst_case` runs the same step with room for every token). evaluate(state, batches) -> the summed negative
+    `step_full_capacity` runs the same step with room for every token). evaluate(state, batches) -> the summed negative
     log-likelihood of each batch in nats. next_logits(state, tokens [devices, S], position) -> [V].
     """
     model = PureDecoder(config, mesh)
@@ -408,18 +408,18 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), **jit)
 
     def evaluate(state: TrainState, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        hidden, head, _ = model(state.params, state.router_bias, tokens[:, :-1], worst_case=True)
+        hidden, head, _ = model(state.params, state.router_bias, tokens[:, :-1], full_capacity=True)
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
         return lax.psum(model.embedding.cross_entropy(hidden_TD, head, labels_T, weights.reshape(-1)), ALL)
 
     def next_logits(state: TrainState, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        hidden, head, _ = model(state.params, state.router_bias, tokens, worst_case=True)
+        hidden, head, _ = model(state.params, state.router_bias, tokens, full_capacity=True)
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
         return model.embedding.logits(last, head)
 
-    def step(worst_case: bool) -> Callable[..., Any]:
-        body = _make_step(config, model, worst_case, layers)
+    def step(full_capacity: bool) -> Callable[..., Any]:
+        body = _make_step(config, model, full_capacity, layers)
         return sharded(body, (state_specs, ACCUMULATED_BATCH), (state_specs, REPLICATED), donate_argnums=0)
 
     nll = sharded(evaluate, (state_specs, BATCH, BATCH), REPLICATED)
@@ -427,16 +427,16 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     to_saved, from_saved, saved_shape = _saved_form(model, init, shape)
     return Program(
         init=jax.jit(initial, out_shardings=state_shardings),
-        step=step(worst_case=False),
-        step_worst_case=step(worst_case=True),
+        step=step(full_capacity=False),
+        step_full_capacity=step(full_capacity=True),
         evaluate=lambda state, batches: [jax.block_until_ready(nll(state, *batch)) for batch in batches],
         next_logits=sharded(next_logits, (state_specs, BATCH, REPLICATED), REPLICATED),
         state_shape=shape,
         saved_shape=saved_shape,
         to_saved=to_saved,
         from_saved=from_saved,
-        whole_shape=saved_shape,
-        whole=to_saved,
+        full_shape=saved_shape,
+        full_state=to_saved,
         exchange=model.exchange,
         embedding="" if mesh.size == 1 else f"{model.embedding.plan.kind} embedding: {model.embedding.plan.reason}",
     )

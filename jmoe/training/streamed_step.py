@@ -31,18 +31,18 @@ from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import STACKS, Decoder
-from jmoe.training.expert_state import ExpertState, ExpertStats, Owned, Stacks
+from jmoe.training.expert_state import ExpertState, ExpertStats, LocalExperts, Stacks
 from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
-from jmoe.training.layer_gradients import Gradients
-from jmoe.training.layer_programs import LayerPrograms
-from jmoe.training.layer_values import Ahead, Beside, Layer, Routed, Sums
+from jmoe.training.gradient_reduction import Gradients
+from jmoe.training.layer_values import GradAccumulator, Layer, NextLayer, Overlapped, Routed
 from jmoe.training.laziness import Laziness
-from jmoe.training.parts import with_experts, without_experts
 from jmoe.training.saved_experts import OfExperts
+from jmoe.training.state import with_experts, without_experts
 from jmoe.training.step import Batch, Program, TrainState, make_program
+from jmoe.training.streamed_programs import LayerPrograms
 
 # Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
-_Also = tuple[Ahead | None, jax.Array | None]
+_Also = tuple[NextLayer | None, jax.Array | None]
 
 
 @dataclass
@@ -60,16 +60,16 @@ class _Passed:
 
 @dataclass
 class _Run:
-    """A pass on its way: what all layers share. whole_RC: the buffer of the layer that comes next.
+    """A pass on its way: what all layers share. unsharded_RC: the buffer of the layer that comes next.
 
     outside, flat: of `LayerPrograms.prepare`. keeps: what layers need on the way back.
     """
 
     outside: Any
     flat: dict[LayerKind, jax.Array]
-    whole_RC: jax.Array | None
+    unsharded_RC: jax.Array | None
     train: bool
-    worst_case: bool
+    full_capacity: bool
     keeps: bool
     passed: list[_Passed] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class StreamedProgram:
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
         shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
         one = mesh.size == 1
-        self._owned = Owned.of(mesh, self._num_experts)
+        self._owned = LocalExperts.of(mesh, self._num_experts)
         self._device = mesh.devices.flat[0] if one else None
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
         self._batch_place = self._device or NamedSharding(mesh, BATCH)
@@ -113,7 +113,7 @@ class StreamedProgram:
             self._ordinary,
             init=self.init,
             step=self.step,
-            step_worst_case=partial(self.step, worst_case=True),
+            step_full_capacity=partial(self.step, full_capacity=True),
             evaluate=self.evaluate,
             # as many hidden states as a training step keeps of its layers' inputs
             evaluation_batches=len(self._layers) * self.config.gradient_accumulation_steps,
@@ -121,7 +121,7 @@ class StreamedProgram:
             saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
             to_saved=self.to_saved,
             from_layers=self.from_layers,
-            whole=self.whole,
+            full_state=self.full_state,
             records=self.stores.records,
             progress=self.progress,
             expert_stats=self.stats,
@@ -161,11 +161,11 @@ class StreamedProgram:
             self.stores.save(self._state)
             return self._ordinary.to_saved(state)
 
-    def whole(self, state: TrainState) -> TrainState:
+    def full_state(self, state: TrainState) -> TrainState:
         """The state as the ordinary step has it, with all experts in memory."""
         with self._state.guard():
             experts = self._state
-            experts.settle()
+            experts.flush_updates()
             state = self._ordinary.to_saved(state)
             params = with_experts(state.params, self._everyones(experts.weights()))
             m, v = (
@@ -243,25 +243,25 @@ class StreamedProgram:
     # Passes
 
     def step(
-        self, state: TrainState, tokens_ABS: jax.Array, *, worst_case: bool = False
+        self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; `metrics["ok"]` is False, and nothing has changed, if the loss or gradient norm is not finite.
 
-        Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `worst_case`. After an error
+        Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `full_capacity`. After an error
         there are no more steps: every call raises it.
         """
         with self._state.guard():
-            return self._step(state, tokens_ABS, worst_case=worst_case)
+            return self._step(state, tokens_ABS, full_capacity=full_capacity)
 
     def _step(
-        self, state: TrainState, tokens_ABS: jax.Array, *, worst_case: bool
+        self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         programs, params, experts = self.programs, state.params, self._state
         tokens = programs.unstack(jax.device_put(tokens_ABS, self._tokens_place))
         inputs, labels = (list(part) for part in zip(*(programs.split(t) for t in tokens), strict=True))
         down = list(range(self._num_layers))
         experts.begin(down + down[::-1])
-        run, xs = self._forward(state, inputs, train=True, worst_case=worst_case)
+        run, xs = self._forward(state, inputs, train=True, full_capacity=full_capacity)
         totals = self._done(programs.totals(run.stats))
         if self.config.model.capacity_factor is None and np.any(np.asarray(totals[1])):
             experts.stop()
@@ -287,21 +287,21 @@ class StreamedProgram:
         """On CPU collectives of two programs under way at once may wait for each other for ever."""
         return result if self.mesh.size == 1 else jax.block_until_ready(result)
 
-    def _ahead(self, run: _Run, i: int) -> Ahead | None:
+    def _ahead(self, run: _Run, i: int) -> NextLayer | None:
         """Layer i, where there is one and its parameters have to be gathered."""
         if not run.flat or not 0 <= i < len(self._layers):
             return None
-        return Ahead(run.flat[self._kinds[i]], self._layers[i].number)
+        return NextLayer(run.flat[self._kinds[i]], self._layers[i].number)
 
     def _forward(
-        self, state: TrainState, inputs: Sequence[jax.Array], *, train: bool, worst_case: bool
+        self, state: TrainState, inputs: Sequence[jax.Array], *, train: bool, full_capacity: bool
     ) -> tuple[_Run, list[jax.Array]]:
         """(what the way back needs, hidden states)."""
         programs = self.programs
-        outside, flat, whole_RC = self._done(programs.prepare(state.params, first=self._kinds[0]))
+        outside, flat, unsharded_RC = self._done(programs.prepare(state.params, first=self._kinds[0]))
         # buffers for the worst case are as large as all devices' tokens: too much to keep of every layer
-        keeps = train and not worst_case and self.config.remat == "none"
-        run = _Run(outside, flat, whole_RC, train, worst_case, keeps)
+        keeps = train and not full_capacity and self.config.remat == "none"
+        run = _Run(outside, flat, unsharded_RC, train, full_capacity, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
         for i, kind in enumerate(self._kinds):
             if not train:
@@ -311,37 +311,37 @@ class StreamedProgram:
         return run, xs
 
     def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
-        stack, whole_RC, ahead = state.params[STACKS["dense"]], run.whole_RC, self._ahead(run, i + 1)
+        stack, unsharded_RC, ahead = state.params[STACKS["dense"]], run.unsharded_RC, self._ahead(run, i + 1)
         ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
         for a, x in enumerate(xs):
-            args = stack, whole_RC, x, self._layers[i], ahead
+            args = stack, unsharded_RC, x, self._layers[i], ahead
             y, kept, beside = self._done(self.programs.dense(*args, keeps=run.keeps))
             if ahead is not None:
-                run.whole_RC, ahead = beside.whole_RC, None
+                run.unsharded_RC, ahead = beside.unsharded_RC, None
             ys[a] = y
             run.passed[-1].kept.append(kept)
         return ys
 
     def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
         """Experts are fetched for all accumulation steps at once, but for one of the many batches of an evaluation."""
-        whole_RC, each = run.whole_RC, len(xs) if run.train else 1
+        unsharded_RC, each = run.unsharded_RC, len(xs) if run.train else 1
         ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
         for first in range(0, len(xs), each):
             group = slice(first, first + each)
-            ys[group] = self._forward_group(state, run, i, whole_RC, xs[group], first)
+            ys[group] = self._forward_group(state, run, i, unsharded_RC, xs[group], first)
         self._state.release()
         return ys
 
     def _forward_group(
-        self, state: TrainState, run: _Run, i: int, whole_RC: jax.Array | None, xs: Sequence[jax.Array], first: int
+        self, state: TrainState, run: _Run, i: int, unsharded_RC: jax.Array | None, xs: Sequence[jax.Array], first: int
     ) -> list[jax.Array]:
         """Of a layer with experts, for those of its inputs from number `first` on."""
         programs, experts, stack = self.programs, self._state, state.params[STACKS["moe"]]
-        here, options = run.passed[-1], {"train": run.train, "worst_case": run.worst_case, "keeps": run.keeps}
+        here, options = run.passed[-1], {"train": run.train, "full_capacity": run.full_capacity, "keeps": run.keeps}
         layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(first + a)) for a in range(len(xs))]
         aheads = [self._ahead(run, i + 1) if first + a == 0 else None for a in range(len(xs))]
         found = [
-            self._done(programs.route(stack, whole_RC, x, layer, state.router_bias, ahead, **options))
+            self._done(programs.route(stack, unsharded_RC, x, layer, state.router_bias, ahead, **options))
             for x, layer, ahead in zip(xs, layers, aheads, strict=True)
         ]
         routed: list[Routed] = [r for r, _, _ in found]
@@ -352,10 +352,10 @@ class StreamedProgram:
         slot = self._joined(experts.fetch_more(here.chosen_P) if first else experts.fetch(number, here.chosen_P))
         ys = []
         for (r, before, begun), layer, ahead in zip(found, layers, aheads, strict=True):
-            args = stack, whole_RC, slot, r, layer, ahead, begun
+            args = stack, unsharded_RC, slot, r, layer, ahead, begun
             y, kept, beside = self._done(programs.add_experts(*args, keeps=run.keeps))
             if ahead is not None:
-                run.whole_RC = beside.whole_RC
+                run.unsharded_RC = beside.unsharded_RC
             ys.append(y)
             here.kept.append((r, before, kept) if run.keeps else None)
         return jax.block_until_ready(ys)  # the slot may change then
@@ -372,7 +372,7 @@ class StreamedProgram:
         pending: tuple[LayerKind, jax.Array] | None = None  # a layer's kind and gradients, not summed over devices yet
         for i in reversed(range(len(self._kinds))):
             kind, before = self._kinds[i], self._ahead(run, i - 1)
-            sums = Sums(None, grads.rest[kind])
+            sums = GradAccumulator(None, grads.rest[kind])
             args = state, run, i, dxs, sums, (before, None if pending is None else pending[1])
             if kind == "moe":
                 sums, beside, square = self._backward_experts(*args, counts_NAE)
@@ -382,7 +382,7 @@ class StreamedProgram:
             grads.rest[kind] = sums.rest
             if pending is not None and beside.sum_G is not None:
                 grads.rows_G[pending[0]].append(beside.sum_G)
-            run.whole_RC = beside.whole_RC
+            run.unsharded_RC = beside.unsharded_RC
             pending = None if sums.rows_RG is None else (kind, sums.rows_RG)
             run.passed.pop()  # what it kept is needed no more
         if pending is not None:
@@ -392,12 +392,12 @@ class StreamedProgram:
         return dxs, squares[::-1]
 
     def _backward_dense(
-        self, state: TrainState, run: _Run, i: int, dxs: list[jax.Array], sums: Sums, also: _Also
-    ) -> tuple[Sums, Beside]:
+        self, state: TrainState, run: _Run, i: int, dxs: list[jax.Array], sums: GradAccumulator, also: _Also
+    ) -> tuple[GradAccumulator, Overlapped]:
         """Of one layer; changes `dxs`."""
-        found, stack = Beside(None, None), state.params[STACKS["dense"]]
+        found, stack = Overlapped(None, None), state.params[STACKS["dense"]]
         for a, (x, kept) in enumerate(zip(run.passed[i].xs, run.passed[i].kept, strict=True)):
-            args = stack, run.whole_RC, x, dxs[a], sums, self._layers[i], *also, kept
+            args = stack, run.unsharded_RC, x, dxs[a], sums, self._layers[i], *also, kept
             dxs[a], sums, beside = self._done(self.programs.dense_gradients(*args))
             found, also = (found if a else beside), (None, None)
         return sums, found
@@ -408,19 +408,19 @@ class StreamedProgram:
         run: _Run,
         i: int,
         dxs: list[jax.Array],
-        sums: Sums,
+        sums: GradAccumulator,
         also: _Also,
         counts_NAE: jax.Array,
-    ) -> tuple[Sums, Beside, jax.Array]:
+    ) -> tuple[GradAccumulator, Overlapped, jax.Array]:
         """Of one layer, with the squared norm of its experts' gradients, which go to their tier; changes `dxs`."""
         programs, experts, here, stack = self.programs, self._state, run.passed[i], state.params[STACKS["moe"]]
         number = self._kinds[:i].count("moe")
         slot = self._joined(experts.fetch(number, here.chosen_P))
-        found, square = Beside(None, None), None
+        found, square = Overlapped(None, None), None
         for a, (x, idx, kept) in enumerate(zip(here.xs, here.choices, here.kept, strict=True)):
             layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
-            args = stack, run.whole_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
-            options = {"worst_case": run.worst_case, "last": a == len(here.xs) - 1}
+            args = stack, run.unsharded_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
+            options = {"full_capacity": run.full_capacity, "last": a == len(here.xs) - 1}
             dxs[a], sums, beside, square = self._done(programs.moe_gradients(*args, idx, kept, **options))
             found, also = (found if a else beside), (None, None)
         assert square is not None and sums.experts is not None
@@ -432,10 +432,10 @@ class StreamedProgram:
         return sums._replace(experts=None), found, square
 
     def _hidden(self, state: TrainState, inputs: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
-        """(what is outside the layers, whole; the last hidden states)."""
+        """(what is outside the layers, unsharded; the last hidden states)."""
         with self._state.guard():
             self._state.begin(range(self._num_layers))
-            run, xs = self._forward(state, inputs, train=False, worst_case=True)
+            run, xs = self._forward(state, inputs, train=False, full_capacity=True)
             return run.outside, xs
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:

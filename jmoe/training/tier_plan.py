@@ -153,5 +153,5 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
     return (
         f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited\n"
         f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read, {totals['nvme_written_bytes'] / 1e9:.2f} GB written\n"
-        f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps made up for"
+        f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps replayed"
     )

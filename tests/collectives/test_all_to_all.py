@@ -27,11 +27,11 @@ def mesh_of(across: int, inside: int) -> jax.sharding.Mesh:
 
 
 def run(
-    two_level: bool, across: int, inside: int, x: np.ndarray, g: np.ndarray
+    hierarchical: bool, across: int, inside: int, x: np.ndarray, g: np.ndarray
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(rows, int32 labels, gradient of the rows) after the all-to-all; x [8, R, C, D], one block per device."""
     mesh = mesh_of(across, inside)
-    all_to_all, axes = make_all_to_all(("node", "gpu"), two_level), ("rows", "node", "gpu")
+    all_to_all, axes = make_all_to_all(("node", "gpu"), hierarchical), ("rows", "node", "gpu")
 
     def body(x: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x, g = x[0], g[0]
@@ -47,15 +47,15 @@ def run(
 
 @pytest.mark.parametrize(("across", "inside"), SPLITS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_two_level_is_flat_is_a_transpose(across: int, inside: int, dtype: Any) -> None:
+def test_hierarchical_is_flat_is_a_transpose(across: int, inside: int, dtype: Any) -> None:
     devices = across * inside
     rng = np.random.default_rng(0)
     x, g = (np.asarray(jnp.asarray(rng.normal(size=(8, devices, C, D)), dtype)) for _ in range(2))
     flat = run(False, across, inside, x, g)
-    two_level = run(True, across, inside, x, g)
+    hierarchical = run(True, across, inside, x, g)
     labels = (100 * np.arange(8)[:, None] + np.arange(devices)).astype(np.int32)
     swapped = [a.reshape(8 // devices, devices, devices, *a.shape[2:]).swapaxes(1, 2) for a in (x, labels, g)]
-    for ours, other, expected in zip(flat, two_level, swapped, strict=True):
+    for ours, other, expected in zip(flat, hierarchical, swapped, strict=True):
         np.testing.assert_array_equal(ours, other)
         np.testing.assert_array_equal(np.asarray(ours).reshape(expected.shape), expected)
         assert ours.dtype == other.dtype == expected.dtype
@@ -64,6 +64,6 @@ def test_two_level_is_flat_is_a_transpose(across: int, inside: int, dtype: Any) 
 def test_it_is_its_own_inverse() -> None:
     mesh, axes = mesh_of(2, 4), ("node", "gpu")
     x = np.random.default_rng(1).normal(size=(64, C)).astype(np.float32)
-    move, spec = make_all_to_all(axes, two_level=True), split_over(axes)
+    move, spec = make_all_to_all(axes, hierarchical=True), split_over(axes)
     twice = jax.shard_map(lambda x: move(move(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     np.testing.assert_array_equal(jax.block_until_ready(jax.jit(twice)(x)), x)

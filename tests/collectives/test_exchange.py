@@ -42,7 +42,7 @@ def experts(rows_MD: jax.Array, group_sizes_L: jax.Array, w_LD: jax.Array) -> ja
 
 
 @functools.cache
-def program(kind: str, split: tuple[int, int], k: int, factor: float | None, worst_case: bool) -> Callable[..., Any]:
+def program(kind: str, split: tuple[int, int], k: int, factor: float | None, full_capacity: bool) -> Callable[..., Any]:
     """(x [8 T, D], idx, weights [8 T, K], w [E, D], g [8 T, D]) -> (y, dropped of each device, gradients)."""
     mesh = jax.make_mesh(split, AXES, axis_types=(AxisType.Auto,) * 2)
     exchange = make_exchange(planned(kind, split, k), AXES, factor)
@@ -51,7 +51,7 @@ def program(kind: str, split: tuple[int, int], k: int, factor: float | None, wor
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
 
         def layer(x: jax.Array, weights: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-            arrived = exchange.dispatch(x, idx, weights, counts_E, worst_case=worst_case)
+            arrived = exchange.dispatch(x, idx, weights, counts_E, full_capacity=full_capacity)
             assert arrived.expected_rows == T * k
             out_MD = experts(arrived.rows_MD, arrived.group_sizes_L, w)
             return exchange.combine(out_MD, arrived.handle), arrived.dropped
@@ -124,9 +124,9 @@ def test_every_exchange_is_every_expert_on_every_token(split: tuple[int, int], k
     assert_same((y_dedup, grads_dedup), (y, grads))
 
 
-def test_two_level_is_flat_bit_for_bit() -> None:
+def test_hierarchical_is_flat_bit_for_bit() -> None:
     args = draw("skewed", 2)
-    for ours, expected in zip(*(jax.tree.leaves(run(kind, (2, 4), args)) for kind in ("two_level", "flat"))):
+    for ours, expected in zip(*(jax.tree.leaves(run(kind, (2, 4), args)) for kind in ("hierarchical", "flat"))):
         np.testing.assert_array_equal(ours, expected)
 
 
@@ -194,7 +194,7 @@ def kept_choices(args: tuple[Any, ...], split: tuple[int, int], factor: float) -
     return kept
 
 
-@pytest.mark.parametrize("kind", ["flat", "two_level"])
+@pytest.mark.parametrize("kind", ["flat", "hierarchical"])
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "same"])
 @pytest.mark.parametrize(("k", "factor"), [(1, 1.0), (2, 0.5), (8, 0.6)], ids=str)
 def test_a_full_buffer_keeps_the_largest_weights(k: int, factor: float, routing: str, kind: str) -> None:
@@ -206,7 +206,7 @@ def test_a_full_buffer_keeps_the_largest_weights(k: int, factor: float, routing:
     assert_same((y, grads), dense(args, kept_TK))
 
 
-@pytest.mark.parametrize("kind", ["flat", "two_level", "dedup"])
+@pytest.mark.parametrize("kind", ["flat", "hierarchical", "dedup"])
 def test_experts_of_a_full_device_lose_alike(kind: str) -> None:
     """All tokens to one device, three quarters to its first expert: by number, its second one would lose them all."""
     x, _, weights, w, g = draw("uniform", 1)
@@ -250,7 +250,7 @@ BYTES = {"f32": 4, "i32": 4, "ui16": 2, "ui8": 1}
 
 
 @pytest.mark.parametrize(("k", "factor"), [(2, 1.0), (8, None)])
-@pytest.mark.parametrize("kind", ["flat", "two_level", "dedup"])
+@pytest.mark.parametrize("kind", ["flat", "hierarchical", "dedup"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_the_program_sends_what_the_formula_says(
     split: tuple[int, int], kind: str, k: int, factor: float | None
@@ -302,7 +302,7 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
 
     def body(idx_TK: jax.Array) -> jax.Array:
         counts_E = (idx_TK.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
-        arrived = exchange.dispatch(jnp.ones((T, D)), idx_TK, jnp.ones(idx_TK.shape), counts_E, worst_case=True)
+        arrived = exchange.dispatch(jnp.ones((T, D)), idx_TK, jnp.ones(idx_TK.shape), counts_E, full_capacity=True)
         _, src_M, _ = arrived.handle
         return (src_M.reshape(4, -1) < T).sum(axis=1)[None]  # rows that this device sent to each node
 
@@ -318,6 +318,6 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
 
 def test_make_exchange() -> None:
     assert isinstance(make_exchange(planned("dedup", (1, 1), 2), (), None), OneDevice)
-    for kind in ("two_level", "dedup"):
+    for kind in ("hierarchical", "dedup"):
         with pytest.raises(ValueError, match=rf"exchange = '{kind}': needs two expert axes"):
             make_exchange(planned(kind, (1, 8), 2), ("gpu",), None)

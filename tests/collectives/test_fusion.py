@@ -18,11 +18,11 @@ from jmoe.collectives.fusion import (
     gather_local,
     reduce_scatter_rows_local,
 )
-from jmoe.mesh import ALL, BATCH, REPLICATED, levels, make_mesh, split_over
+from jmoe.mesh import ALL, BATCH, REPLICATED, hierarchy, make_mesh, split_over
 
 MESH = make_mesh((1, 2, 4))
 SHAPES = {"w_in": ((16, 6), 0), "w_out": ((6, 24), 1), "scale": ((8,), 0), "cube": ((3, 8, 5), 1)}
-LEVELS = [levels(MESH, two_level) for two_level in (False, True)]
+HIERARCHIES = [hierarchy(MESH, hierarchical) for hierarchical in (False, True)]
 ids = ["one level", "two levels"]
 
 
@@ -36,7 +36,7 @@ def parameters() -> dict[str, jax.Array]:
     return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, (shape, _) in SHAPES.items()}
 
 
-@pytest.mark.parametrize("over", LEVELS, ids=ids)
+@pytest.mark.parametrize("over", HIERARCHIES, ids=ids)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_buffer_is_all_parameters(over: Any, dtype: Any) -> None:
     """Each parameter whole in the dtype of its use, and the gradient of a different loss on every device."""
@@ -67,7 +67,7 @@ def lax_index() -> jax.Array:
     return jax.lax.axis_index(ALL)
 
 
-@pytest.mark.parametrize("over", LEVELS, ids=ids)
+@pytest.mark.parametrize("over", HIERARCHIES, ids=ids)
 def test_rows_gathered_and_reduced(over: Any) -> None:
     """The reduction is the transpose of the gather: what a device gathers from itself, times 8, comes back to it."""
     x = jnp.arange(40, dtype=jnp.float32)
@@ -81,7 +81,7 @@ def test_rows_gathered_and_reduced(over: Any) -> None:
     np.testing.assert_array_equal(back, 8 * x)
 
 
-@pytest.mark.parametrize("over", LEVELS, ids=ids)
+@pytest.mark.parametrize("over", HIERARCHIES, ids=ids)
 def test_all_reduce_is_psum(over: Any) -> None:
     tree = {"a": jnp.arange(8 * 3, dtype=jnp.float32).reshape(8, 3), "b": [jnp.ones((8, 2, 5))]}
     total = run(lambda tree: all_reduce_local(tree, over), (tree,), BATCH, BATCH)

@@ -49,7 +49,7 @@ def make(name: str, mesh: Mesh | None = None, **options: Any) -> MoELayer:
     """A layer with parameters large enough that every term of a gradient shows, the same on every mesh."""
     k, router = CASES[name]
     own = {key: options.pop(key) for key in ("router", "experts") if key in options}
-    spread = {key: options.pop(key) for key in ("expert_axes", "data_axes", "exchange", "pieces") if key in options}
+    spread = {key: options.pop(key) for key in ("expert_axes", "data_axes", "exchange", "num_chunks") if key in options}
     config = config_of(k, router, initializer_range=0.3, **options)
     layer = MoELayer(config, over(mesh, **spread), rngs=nnx.Rngs(0), **own)
     rng = np.random.default_rng(0)
@@ -184,7 +184,7 @@ def test_one_device(name: str) -> None:
     ("exchange", "split"),
     # they differ only where both levels have more than one device
     [("flat", split) for split in SPLITS]
-    + [(exchange, split) for exchange in ("two_level", "dedup") for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))],
+    + [(exchange, split) for exchange in ("hierarchical", "dedup") for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))],
     ids=str,
 )
 def test_every_split_of_8_devices(exchange: str, split: tuple[int, int, int]) -> None:
@@ -244,7 +244,7 @@ def kept_choices(layer: MoELayer, x: jax.Array, num_shards: int, num_expert_devi
 
 
 @pytest.mark.parametrize(
-    ("split", "exchange"), [((2, 2, 2), "two_level"), ((4, 1, 2), "flat"), ((1, 2, 4), "two_level")]
+    ("split", "exchange"), [((2, 2, 2), "hierarchical"), ((4, 1, 2), "flat"), ((1, 2, 4), "hierarchical")]
 )
 @pytest.mark.parametrize("factor", [0.25, 1.0])
 def test_capacity_drops_exactly_what_does_not_fit(split: tuple[int, int, int], exchange: str, factor: float) -> None:
@@ -337,7 +337,7 @@ def test_local_inside_own_shard_map() -> None:
     x, _ = inputs()
 
     def body(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, MoEMetrics]:
-        y, stats = nnx.merge(graph, state).local(x_TD, worst_case=True)
+        y, stats = nnx.merge(graph, state).local(x_TD, full_capacity=True)
         return y, moe_metrics(stats, CASES["softmax"][1], T, 2, ALL)
 
     specs = jax.tree_util.tree_map_with_path(
@@ -512,9 +512,9 @@ def test_bad_inputs() -> None:
     explicit = jax.make_mesh((8,), ("gpu",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match=r"mesh.axis_types = .*Explicit.*: axis 'gpu' must be AxisType.Auto"):
         ExpertParallel(explicit, ("gpu",))
-    with pytest.raises(ValueError, match=r"pieces = 0: must be greater than 0"):
-        ExpertParallel(mesh, EXPERT, pieces=0)
-    with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of auto, flat, two_level, dedup"):
+    with pytest.raises(ValueError, match=r"num_chunks = 0: must be greater than 0"):
+        ExpertParallel(mesh, EXPERT, num_chunks=0)
+    with pytest.raises(ValueError, match=r"exchange = 'ring': must be one of auto, flat, hierarchical, dedup"):
         MoELayer(config_of(), over(mesh, exchange="ring"), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"hidden_act = 'relu'"):
         config_of(hidden_act="relu")

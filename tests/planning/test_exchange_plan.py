@@ -67,7 +67,7 @@ def plan(kind: Any = "auto", nodes: int = 2, devices: int = 2, experts: int = 8,
             "dedup",
             "3.* rows a token cross between 16 nodes with dedup, 7.50 without",
         ),
-        ({"kind": "two_level"}, "two_level", "as configured"),
+        ({"kind": "hierarchical"}, "hierarchical", "as configured"),
     ],
 )
 def test_the_choice_and_its_reason(options: dict[str, Any], kind: str, reason: str) -> None:
@@ -88,8 +88,8 @@ def test_traffic_by_hand() -> None:
     block = 56 * 2000 + 8
     assert traffic(plan("flat"), **shape).across_bytes == 2 * block
     assert traffic(plan("flat"), **shape).inside_bytes == block
-    assert traffic(plan("two_level"), **shape).across_bytes == 2 * block
-    assert traffic(plan("two_level"), **shape).inside_bytes == 2 * block
+    assert traffic(plan("hierarchical"), **shape).across_bytes == 2 * block
+    assert traffic(plan("hierarchical"), **shape).inside_bytes == 2 * block
     # 112 tokens x 11/14 go to a node: 88 rows, each with two weights (4 bytes) and two experts of 4 (1 byte)
     assert traffic(plan("dedup"), **shape).across_bytes == 88 * (2000 + 8 + 2)
     assert traffic(plan("dedup"), **shape, backward=True).across_bytes == 88 * (4000 + 16 + 2)
@@ -100,7 +100,7 @@ def test_buffer_rows() -> None:
     assert buffer_rows(125, 1000, 1.0) == 128  # in eights
     assert buffer_rows(125, 1000, 1.25) == 160
     assert buffer_rows(125, 1000, None) == 256  # a dropless first try has room for twice a fair share
-    assert buffer_rows(125, 1000, None, worst_case=True) == buffer_rows(125, 1000, 99.0) == 1000
+    assert buffer_rows(125, 1000, None, full_capacity=True) == buffer_rows(125, 1000, 99.0) == 1000
     assert buffer_rows(2.5, 5, 1.0) == 5
 
 
@@ -111,7 +111,7 @@ def test_index_bytes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "ring"}, "exchange = 'ring': must be one of auto, flat, two_level, dedup"),
+        ({"kind": "ring"}, "exchange = 'ring': must be one of auto, flat, hierarchical, dedup"),
         ({"nodes": 3}, "num_experts = 8: must be a multiple of 3 nodes"),
         ({"k": 9}, r"num_experts_per_tok = 9: must be in \[1, num_experts = 8\]"),
         ({"n_group": 3}, "n_group = 3: must divide num_experts = 8"),

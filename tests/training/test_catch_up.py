@@ -1,4 +1,4 @@
-"""Missed AdamW steps made up for later: the bits of taking every step, and optax's numbers.
+"""Missed AdamW steps replayed later: the bits of taking every step, and optax's numbers.
 
 Legend: T steps of the schedule, W of a call.
 """

@@ -27,9 +27,9 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import make_mesh
 from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.expert_state import ExpertState
-from jmoe.training.layer_programs import LayerPrograms
 from jmoe.training.resume import restored
 from jmoe.training.step import Program, TrainState
+from jmoe.training.streamed_programs import LayerPrograms
 from jmoe.training.streamed_step import StreamedProgram
 
 FIRST, SAVED, LAST = 2, 4, 6
@@ -114,7 +114,7 @@ class Training:
                 checkpoints.save(SAVED, self.program.to_saved(state), 0, "{}")
         checkpoints.close()
         self.program.to_saved(state)
-        whole = jax.tree.map(lambda x: x.copy(), jax.device_get(self.program.whole(state)))
+        whole = jax.tree.map(lambda x: x.copy(), jax.device_get(self.program.full_state(state)))
         return self.losses, held_out, whole
 
     def forget_what_was_saved(self) -> None:
@@ -224,7 +224,7 @@ def check_that_it_stays(training: Training) -> None:
         lambda: program.step(state, batch(training.config, LAST)),
         lambda: program.evaluate(state, held_out_batches(training.config)),
         lambda: program.to_saved(state),
-        lambda: program.whole(state),
+        lambda: program.full_state(state),
     ):
         with pytest.raises(OSError, match=WORDS):
             call()

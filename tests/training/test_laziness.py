@@ -66,7 +66,7 @@ class Opened:
             return restored(self.program, checkpoints, step)[0]
 
     def whole(self, state: TrainState) -> TrainState:
-        return jax.tree.map(lambda x: np.array(x, copy=True), self.program.whole(state))
+        return jax.tree.map(lambda x: np.array(x, copy=True), self.program.full_state(state))
 
     def listed(self, step: int) -> dict[str, Any]:
         """What process 0 has listed of a step."""

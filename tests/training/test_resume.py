@@ -70,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
                     state, values = program.step(state, batch(CONFIG, step))
                     assert values["ok"]
                 checkpoints.save(3, program.to_saved(state), {"at": 3}, CONFIG.to_json())
-                made[name] = folder, on_host(program.whole(state))
+                made[name] = folder, on_host(program.full_state(state))
         return made[name]
 
     return train
@@ -87,12 +87,12 @@ def test_experts_move_to_other_tiers(
         assert checkpoints.latest_step() == 3
         state, data = restored(program, checkpoints, 3)
         assert data == {"at": 3}
-        assert differing(expected, on_host(program.whole(state))) == []
+        assert differing(expected, on_host(program.full_state(state))) == []
         checkpoints.save(4, program.to_saved(state), {"at": 4}, "{}")
     with opened(TIERS[after], tmp_path) as (program, checkpoints):  # what it saves is its own again
         state, data = restored(program, checkpoints, 4)
         assert data == {"at": 4}
-        assert differing(expected, on_host(program.whole(state))) == []
+        assert differing(expected, on_host(program.full_state(state))) == []
 
 
 @pytest.mark.parametrize("before", TIERS)
@@ -167,14 +167,14 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
             checkpoints.save(1, saved, {}, "{}")
             checkpoints.wait()
         assert 0 < count.most_bytes <= 4 * count.all_bytes // 9
-        expected = on_host(program.whole(state))
+        expected = on_host(program.full_state(state))
     del program, checkpoints, state, saved
     with opened(tiers, tmp_path, devices) as (program, checkpoints):
         with ExpertsOnDevices() as count:
             counted.append(count)
             state, _ = restored(program, checkpoints, 1)
         assert 0 < count.most_bytes <= 4 * count.all_bytes // 9
-        assert differing(expected, on_host(program.whole(state))) == []
+        assert differing(expected, on_host(program.full_state(state))) == []
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -184,13 +184,13 @@ def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, d
     config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
     mesh = make_mesh((1, devices, 1), jax.devices()[:devices])
     ordinary = make_program(dataclasses.replace(config, tiers=DEVICE), mesh)
-    expected = on_host(ordinary.whole(pretrained_state(ordinary, config)))
+    expected = on_host(ordinary.full_state(pretrained_state(ordinary, config)))
     program = make_tiered_program(config, mesh)
     try:
         with ExpertsOnDevices(config.model) as count:
             state = pretrained_state(program, config)
             count.look()
         assert 0 < count.most_bytes <= count.all_bytes // (1 if name == "mixed" else 2)
-        assert differing(expected, on_host(program.whole(state))) == []
+        assert differing(expected, on_host(program.full_state(state))) == []
     finally:
         program.close()

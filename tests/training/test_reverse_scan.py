@@ -96,7 +96,7 @@ def test_one_by_one_takes_more() -> None:
     assert single["reduce-scatter"] > 4 * fused["reduce-scatter"]
 
 
-def test_no_more_than_two_layers_are_whole() -> None:
+def test_no_more_than_two_layers_are_unsharded() -> None:
     """Each further layer takes less memory than half of its parameters, of which every device keeps an eighth."""
     model = dataclasses.replace(MODEL, hidden_size=256, intermediate_size=512, num_experts=0, first_k_dense_replace=0)
     layer_bytes = 4 * layer_elements(model)[0]
@@ -128,18 +128,18 @@ def backward_orders(ops: list[Op]) -> list[list[str]]:
     return orders
 
 
-@pytest.mark.parametrize(("schedule", "pieces"), [("chunks", 1), ("pipelined", 2)])
-def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, pieces: int) -> None:
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("chunks", 1), ("pipelined", 2)])
+def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, num_chunks: int) -> None:
     """combine's all-to-alls, chunks during the experts, dispatch's all-to-alls, chunks during attention."""
     orders = backward_orders(collectives(MeshConfig(1, 2, 2, schedule=schedule, chunk_bytes=9000)))
     assert len(orders) == 4
     for order in orders:
         first, last = order.index("there"), len(order) - 1 - order[::-1].index("there")
-        hops = 2 * pieces
+        hops = 2 * num_chunks
         assert order[:hops] == ["back"] * hops  # both levels, nothing between them
         experts, between, attention = order[hops:first], order[first : last + 1], order[last + 1 :]
         assert set(experts) | set(attention) <= {"all-gather", "reduce-scatter"}
-        assert between == ["there"] * 3 * pieces  # rows inside the node, then weights and rows across
+        assert between == ["there"] * 3 * num_chunks  # rows inside the node, then weights and rows across
     for order in orders[1:-1]:
         experts, attention = order[hops : order.index("there")], order[order[::-1].index("there") * -1 :]
         assert experts and "reduce-scatter" in attention

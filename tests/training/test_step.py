@@ -108,7 +108,7 @@ def run(shape: tuple[int, int, int], steps: int = 3, **changes: Any) -> Run:
         tokens = batch(mesh, i, config.gradient_accumulation_steps)
         state, values = jax.block_until_ready(ours.step(state, tokens))
         if values["overflow"]:
-            state, values = jax.block_until_ready(ours.step_worst_case(state, tokens))
+            state, values = jax.block_until_ready(ours.step_full_capacity(state, tokens))
         metrics.append(jax.device_get(values))
     return Run(metrics, host(state))
 
@@ -275,7 +275,7 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
         {"shard_dense": False},
         {"fuse_dense": False},
         {"exchange": "flat", "remat": "layer", "schedule": "ready"},
-        {"exchange": "two_level", "two_level": False, "schedule": "none"},
+        {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
         {"schedule": "pipelined", "chunk_bytes": 2000},
         {"schedule": "fixed", "bucket_bytes": 2000},
         {"schedule": "priority", "bucket_bytes": 20000},
@@ -436,7 +436,7 @@ def test_an_overflowing_dropless_step_runs_again_with_room_for_all(shape: tuple[
     assert metrics["dropped"].tolist() == [B * S] * N  # half of all assignments
     assert_unchanged(after, skewed)
 
-    again, metrics = jax.block_until_ready(ours.step_worst_case(after, batch(mesh, 0)))
+    again, metrics = jax.block_until_ready(ours.step_full_capacity(after, batch(mesh, 0)))
     assert metrics["ok"] and not metrics["overflow"] and metrics["dropped"].tolist() == [0] * N
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(after))
     one, mesh, _ = program(ONE)

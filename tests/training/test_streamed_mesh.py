@@ -79,7 +79,7 @@ def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, tmp_
 
 
 @pytest.mark.slow
-def test_two_levels_accumulation_and_all_else_at_once() -> None:
+def test_hierarchy_accumulation_and_all_else_at_once() -> None:
     """2 x 2 devices, a tied table in rows, jitter, pieces."""
     router = RouterConfig(kind="switch", jitter_noise=0.3, aux_loss_coef=0.1, z_loss_coef=0.01)
     config = dataclasses.replace(
@@ -108,8 +108,8 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
         assert other["overflow"] and metrics["overflow"] and not metrics["ok"]
         assert int(state.step) == 0
         for step in range(2):
-            state, metrics = program.step_worst_case(state, batch(config, step))
-            theirs, other = ordinary.step_worst_case(theirs, batch(config, step))
+            state, metrics = program.step_full_capacity(state, batch(config, step))
+            theirs, other = ordinary.step_full_capacity(theirs, batch(config, step))
             assert metrics["ok"] and not metrics["overflow"]
             np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-5)
     finally:

@@ -74,10 +74,10 @@ def train(
     config: TrainConfig,
     tiers: TiersConfig | None = None,
     steps: int = STEPS,
-    settle: bool = False,
+    flush_updates: bool = False,
     reopen_after: int | None = None,
 ) -> Trained:
-    """`steps` steps and an evaluation. settle: after every step. reopen_after: from a checkpoint of that step.
+    """`steps` steps and an evaluation. flush_updates: after every step. reopen_after: from a checkpoint of that step.
 
     A step whose buffers overflow is run again with room for everything.
     """
@@ -89,14 +89,14 @@ def train(
         for step in range(steps):
             state, values = program.step(state, batch(config, step))
             if values["overflow"]:
-                state, values = program.step_worst_case(state, batch(config, step))
+                state, values = program.step_full_capacity(state, batch(config, step))
             metrics.append(jax.device_get(values))
-            if settle:
+            if flush_updates:
                 program.to_saved(state)
             if step + 1 == reopen_after:
                 state = saved_and_restored(program, state, step + 1)
         held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
-        whole = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
+        whole = jax.tree.map(lambda x: np.array(x, copy=True), program.full_state(state))
         return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
     finally:
         program.close()
@@ -184,7 +184,7 @@ def test_router_jitter_is_the_same() -> None:
 
 
 def test_idle_experts_catch_up_to_the_bit(on_host: Trained) -> None:
-    eager = train(CONFIG, HOST, settle=True)
+    eager = train(CONFIG, HOST, flush_updates=True)
     assert on_host.stats.replayed_steps > 0
     assert on_host.losses == eager.losses
     assert differing(on_host.state, eager.state) == []
@@ -245,14 +245,14 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     try:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
-        before = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(state))
+        before = jax.tree.map(lambda x: np.array(x, copy=True), program.full_state(state))
         broken = dataclasses.replace(state, params=jax.tree.map(jnp.copy, state.params))
         broken.params["norm"]["scale"] = broken.params["norm"]["scale"] * jnp.float32(jnp.nan)
         broken, metrics = program.step(broken, batch(config, 1))
         assert not metrics["ok"]
         assert int(broken.step) == 1
         repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, state_without(before)))
-        after = jax.tree.map(lambda x: np.array(x, copy=True), program.whole(repaired))
+        after = jax.tree.map(lambda x: np.array(x, copy=True), program.full_state(repaired))
         assert differing(after, before) == []
     finally:
         program.close()

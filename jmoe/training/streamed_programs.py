@@ -7,10 +7,10 @@ same for gradients.
 Every program serves all layers of its kind: it is given the stacked dense parameters and the layer's number. A layer
 with experts is cut in two on its way forward, once its tokens are where their experts are: what has arrived says which
 experts have to be there. Its backward pass is one program, which is handed what both parts have kept
-(`training.residuals`), so that nothing is multiplied or sent twice. Where nothing is kept (`remat = layer`, buffers for
+(`training.vjp`), so that nothing is multiplied or sent twice. Where nothing is kept (`remat = layer`, buffers for
 the worst case) it runs the layer again from its input, and keeps to the choices that were made.
 
-On several devices a program is one `shard_map` over all of them. A layer's dense parameters come to it whole, as one
+On several devices a program is one `shard_map` over all of them. A layer's dense parameters come to it as one unsharded
 buffer; beside its own work it gathers the buffer of the layer that runs next, and on the way back it sums the gradients
 of the layer before it, as `collectives.schedule` places them. Arrays that differ between devices and have no dimension
 of tokens or experts have a leading one of R. On one device all of that is empty.
@@ -40,20 +40,20 @@ from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, EXPERTS_PATH, REPLICATED, split_over
 from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.decoder import STACKS
-from jmoe.training.layer_gradients import (
+from jmoe.models.functional import FunctionalModule
+from jmoe.training.gradient_reduction import (
     Gradients,
     finish_local,
     kind_of_layers,
     kind_of_outside,
     without_stacks,
 )
-from jmoe.training.layer_values import Ahead, Beside, Experts, Layer, Routed, Sums
-from jmoe.training.parts import Part, without_experts
-from jmoe.training.residuals import keeping, pulled
+from jmoe.training.layer_values import Experts, GradAccumulator, Layer, NextLayer, Overlapped, Routed
 from jmoe.training.reverse_scan import Kind
-from jmoe.training.state import TrainState
+from jmoe.training.state import TrainState, without_experts
 from jmoe.training.step import PureDecoder
 from jmoe.training.update import auxiliary_losses, over_devices, router_key, tokens_per_accumulation_step
+from jmoe.training.vjp import apply_vjp, vjp_with_residuals
 
 
 def _at(tree: Any, index: jax.Array) -> Any:
@@ -65,17 +65,19 @@ def _zeros_of(tree: Any) -> Any:
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
 
-def _keeping_if(keeps: bool, function: Callable[..., Any], wanted: Sequence[int]) -> Callable[..., tuple[Any, Any]]:
+def _with_residuals_if(
+    keeps: bool, function: Callable[..., Any], wanted: Sequence[int]
+) -> Callable[..., tuple[Any, Any]]:
     """The function with what its backward pass keeps beside its result; None if that is nothing."""
-    return lambda *args: keeping(function, args, wanted) if keeps else (function(*args), None)
+    return lambda *args: vjp_with_residuals(function, args, wanted) if keeps else (function(*args), None)
 
 
 class LayerPrograms:
     """The compiled functions of one run, by what they do.
 
     Parameters and moments are nested dictionaries named as in `TrainState`, without the experts; those come as
-    [E, ...] arrays of one layer. `outside` is everything outside the layers, whole. Gradients are summed into what is
-    given, which is donated.
+    [E, ...] arrays of one layer. `outside` is everything outside the layers, unsharded. Gradients are summed into
+    what is given, which is donated.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
@@ -85,12 +87,12 @@ class LayerPrograms:
         self._scan = model.reverse_scan()
         self._num_tokens = tokens_per_accumulation_step(config)
         decoder: Any = nnx.eval_shape(model.build)
-        self._experts = Part(decoder.moe_layers.moe.experts)
+        self._experts = FunctionalModule(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
-        self._moe = Part(decoder.moe_layers)
-        self._dense = Part(decoder.dense_layers) if decoder.dense_layers is not None else None
+        self._moe = FunctionalModule(decoder.moe_layers)
+        self._dense = FunctionalModule(decoder.dense_layers) if decoder.dense_layers is not None else None
         decoder.dense_layers = decoder.moe_layers = None
-        self._outside = Part(decoder)
+        self._outside = FunctionalModule(decoder)
         self.experts: dict[str, jax.ShapeDtypeStruct] = self._experts.params  # of all layers, [N, E, ...]
         self._compile()
 
@@ -105,14 +107,14 @@ class LayerPrograms:
         dense, sparse = (specs.get(name) for name in STACKS.values())
         state = TrainState(specs, specs, specs, one, one)
         rows: Any = split_over(ALL, 1)
-        ahead, beside = Ahead(rows, one), Beside(one, split)
+        ahead, beside = NextLayer(rows, one), Overlapped(one, split)
         self.unstack = make(list, ACCUMULATED_BATCH, out=split)
         self.split = make(lambda tokens_BS: (tokens_BS[:, :-1], tokens_BS[:, 1:]), split, out=split)
         self.prepare = make(self._prepare, specs, out=(outside, rows, one), static="first")
         self.embed = make(self._embed, outside, split, out=split)
         keeps = "keeps"
         self.dense = make(self._dense_layer, dense, one, split, one, ahead, out=(split, split, beside), static=keeps)
-        options = ("train", "worst_case", keeps)
+        options = ("train", "full_capacity", keeps)
         routed = (split, split, one)
         self.route = make(self._route, sparse, one, split, one, one, ahead, out=routed, static=options)
         with_experts = (sparse, one, split, split, one, ahead, one)
@@ -122,7 +124,7 @@ class LayerPrograms:
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
         moe = (sparse, one, split, split, split, split, one, one, one, ahead, split, split, split)
         found = (split, split, beside)
-        squared, static = (*found, split), ("worst_case", "last")
+        squared, static = (*found, split), ("full_capacity", "last")
         self.moe_gradients = make(self._moe_gradients, *moe, out=squared, static=static, donate=5)
         no_moe = (dense, one, split, split, split, one, ahead, split, split)
         self.dense_gradients = make(self._dense_gradients, *no_moe, out=found, donate=4)
@@ -163,15 +165,15 @@ class LayerPrograms:
         layers = kind_of_outside(self._model, outside)
         shards, rest = layers.split(outside)
         if shards:
-            rows_RC = all_gather_rows_local(pack(shards, layers.parts), scan.levels)
-            outside = layers.join(unpack(rows_RC, layers.parts, scan.levels), rest)
+            rows_RC = all_gather_rows_local(pack(shards, layers.parts), scan.hierarchy)
+            outside = layers.join(unpack(rows_RC, layers.parts, scan.hierarchy), rest)
         row_C = flat[first][0]
-        return outside, flat, scan.whole([gather(lambda row: row) for gather in scan.gathers(row_C)], row_C)
+        return outside, flat, scan.unsharded([gather(lambda row: row) for gather in scan.gathers(row_C)], row_C)
 
-    def _params(self, stack: Any, whole_RC: jax.Array | None, layer: Layer) -> Any:
+    def _params(self, stack: Any, unsharded_RC: jax.Array | None, layer: Layer) -> Any:
         """A layer's parameters."""
         layers = kind_of_layers(self._model, stack)
-        fused = [] if whole_RC is None else unpack(whole_RC, layers.parts, self._model.levels)
+        fused = [] if unsharded_RC is None else unpack(unsharded_RC, layers.parts, self._model.hierarchy)
         return layers.join(fused, _at(layers.split(stack)[1], layer.number))
 
     def _beside(
@@ -179,24 +181,24 @@ class LayerPrograms:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         begin: jax.Array,
-        ahead: Ahead | None,
+        ahead: NextLayer | None,
         pending_RG: jax.Array | None = None,
         begun: Sequence[jax.Array] = (),
-    ) -> tuple[Any, Beside]:
+    ) -> tuple[Any, Overlapped]:
         """A layer's own work and that for its neighbours. begin: known when the latter may begin.
 
         begun: of the layer ahead, the parts that are gathered already.
         """
         scan = self._scan
         if scan is None or (ahead is None and pending_RG is None):
-            return function(*args), Beside(None, None)
+            return function(*args), Overlapped(None, None)
         row_C = None if ahead is None else _at(ahead.flat_NC, ahead.number)
         gathers = scan.gathers(row_C)[len(begun) :]
         reductions = [] if pending_RG is None else scan.reductions(pending_RG)
         result, done = interleave(function, args, gathers + reductions, scan.schedule, ALL, begin)
-        whole_RC = None if row_C is None else scan.whole([*begun, *done[: len(gathers)]], row_C)
+        unsharded_RC = None if row_C is None else scan.unsharded([*begun, *done[: len(gathers)]], row_C)
         sum_G = None if pending_RG is None else jnp.concatenate([jnp.zeros(0), *done[len(gathers) :]])
-        return result, Beside(whole_RC, sum_G)
+        return result, Overlapped(unsharded_RC, sum_G)
 
     # Forward
 
@@ -208,16 +210,16 @@ class LayerPrograms:
     def _dense_layer(
         self,
         stack: Any,
-        whole_RC: jax.Array | None,
+        unsharded_RC: jax.Array | None,
         x_BSD: jax.Array,
         layer: Layer,
-        ahead: Ahead | None,
+        ahead: NextLayer | None,
         *,
         keeps: bool,
-    ) -> tuple[jax.Array, Any, Beside]:
+    ) -> tuple[jax.Array, Any, Overlapped]:
         """(the layer's output, what it keeps, what it did beside)."""
-        run = _keeping_if(keeps, self._run_dense, wanted=(0, 2))
-        params = self._params(stack, whole_RC, layer)
+        run = _with_residuals_if(keeps, self._run_dense, wanted=(0, 2))
+        params = self._params(stack, unsharded_RC, layer)
         (y_BSD, kept), beside = self._beside(run, (params, layer, x_BSD), x_BSD, ahead)
         return y_BSD, kept, beside
 
@@ -230,22 +232,24 @@ class LayerPrograms:
     def _route(
         self,
         stack: Any,
-        whole_RC: jax.Array | None,
+        unsharded_RC: jax.Array | None,
         x_BSD: jax.Array,
         layer: Layer,
         bias: Any,
-        ahead: Ahead | None,
+        ahead: NextLayer | None,
         *,
         train: bool,
-        worst_case: bool,
+        full_capacity: bool,
         keeps: bool,
     ) -> tuple[Routed, Any, list[jax.Array]]:
         """(a layer until its tokens are where their experts are, what it keeps, parts gathered of the layer ahead).
 
         The parts are some of the buffer's columns, [R, ...] each: as many as attention multiplies of the layer.
         """
-        run = _keeping_if(keeps, partial(self._run_route, train=train, worst_case=worst_case), wanted=(0, 3))
-        args = self._params(stack, whole_RC, layer), _at(bias, layer.number), layer, x_BSD
+        run = _with_residuals_if(
+            keeps, partial(self._run_route, train=train, full_capacity=full_capacity), wanted=(0, 3)
+        )
+        args = self._params(stack, unsharded_RC, layer), _at(bias, layer.number), layer, x_BSD
         if self._scan is None or ahead is None:
             return *run(*args), []
         row_C, model = _at(ahead.flat_NC, ahead.number), self.config.model
@@ -262,14 +266,14 @@ class LayerPrograms:
         x_BSD: jax.Array,
         *,
         train: bool,
-        worst_case: bool,
+        full_capacity: bool,
         topk_idx_TK: jax.Array | None = None,
     ) -> Routed:
         block: Block = self._moe(self._model.cast(params), bias)
         x_BSD = block.attend(x_BSD, causal(layer.window), self.dtype)
         key = self._key(layer, train)
         h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, topk_idx_TK=topk_idx_TK)
-        arrived = block.dispatch(h_TD, routing, worst_case=worst_case)
+        arrived = block.dispatch(h_TD, routing, full_capacity=full_capacity)
         sizes = [part.group_sizes_L for part in arrived]
         return Routed(
             x_BSD,
@@ -293,21 +297,21 @@ class LayerPrograms:
     def _add_experts(
         self,
         stack: Any,
-        whole_RC: jax.Array | None,
+        unsharded_RC: jax.Array | None,
         experts: Experts,
         routed: Routed,
         layer: Layer,
-        ahead: Ahead | None,
+        ahead: NextLayer | None,
         begun: Sequence[jax.Array],
         *,
         keeps: bool,
-    ) -> tuple[jax.Array, Any, Beside]:
+    ) -> tuple[jax.Array, Any, Overlapped]:
         """(the layer's output, from the experts that its tokens chose; what it keeps; what it did beside).
 
         The other experts may be anything finite. begun: of `route`.
         """
-        run = _keeping_if(keeps, self._run_experts, wanted=(0, 1, 2))
-        args = self._params(stack, whole_RC, layer), experts, routed
+        run = _with_residuals_if(keeps, self._run_experts, wanted=(0, 1, 2))
+        args = self._params(stack, unsharded_RC, layer), experts, routed
         (y_BSD, kept), beside = self._beside(run, args, routed.x_BSD, ahead, begun=begun)
         return y_BSD, kept, beside
 
@@ -369,37 +373,39 @@ class LayerPrograms:
     def _added_outside(self, grads: Any, new: Any) -> Any:
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], grads, new)
 
-    def _added(self, layers: Kind, layer: Layer, sums: Sums, dparams: Any, dexperts: Experts | None = None) -> Sums:
+    def _added(
+        self, layers: Kind, layer: Layer, sums: GradAccumulator, dparams: Any, dexperts: Experts | None = None
+    ) -> GradAccumulator:
         """A layer's sums with the gradients of one more accumulation step."""
         fused, rest = layers.split(dparams)
         rows_RG = sums.rows_RG
         if self._scan is not None:
-            new_RG = pack_gradients(fused, layers.parts, self._scan.levels)
+            new_RG = pack_gradients(fused, layers.parts, self._scan.hierarchy)
             rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [total.at[0, layer.number].add(g) for total, g in zip(sums.rest, rest, strict=True)]
-        return Sums(rows_RG, totals, dexperts)
+        return GradAccumulator(rows_RG, totals, dexperts)
 
     def _moe_gradients(
         self,
         stack: Any,
-        whole_RC: jax.Array | None,
+        unsharded_RC: jax.Array | None,
         experts: Experts,
         x_BSD: jax.Array,
         dy_BSD: jax.Array,
-        sums: Sums,
+        sums: GradAccumulator,
         layer: Layer,
         bias: Any,
         counts_NAE: jax.Array,
-        ahead: Ahead | None,
+        ahead: NextLayer | None,
         pending_RG: jax.Array | None,
         topk_idx_TK: jax.Array,
         kept: tuple[Routed, Any, Any] | None,
         *,
-        worst_case: bool,
+        full_capacity: bool,
         last: bool,
-    ) -> tuple[jax.Array, Sums, Beside, jax.Array | None]:
+    ) -> tuple[jax.Array, GradAccumulator, Overlapped, jax.Array | None]:
         """(dx, summed gradients of the layer, what it did beside, this device's sum of squares of the experts').
 
         kept: what `route` found and kept, and what `add_experts` kept; None: the layer runs again from its input. last:
@@ -410,13 +416,15 @@ class LayerPrograms:
 
         def pull(params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
             routed, of_route, of_experts = kept
-            dparams, dexperts, drouted = pulled(of_experts, (params, experts, routed), dy_BSD)
+            dparams, dexperts, drouted = apply_vjp(of_experts, (params, experts, routed), dy_BSD)
             drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
-            dparams_before, dx_BSD = pulled(of_route, (params, bias, layer, x_BSD), drouted)
+            dparams_before, dx_BSD = apply_vjp(of_route, (params, bias, layer, x_BSD), drouted)
             return jax.tree.map(jnp.add, dparams_before, dparams), dexperts, dx_BSD
 
         def run(idx: jax.Array, params: Any, experts: Experts, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-            routed = self._run_route(params, bias, layer, x_BSD, worst_case=worst_case, train=True, topk_idx_TK=idx)
+            routed = self._run_route(
+                params, bias, layer, x_BSD, full_capacity=full_capacity, train=True, topk_idx_TK=idx
+            )
             return self._run_experts(params, experts, routed), losses(routed.stats)
 
         def again(params: Any, experts: Experts, x_BSD: jax.Array, dy_BSD: jax.Array, idx: jax.Array) -> Any:
@@ -424,7 +432,7 @@ class LayerPrograms:
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
         function, rest = (again, topk_idx_TK) if kept is None else (pull, kept)
-        args = self._params(stack, whole_RC, layer), experts, x_BSD, dy_BSD, rest
+        args = self._params(stack, unsharded_RC, layer), experts, x_BSD, dy_BSD, rest
         (dparams, dexperts, dx_BSD), beside = self._beside(function, args, dy_BSD, ahead, pending_RG)
         sums = self._added(kind_of_layers(self._model, stack), layer, sums, dparams, dexperts)
         if not last:
@@ -442,22 +450,22 @@ class LayerPrograms:
     def _dense_gradients(
         self,
         stack: Any,
-        whole_RC: jax.Array | None,
+        unsharded_RC: jax.Array | None,
         x_BSD: jax.Array,
         dy_BSD: jax.Array,
-        sums: Sums,
+        sums: GradAccumulator,
         layer: Layer,
-        ahead: Ahead | None,
+        ahead: NextLayer | None,
         pending_RG: jax.Array | None,
         kept: Any,
-    ) -> tuple[jax.Array, Sums, Beside]:
+    ) -> tuple[jax.Array, GradAccumulator, Overlapped]:
         def pull(params: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
-            return pulled(kept, (params, layer, x_BSD), dy_BSD)
+            return apply_vjp(kept, (params, layer, x_BSD), dy_BSD)
 
         def again(params: Any, layer: Layer, x_BSD: jax.Array, dy_BSD: jax.Array, _: None) -> Any:
             return jax.vjp(lambda params, x: self._run_dense(params, layer, x), params, x_BSD)[1](dy_BSD)
 
-        args = self._params(stack, whole_RC, layer), layer, x_BSD, dy_BSD, kept
+        args = self._params(stack, unsharded_RC, layer), layer, x_BSD, dy_BSD, kept
         function = again if kept is None else pull
         (dparams, dx_BSD), beside = self._beside(function, args, dy_BSD, ahead, pending_RG)
         return dx_BSD, self._added(kind_of_layers(self._model, stack), layer, sums, dparams), beside
@@ -467,4 +475,4 @@ class LayerPrograms:
         return self._added_outside(grads, pull(dx_BSD)[0])
 
     def _reduce(self, rows_RG: jax.Array) -> jax.Array:
-        return reduce_scatter_rows_local(rows_RG, self._model.levels)
+        return reduce_scatter_rows_local(rows_RG, self._model.hierarchy)

@@ -50,7 +50,7 @@ def kind_of_outside(model: PureDecoder, outside: Any) -> Kind:
 
 def _on_shards(model: PureDecoder, params: Any, grads: Gradients) -> Any:
     """The gradients of the parameters that lie here, summed over all devices."""
-    outside, levels, split = without_stacks(params), model.levels, model.embedding.split
+    outside, hierarchy, split = without_stacks(params), model.hierarchy, model.embedding.split
     layers = kind_of_outside(model, outside)
     fused, rest = layers.split(jax.tree.map(lambda g: g[0], grads.outside))
     names = [path_names(path)[0] for path, _ in jax.tree_util.tree_leaves_with_path(outside)]
@@ -58,9 +58,9 @@ def _on_shards(model: PureDecoder, params: Any, grads: Gradients) -> Any:
     everywhere = {"": [g for g, done in zip(rest, summed, strict=True) if not done]}
     everywhere |= {STACKS[kind]: [g[0] for g in leaves] for kind, leaves in grads.rest.items()}
     if model.mesh.size > 1:
-        everywhere = all_reduce_local(everywhere, levels)
+        everywhere = all_reduce_local(everywhere, hierarchy)
     if layers.parts:
-        row_G = reduce_scatter_rows_local(pack_gradients(fused, layers.parts, levels), levels)
+        row_G = reduce_scatter_rows_local(pack_gradients(fused, layers.parts, hierarchy), hierarchy)
         fused = unpack_gradients(row_G, layers.parts)
     others = iter(everywhere.pop(""))
     found = layers.join(fused, [g if done else next(others) for g, done in zip(rest, summed, strict=True)])

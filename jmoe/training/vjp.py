@@ -1,7 +1,7 @@
 """What a function's backward pass keeps of its forward pass (its residuals), without what the caller has anyway.
 
-Parameters are residuals too: whoever has them at hand on the way back need not keep them twice. So `keeping` leaves out
-all arguments of the function, and `pulled` is given them again.
+Parameters are residuals too: whoever has them at hand on the way back need not keep them twice. So
+`vjp_with_residuals` leaves out all arguments of the function, and `apply_vjp` is given them again.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +42,8 @@ def _floating(tree: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def keeping(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int]) -> tuple[Any, Any]:
-    """(function(*args), what `pulled` needs for the gradients by the arguments that are `wanted`).
+def vjp_with_residuals(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int]) -> tuple[Any, Any]:
+    """(function(*args), what `apply_vjp` needs for the gradients by the arguments that are `wanted`).
 
     Of what is inside, the values that are named in `models.block.SAVED` are kept; the rest is computed again. All
     that is kept has a leading dimension of 1, that of devices.
@@ -61,7 +61,7 @@ def keeping(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[
     return result, jax.tree.map(lambda leaf: leaf[None], without(pull, jax.tree.leaves(args)))
 
 
-def pulled(kept: Any, args: Sequence[Any], cotangents: Any) -> Any:
-    """The gradients by the `wanted` arguments; args: as `keeping` had them, cotangents: like its result."""
+def apply_vjp(kept: Any, args: Sequence[Any], cotangents: Any) -> Any:
+    """The gradients by the `wanted` arguments; args: as `vjp_with_residuals` had them, cotangents: like its result."""
     pull = with_known(jax.tree.map(lambda leaf: leaf[0], kept), jax.tree.leaves(args))
     return pull(_floating(cotangents))

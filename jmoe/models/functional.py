@@ -12,6 +12,8 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 
+from jmoe.layers.router import RouterBias
+
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -33,3 +35,17 @@ def split(module: nnx.Module) -> tuple[Structure, tuple[jax.Array, ...]]:
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)
     return _structure(graph, tree), tuple(arrays)
+
+
+class FunctionalModule:
+    """A module of the decoder as a function of its parameters in nested dictionaries."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        split: Any = nnx.split(module, nnx.Param, RouterBias)
+        self.graph, params, bias = split
+        self.params, self.bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
+        self._params, self._bias = jax.tree.structure(params), jax.tree.structure(bias)
+
+    def __call__(self, params: Any, bias: Any = ()) -> Any:
+        state = jax.tree.unflatten(self._params, jax.tree.leaves(params))
+        return nnx.merge(self.graph, state, jax.tree.unflatten(self._bias, jax.tree.leaves(bias)))

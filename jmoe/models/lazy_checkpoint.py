@@ -28,7 +28,7 @@ from kernels_pallas.matmul import dot
 DEFAULT_MAX_SEQ_LEN = 2048
 
 
-class Ends(nnx.Module):
+class EmbedAndHead(nnx.Module):
     """What comes before the first layer and after the last one."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -48,8 +48,8 @@ class Ends(nnx.Module):
         return dot(h_TD, self.head[...].astype(h_TD.dtype))
 
 
-def without_experts(decoder: Decoder) -> tuple[Ends, list[Block]]:
-    """(`Ends`, the layers in order, those with experts without them)."""
+def without_experts(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
+    """(`EmbedAndHead`, the layers in order, those with experts without them)."""
     config, layers, next_of = decoder.config, [], dict.fromkeys(STACKS, 0)
     for kind in config.layer_kinds:
         graph, state = nnx.split(getattr(decoder, STACKS[kind]))
@@ -59,10 +59,10 @@ def without_experts(decoder: Decoder) -> tuple[Ends, list[Block]]:
             del layer.moe.experts
         layers.append(layer)
         next_of[kind] += 1
-    return Ends(decoder), layers
+    return EmbedAndHead(decoder), layers
 
 
-class SplitCheckpoint:
+class LazyCheckpoint:
     """A checkpoint whose experts are read on demand; a context manager.
 
     dtype: of all weights; None: as stored. Raises `ValueError` as `load_pretrained` does, before memory is filled.
@@ -85,9 +85,9 @@ class SplitCheckpoint:
         self.dtype = self._dtypes[("embedding",)]
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
 
-    def opened_again(self) -> "SplitCheckpoint":
+    def opened_again(self) -> "LazyCheckpoint":
         """Return the checkpoint as it is in its folder now, with files of its own."""
-        return SplitCheckpoint(self.folder, self._given_dtype)
+        return LazyCheckpoint(self.folder, self._given_dtype)
 
     @property
     def max_positions(self) -> int:
@@ -155,7 +155,7 @@ class SplitCheckpoint:
             part = self._loader.region(parameter, self._dtypes[parameter.path], at)[0, 0]
             views[name][...] = part.view(views[name].dtype)
 
-    def load_rest(self) -> tuple[Ends, list[Block]]:
+    def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
         """Everything but the experts, on the default device."""
         arrays: dict[Names, jax.Array] = {}
         for p in self._parameters:
