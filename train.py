@@ -26,10 +26,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.compatibility import FINGERPRINT, check_before_data, check_compatible
 from jmoe.status import status
 from jmoe.training import distributed
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.compatibility import FINGERPRINT, check_before_data, check_compatible
 from jmoe.training.data import (
     COMPARABLE_BYTES,
     Corpus,

@@ -37,8 +37,8 @@ from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, 
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-from jmoe.training.expert_state import ExpertState, ExpertStats
-from jmoe.training.expert_stores import THREADS
+from jmoe.offload.expert_state import ExpertState, ExpertStats
+from jmoe.offload.train_stores import THREADS
 from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
 

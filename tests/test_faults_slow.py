@@ -34,7 +34,7 @@ from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 from tests.conftest import kill_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -306,9 +306,9 @@ def test_a_fault_at_every_call_of_the_record_stores(tmp_path: Path) -> None:
 
 
 def test_a_fault_at_every_call_of_a_checkpoint(tmp_path: Path) -> None:
-    """Calls of `training/checkpoint.py`, and of what Orbax and the records do for it in the same thread."""
+    """Calls of `run/checkpoint.py`, and of what Orbax and the records do for it in the same thread."""
     modes = ((errno.EIO, False), (errno.ENOSPC, False))
-    inject_everywhere(tmp_path, OrbaxSteps, ("jmoe/training/checkpoint",), 4, modes)
+    inject_everywhere(tmp_path, OrbaxSteps, ("jmoe/run/checkpoint",), 4, modes)
 
 
 # ---- bit flips

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jmoe.config import CheckpointConfig
 from jmoe.memory.record_store import locked
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.status import status
-from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.export import export_run
 
 EXPORTED = "exported"

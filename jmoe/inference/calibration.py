@@ -13,11 +13,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jmoe.inference.expert_slots import ExpertSlots
-from jmoe.inference.residency import COPY_THREADS, Residency, ResidencyStats, copy_record
 from jmoe.inference.runner import RingDecoder, Tokens
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.policies import COPY_THREADS, Residency, ResidencyStats, copy_record
+from jmoe.offload.slots import ExpertSlots
 from jmoe.planning.streaming import Speeds
 
 COPY_BYTES = 256 << 20  # experts that are copied, a layer's at least

@@ -28,7 +28,6 @@ from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
 from jmoe.inference.popularity import EstimatorName, make_estimator
-from jmoe.inference.residency import Residency
 from jmoe.inference.runner import RingDecoder
 from jmoe.inference.sampling_params import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Scheduler, SchedulerStats, bucket
@@ -36,6 +35,7 @@ from jmoe.inference.sequence import Completion, Output, TokenLogprob, token_logp
 from jmoe.inference.stats import EngineStats, Meter
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.offload.policies import Residency
 from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
 from jmoe.planning.streaming import Seen, StreamingPlan
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmoe.inference.expert_slots import DeviceSlots, ExpertSlots, HostSlots
 from jmoe.inference.kv_cache import empty_caches
-from jmoe.inference.residency import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
+from jmoe.offload.slots import DeviceSlots, ExpertSlots, HostSlots
 from jmoe.planning.capacity import ExpertTier, FreeMemory, MemoryPlan, ModelBytes, Policy, plan_memory
 from jmoe.planning.roofline import ExpertWeights
 

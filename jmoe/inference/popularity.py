@@ -11,11 +11,11 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jmoe.inference.residency import Residency
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
 from jmoe.models.block import Block
 from jmoe.models.functional import Structure, split
+from jmoe.offload.policies import Residency
 
 EstimatorName = Literal["router", "counts"]
 RECENT = 0.9  # what a step's number of experts keeps of its weight a step later

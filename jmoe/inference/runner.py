@@ -20,11 +20,11 @@ import numpy as np
 from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.popularity import Estimator
-from jmoe.inference.residency import Residency
 from jmoe.layers.slot_experts import Routed
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
+from jmoe.offload.policies import Residency
 
 RECENT_STEPS = 16
 Arrays = tuple[jax.Array, ...]  # of a module

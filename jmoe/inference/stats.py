@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Literal, Self
 
-from jmoe.inference.residency import Residency
 from jmoe.inference.runner import RingDecoder
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.policies import Residency
 from jmoe.planning.streaming import Seen, StreamingPlan
 
 SEEN_STEPS = 32  # decode steps in a row that tell enough of routing

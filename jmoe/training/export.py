@@ -17,10 +17,10 @@ from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
 from jmoe.models.weights import Names, StoredExperts, flat
+from jmoe.offload.saved_experts import SavedExperts, expert_arrays
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.checkpoint import Checkpoints
 from jmoe.training.pretrained import TOKENIZER
-from jmoe.training.saved_experts import SavedExperts, expert_arrays
 from jmoe.training.state import experts_of, without_experts
 from jmoe.training.step import TrainState, make_program
 from jmoe.training.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ def saved_parameters(
     arrays: dict[Names, jax.Array | StoredExperts] = {**flat(state.params), **flat(state.router_bias)}
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
-        saved = SavedExperts(checkpoints, step, shapes, config.model.num_experts)
+        saved = SavedExperts(checkpoints.folder_of(step), shapes, config.model.num_experts)
         for path, leaf in flat(shape.params).items():
             if path not in arrays:
                 arrays[path] = StoredExperts(partial(saved.one, path[-1]), np.dtype(leaf.dtype))

@@ -14,7 +14,7 @@ from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
-from jmoe.training.expert_stores import ExpertArrays
+from jmoe.offload.train_stores import ExpertArrays
 from jmoe.training.state import without_experts
 from jmoe.training.step import Program, TrainState
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.saved_experts import OfExperts, SavedExperts, expert_arrays
+from jmoe.offload.saved_experts import OfExperts, SavedExperts, expert_arrays
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import experts_of, with_experts, without_experts
 from jmoe.training.step import Program, TrainState
 
@@ -23,7 +23,7 @@ def restored(program: Program, checkpoints: Checkpoints, step: int) -> tuple[Tra
         return program.from_saved(state), data
     shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts_of(program.full_shape.params).items()}
     num_experts = next(iter(experts_of(program.full_shape.params).values())).shape[1]
-    saved = SavedExperts(checkpoints, step, shapes, num_experts)
+    saved = SavedExperts(checkpoints.folder_of(step), shapes, num_experts)
     if program.from_layers is not None:
         linked = saved.kinds == LINKED and _as_here(program, saved)
         rest, data, _ = checkpoints.restore(step, program.saved_shape, but=expert_arrays(names), records=linked)

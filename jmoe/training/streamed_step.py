@@ -31,12 +31,12 @@ from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import STACKS, Decoder
-from jmoe.training.expert_state import ExpertState, ExpertStats, LocalExperts, Stacks
-from jmoe.training.expert_stores import ExpertArrays, ExpertStores, OfLayer
+from jmoe.offload.expert_state import ExpertState, ExpertStats, LocalExperts, Stacks
+from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.saved_experts import OfExperts
+from jmoe.offload.train_stores import ExpertArrays, ExpertStores, OfLayer
 from jmoe.training.gradient_reduction import Gradients
 from jmoe.training.layer_values import GradAccumulator, Layer, NextLayer, Overlapped, Routed
-from jmoe.training.laziness import Laziness
-from jmoe.training.saved_experts import OfExperts
 from jmoe.training.state import with_experts, without_experts
 from jmoe.training.step import Batch, Program, TrainState, make_program
 from jmoe.training.streamed_programs import LayerPrograms

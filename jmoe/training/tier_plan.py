@@ -12,9 +12,9 @@ from jax.experimental.multihost_utils import process_allgather
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.experts import up_columns
 from jmoe.memory.host_memory import available_bytes
+from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
 from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
-from jmoe.training.expert_state import ExpertStats
 from jmoe.training.metrics import MetricsLog, read_metrics
 
 

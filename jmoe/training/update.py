@@ -12,7 +12,7 @@ from jax import lax
 from jmoe.config import TrainConfig
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL
-from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.optim.adamw import advance, decays, learning_rate
 from jmoe.training.state import TrainState
 
 

@@ -16,11 +16,11 @@ from damage import flip_everywhere, poison
 import jmoe
 from jmoe.inference.constraint import Unconstrained
 from jmoe.inference.engine import Engine
-from jmoe.inference.expert_slots import DeviceSlots, HostSlots
-from jmoe.inference.residency import LayerRing
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Completion
 from jmoe.layers.slot_experts import Routed
+from jmoe.offload.policies import LayerRing
+from jmoe.offload.slots import DeviceSlots, HostSlots
 from kernels_pallas.grouped_mlp.reference import activate
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"

@@ -25,7 +25,7 @@ from jmoe.layers.router import RouterBias
 from jmoe.mesh import path_names
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.weights import parameters
-from jmoe.training.optimizer import advance
+from jmoe.optim.adamw import advance
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 NAMES = sorted(path.name for path in FOLDER.iterdir())

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_distributed import free_port, wait_for
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
-from jmoe.training.checkpoint import MANIFEST, Checkpoints
-from jmoe.training.compatibility import check_compatible
+from jmoe.run.checkpoint import MANIFEST, Checkpoints
+from jmoe.run.compatibility import check_compatible
 
 CONFIG = TrainConfig(num_steps=7)
 DATA_STATE = {"epoch": 3, "position": [1, 2**40], "name": "größe"}
@@ -348,7 +348,7 @@ import resource, sys
 from pathlib import Path
 import jax.numpy as jnp, numpy as np
 from jmoe.config import CheckpointConfig
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 folder, limited = Path(sys.argv[1]), sys.argv[2] == "limited"
 checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
 small = {"w": jnp.arange(1000.0)}
@@ -413,7 +413,7 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jmoe.config import CheckpointConfig
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointConfig(keep=2))
 begin = checkpoints.latest_step() or 0
 make = jax.jit(lambda step: {f"w{i}": jnp.full((300_000,), step * 100 + i, jnp.int32) for i in range(6)})
@@ -452,7 +452,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, DistributedConfig
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.distributed import Watchdog, start
 
 rank, processes, port, folder, mode = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
@@ -561,7 +561,7 @@ import sys
 from pathlib import Path
 import jax.numpy as jnp
 from jmoe.config import CheckpointConfig
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.distributed import PreemptionSignal
 with PreemptionSignal() as preemption:
     print("ready", flush=True)

@@ -18,7 +18,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 from tests.power_cut import Image, PowerCut
 
 LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})
@@ -111,7 +111,7 @@ def test_copies_of_records_survive_a_power_cut_where_the_node_is_lost(cut: Power
 
 
 @pytest.mark.parametrize(
-    "flush", ["jmoe.training.checkpoint.fsync", "jmoe.memory.version_store.fsync_folder", "os.fdatasync"]
+    "flush", ["jmoe.run.checkpoint.fsync", "jmoe.memory.version_store.fsync_folder", "os.fdatasync"]
 )
 def test_a_missing_flush_shows(tmp_path: Path, flush: str) -> None:
     """The tests above can fail: without a flush of files or folders, a step that was waited for is not whole."""

@@ -19,7 +19,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, is_durable
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
-from jmoe.training.checkpoint import MANIFEST, Checkpoints
+from jmoe.run.checkpoint import MANIFEST, Checkpoints
 
 NUM_RECORDS = 6
 LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, make_mesh
 from jmoe.models.pretrained import load_pretrained
-from jmoe.training.checkpoint import Checkpoints
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.export import export_run
 from jmoe.training.pretrained import pretrained_state
 from jmoe.training.step import Program, TrainState, make_program

@@ -18,15 +18,15 @@ import jax
 import pytest
 from test_streamed_step import CONFIG, batch, differing, held_out_batches
 
-import jmoe.training.expert_state
+import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig
 from jmoe.memory.record import Record
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import make_mesh
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.expert_state import ExpertState
+from jmoe.offload.expert_state import ExpertState
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_programs import LayerPrograms
@@ -143,7 +143,7 @@ PLACES = [
     (VersionStore, "pin"),
     (ExpertState, "_run_update"),
     (ExpertState, "_write_gradients"),
-    (jmoe.training.expert_state, "_place"),
+    (jmoe.offload.expert_state, "_place"),
     (LayerPrograms, "route"),
     (LayerPrograms, "moe_gradients"),
     (RecordCheckpoints, "write_list"),

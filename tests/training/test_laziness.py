@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, differing, held_out_batches, train
 
-import jmoe.training.expert_state
+import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig, TrainConfig
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import make_mesh
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.laziness import Laziness
+from jmoe.offload.lazy_adamw import Laziness
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
@@ -193,7 +193,7 @@ def test_missed_steps_keep_the_settings_of_their_time(saved: Opened, change: dic
 
 
 def test_nobody_is_behind_for_ever(saved: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jmoe.training.expert_state, "MOST_BEHIND", 1)
+    monkeypatch.setattr(jmoe.offload.expert_state, "MOST_BEHIND", 1)
     state = saved.steps(saved.restore(SAVED), SAVED + 2)
     saved.save(state)
     listed = saved.listed(SAVED + 2)

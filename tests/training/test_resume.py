@@ -21,8 +21,8 @@ from test_streamed_step import CONFIG, batch, differing
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import StoredExperts, flat
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.expert_stores import ExpertStores
+from jmoe.offload.train_stores import ExpertStores
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.export import saved_parameters
 from jmoe.training.pretrained import pretrained_state
 from jmoe.training.resume import restored

@@ -23,7 +23,7 @@ from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, 
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, make_mesh, path_names, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.training.optimizer import advance, decays, learning_rate
+from jmoe.optim.adamw import advance, decays, learning_rate
 from jmoe.training.step import Program, TrainState, make_program
 
 ONE = (1, 1, 1)

@@ -16,8 +16,8 @@ import pytest
 
 from jmoe.config import CheckpointConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.expert_state import ExpertState
+from jmoe.offload.expert_state import ExpertState
+from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.step import Batch, Program, TrainState
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program

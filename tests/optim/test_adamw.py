@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jmoe.config import OptimizerConfig
-from jmoe.training.optimizer import catch_up, learning_rate
+from jmoe.optim.adamw import catch_up, learning_rate
 
 T, W = 40, 64
 SHAPES = [{"w_up": (7, 13), "w_down": (5, 3), "b_up": (11,)}, {"w_up": (16, 64), "w_down": (32, 16)}]

@@ -30,8 +30,8 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.ring import Ring, RingStats
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
-from jmoe.training.laziness import Laziness, constants, decaying
-from jmoe.training.optimizer import catch_up
+from jmoe.offload.lazy_adamw import Laziness, constants, decaying
+from jmoe.optim.adamw import catch_up
 
 MOST_BEHIND = 1024  # steps that an expert may be behind in a checkpoint
 Arguments = ParamSpec("Arguments")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jmoe.config import check
-from jmoe.inference.expert_slots import ExpertSlots
 from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.ring import Ring
 from jmoe.memory.slot_pool import SlotPool
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.slots import ExpertSlots
 
 WAIT_LIMIT_S = 60.0
 COPY_THREADS = 2

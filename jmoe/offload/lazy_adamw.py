@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
-from jmoe.training.optimizer import catch_up
+from jmoe.optim.adamw import catch_up
 
 WINDOW_STEPS = 64  # steps taken by one call of the program
 NO_GRADIENT = -1

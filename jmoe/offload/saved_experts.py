@@ -11,11 +11,11 @@ import numpy as np
 import tensorstore
 from numpy.typing import NDArray
 
+from jmoe.memory.record_checkpoint import ITEM
 from jmoe.memory.saved_records import SavedRecords, read_lists
-from jmoe.training.checkpoint import Checkpoints
-from jmoe.training.expert_state import layouts
-from jmoe.training.expert_stores import ExpertArrays
-from jmoe.training.laziness import Laziness
+from jmoe.offload.expert_state import layouts
+from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.train_stores import ExpertArrays
 
 OfExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> their arrays by name
 PARTS = ("params", "m", "v")
@@ -28,23 +28,21 @@ def expert_arrays(names: Sequence[str]) -> list[str]:
 
 
 class SavedExperts:
-    """Weights and moments of the experts of `step`.
+    """Weights and moments of the experts of a checkpoint's step, by the step's folder.
 
     shapes: of an expert's parameters. kinds: which of `weights` and `moments` are in records. laziness: how far those
     are behind; they are brought up to date when they are read. None: not at all.
     """
 
-    def __init__(
-        self, checkpoints: Checkpoints, step: int, shapes: Mapping[str, tuple[int, ...]], num_experts: int
-    ) -> None:
+    def __init__(self, step_folder: Path, shapes: Mapping[str, tuple[int, ...]], num_experts: int) -> None:
         self._shapes, self._num_experts = shapes, num_experts
-        folder = checkpoints.folder_of_records(step)
+        folder = step_folder / ITEM
         self.laziness = Laziness.of_lists(read_lists(folder).values()) if folder.is_dir() else None
         dtype = "float32" if self.laziness is None else self.laziness.gradient_dtype
         self._records = SavedRecords(folder, layouts(shapes, dtype)) if folder.is_dir() else None
         self.kinds = {"weights", "moments"} & set(self._records.kinds if self._records is not None else ())
         self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})  # brought up to date: index, arrays
-        self._state = checkpoints.directory / str(step) / "state"
+        self._state = step_folder / "state"
         self._arrays: dict[str, Any] = {}
 
     def weights(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:

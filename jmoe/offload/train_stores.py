@@ -19,8 +19,8 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
-from jmoe.training.expert_state import ExpertState, LocalExperts, Stores, layouts
-from jmoe.training.laziness import Laziness
+from jmoe.offload.expert_state import ExpertState, LocalExperts, Stores, layouts
+from jmoe.offload.lazy_adamw import Laziness
 
 ExpertArrays = dict[str, NDArray[np.float32]]
 OfLayer = Callable[[int], ExpertArrays]  # layer -> arrays [P, ...] by name

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jmoe.inference.expert_slots import HostSlots
-from jmoe.inference.residency import AllResident, ChosenExperts, LayerRing
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing
+from jmoe.offload.slots import HostSlots
 
 LAYERS, E = 3, 8
 FIELDS = {"w_up": ((16, 32), np.dtype(np.float32)), "w_down": ((16, 32), np.dtype(np.float32))}  # 4096 bytes, a page

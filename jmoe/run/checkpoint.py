@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 from jmoe.config import CheckpointConfig, check
 from jmoe.memory.direct_io import make_folder
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave, is_record
-from jmoe.training.checkpoint_contents import (
+from jmoe.run.checkpoint_contents import (
     crc32,
     entry_of,
     files_of,
@@ -116,7 +116,7 @@ class Checkpoints:
             skipped.add(newest)
         self._without_records = skipped
         if newest is None and self._from_process_0(len(self._all_steps())):
-            names = ", ".join(str(self.directory / str(step)) for step in self._all_steps())
+            names = ", ".join(str(self.folder_of(step)) for step in self._all_steps())
             raise ValueError(
                 f"no checkpoint in {self.directory} can be restored (see the warnings above); "
                 f"delete {names or 'its steps'} to start anew"
@@ -148,21 +148,24 @@ class Checkpoints:
         return None if (newest := self._from_process_0(newest)) < 0 else newest
 
     def _skip(self, step: int, reason: str) -> None:
-        print(f"warning: checkpoint {self.directory / str(step)} {reason}; skipped", file=sys.stderr, flush=True)
+        print(f"warning: checkpoint {self.folder_of(step)} {reason}; skipped", file=sys.stderr, flush=True)
 
     def _any_process(self, flag: bool) -> bool:
         if jax.process_count() == 1:
             return flag
         return bool(multihost_utils.process_allgather(np.int32(flag)).any())
 
+    def folder_of(self, step: int) -> Path:
+        return self.directory / str(step)
+
     def folder_of_records(self, step: int) -> Path:
-        return self.directory / str(step) / ITEM
+        return self.folder_of(step) / ITEM
 
     def newest_config(self) -> dict[str, Any] | None:
         """The configuration saved with the newest complete step, by this process alone; None: none can be read."""
         for step in reversed(self.steps()):
             if self._damage(step, prefix="config/") is None:
-                config: dict[str, Any] = json.loads((self.directory / str(step) / "config" / "metadata").read_text())
+                config: dict[str, Any] = json.loads((self.folder_of(step) / "config" / "metadata").read_text())
                 return config
         return None
 
@@ -194,7 +197,7 @@ class Checkpoints:
         places = ocp.checkpoint_utils.construct_restore_args(targets)
         args = ocp.args.PyTreeRestore(targets, restore_args=places, partial_restore=bool(but))
         with ocp.Checkpointer(handler, multiprocessing_options=self._processes) as reader:
-            arrays = reader.restore(self.directory / str(step) / "state", args=args)
+            arrays = reader.restore(self.folder_of(step) / "state", args=args)
         state = jax.tree.unflatten(tree, [arrays[name] for name in names])
         if self._records is not None and records and self.folder_of_records(step).is_dir():
             self._records.restore(self.folder_of_records(step))
@@ -207,7 +210,7 @@ class Checkpoints:
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit() and entry.is_dir())
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        return read_manifest(self.directory / str(step) / MANIFEST)
+        return read_manifest(self.folder_of(step) / MANIFEST)
 
     def _incomplete(self, step: int) -> str | None:
         """Why this step is not complete, or None."""
@@ -217,7 +220,7 @@ class Checkpoints:
             return f"is incomplete: it has no {MANIFEST}"
         except ValueError:  # JSON or UTF-8
             return f"is incomplete: its {MANIFEST} cannot be read"
-        missing = [name for name in files if not (self.directory / str(step) / name).is_file()]
+        missing = [name for name in files if not (self.folder_of(step) / name).is_file()]
         return f"is incomplete: {missing[0]} is missing" if missing else None
 
     def _damage(self, step: int, prefix: str = "", part: int = 0, parts: int = 1) -> str | None:
@@ -228,7 +231,7 @@ class Checkpoints:
         files = self._manifest(step)["files"]
         for name in sorted(name for name in files if name.startswith(prefix))[part::parts]:
             size_bytes, crc = files[name]
-            path = self.directory / str(step) / name
+            path = self.folder_of(step) / name
             if path.stat().st_size != size_bytes:
                 return f"is damaged: {name} has {path.stat().st_size} of {size_bytes} bytes"
             if crc32(path) != crc:
@@ -237,7 +240,7 @@ class Checkpoints:
 
     def _verify(self, step: int, prefix: str = "") -> None:
         """Raise on every process if a file of the step is damaged; the processes share the reading."""
-        if not (self.directory / str(step)).is_dir():
+        if not self.folder_of(step).is_dir():
             raise ValueError(f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}")
         damage = self._damage(step, prefix, jax.process_index(), jax.process_count())
         if jax.process_count() > 1:
@@ -248,11 +251,11 @@ class Checkpoints:
             return
         older = [s for s in reversed(self.steps()) if s < step and self._damage(s) is None]
         advice = (
-            f"step {older[0]} is intact: delete {self.directory / str(step)} to go on from it"
+            f"step {older[0]} is intact: delete {self.folder_of(step)} to go on from it"
             if older
             else "there is no intact older step"
         )
-        raise ValueError(f"checkpoint {self.directory / str(step)} {damage}; {advice}")
+        raise ValueError(f"checkpoint {self.folder_of(step)} {damage}; {advice}")
 
     def _check_arrays(self, step: int, wanted: dict[str, Any], but: Collection[str]) -> None:
         saved = {name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but}
@@ -263,11 +266,11 @@ class Checkpoints:
                 lines.append(f"{name}: {in_words(saved.get(name))} -> {in_words(here)}")
         if lines:
             shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-            raise ValueError(f"checkpoint {self.directory / str(step)} holds other arrays (saved -> now): {shown}")
+            raise ValueError(f"checkpoint {self.folder_of(step)} holds other arrays (saved -> now): {shown}")
 
     def _read_json(self, step: int, item: str) -> Any:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler(), multiprocessing_options=self._processes) as reader:
-            return reader.restore(self.directory / str(step) / item, args=ocp.args.JsonRestore())
+            return reader.restore(self.folder_of(step) / item, args=ocp.args.JsonRestore())
 
     def _from_process_0(self, value: int) -> int:
         if jax.process_count() == 1:
@@ -290,7 +293,7 @@ class Checkpoints:
             return
         self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         manager = self._open()
-        if (self.directory / str(step)).exists():
+        if self.folder_of(step).exists():
             raise ValueError(f"step = {step}: already saved in {self.directory}")
         newest = max(self._all_steps(), default=step)
         if newest > step:  # Orbax would keep that one and delete this
@@ -400,7 +403,7 @@ class Checkpoints:
                     aside = self.directory / f"incomplete-{step}-{number}"
                     if not aside.exists():
                         break
-                (self.directory / str(step)).rename(aside)
+                self.folder_of(step).rename(aside)
                 print(f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True)
 
     def _remove_set_aside(self) -> None:
@@ -449,7 +452,7 @@ class Checkpoints:
         try:
             manager.wait_until_finished()
             if jax.process_index() == 0:
-                fsync(self.directory / str(step))
+                fsync(self.folder_of(step))
                 fsync(self.directory)
                 self._remove_set_aside()
             if self._records is not None:
