@@ -39,7 +39,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import RecordLayout, RecordStore
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.planning.roofline import ring_step_time_s, serial_step_time_s, spread
+from jmoe.planning.roofline import ring_step_time_s
 
 # --- reads ---
 
@@ -130,7 +130,7 @@ def ring(num_layers: int, layer_bytes: int, rounds: int) -> list[dict[str, Any]]
     for ratio in (0.5, 1.0, 2.0):  # transfer time / compute time of a layer
         limit = layer_bytes / (ratio * compute_s)
         half = num_layers // 2
-        resident = spread(num_layers, half - 2)
+        resident = tuple((n + 1) * num_layers // (half - 2) - 1 for n in range(half - 2))  # evenly
         rings = {
             "resident": Ring(range(num_layers), num_layers, load, bandwidth_limit_bytes_per_s=limit),
             "ring": Ring(range(num_layers), half, load, bandwidth_limit_bytes_per_s=limit),
@@ -153,7 +153,7 @@ def ring(num_layers: int, layer_bytes: int, rounds: int) -> list[dict[str, Any]]
         transfers = [float(layer_bytes)] * num_layers
         computes = [[step_s / num_layers] * num_layers for step_s in times["resident"]]  # of the same round
         bounds = [ring_step_time_s(compute, transfers, limit) for compute in computes]
-        serial = [serial_step_time_s(compute, transfers, limit) for compute in computes]
+        serial = [sum(compute) + sum(transfers) / limit for compute in computes]
         row: dict[str, Any] = {"transfer_over_compute": ratio, "bound_s": round(statistics.median(bounds), 4)}
         row |= {"predicted_serial_s": round(statistics.median(serial), 4)}
         for name, seconds in times.items():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jmoe.config.checks import check
 from jmoe.planning.roofline import ExpertWeights
 
 Policy = Literal["auto", "resident", "ring", "experts"]
@@ -100,29 +101,29 @@ def plan_memory(
     of it as fits.
     """
     layers, e = model.weights.num_layers, model.weights.num_experts
-    _check(
+    check(
         policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
     )
-    _check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
-    _check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
-    _check(expert_tier in ("auto", "host", "nvme"), "expert_tier", expert_tier, "must be auto, host or nvme")
+    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
+    check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
+    check(expert_tier in ("auto", "host", "nvme"), "expert_tier", expert_tier, "must be auto, host or nvme")
     usable = host_cache_bytes is None or expert_tier != "host"
-    _check(usable, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
+    check(usable, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
     if policy == "resident" or (policy == "auto" and ring_slots is None):
         room_bytes = _device_room(model, free) if device_bytes is None else device_bytes
         fits = room_bytes >= model.weights.total_bytes or (policy == "resident" and device_bytes is None)
         needed = f"must hold all {model.num_experts} experts of {model.weights.expert_bytes} bytes for 'resident'"
-        _check(fits or policy == "auto", "device_bytes", device_bytes, needed)
+        check(fits or policy == "auto", "device_bytes", device_bytes, needed)
         if fits:
             return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
     if device_bytes is None:
         device_bytes = _slot_bytes(model, free, policy, ring_slots, host_cache_bytes)
     fit = device_bytes // model.weights.expert_bytes
     needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
-    _check(fit >= e, "device_bytes", device_bytes, needed)
+    check(fit >= e, "device_bytes", device_bytes, needed)
     if policy == "ring" or ring_slots is not None:
         policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
-        _check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
+        check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
     slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
     tier, host_bytes = _below(model, free, slots, expert_tier, host_cache_bytes)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
@@ -160,13 +161,8 @@ def _below(
     all_bytes = model.num_experts * model.record_bytes
     if expert_tier == "host" or (expert_tier == "auto" and host_cache_bytes is None and all_bytes <= room_bytes):
         needed = f"needs {all_bytes} bytes of host memory, and {max(0, room_bytes)} are free"
-        _check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)
+        check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)
         return "host", all_bytes
     if host_cache_bytes is None:
         host_cache_bytes = max(min(all_bytes // 4, room_bytes), MIN_CACHE_RECORDS * model.record_bytes)
     return "nvme", min(host_cache_bytes, all_bytes)
-
-
-def _check(ok: bool, name: str, value: object, constraint: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} = {value!r}: {constraint}")

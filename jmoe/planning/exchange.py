@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import ceil, comb
 from typing import Literal, get_args
 
+from jmoe.config.checks import check
+
 ExchangeKind = Literal["flat", "hierarchical", "dedup"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
 DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
@@ -30,11 +32,6 @@ class ExchangePlan:
         return self.num_nodes * self.devices_per_node
 
 
-def _check(ok: bool, name: str, value: object, constraint: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} = {value!r}: {constraint}")
-
-
 def nodes_per_token(
     num_nodes: int, num_experts: int, num_experts_per_tok: int, n_group: int = 1, topk_group: int = 1
 ) -> float:
@@ -43,13 +40,13 @@ def nodes_per_token(
     With group-limited routing (k experts of `topk_group` of `n_group` groups of E / n_group neighbours each) the same
     for the groups of a node, where every node holds whole groups; otherwise the limit is left out of account.
     """
-    _check(num_nodes > 0, "num_nodes", num_nodes, "must be greater than 0")
-    _check(num_experts % num_nodes == 0, "num_experts", num_experts, f"must be a multiple of {num_nodes} nodes")
+    check(num_nodes > 0, "num_nodes", num_nodes, "must be greater than 0")
+    check(num_experts % num_nodes == 0, "num_experts", num_experts, f"must be a multiple of {num_nodes} nodes")
     k = num_experts_per_tok
-    _check(0 < k <= num_experts, "num_experts_per_tok", k, f"must be in [1, num_experts = {num_experts}]")
-    _check(num_experts % n_group == 0, "n_group", n_group, f"must divide num_experts = {num_experts}")
+    check(0 < k <= num_experts, "num_experts_per_tok", k, f"must be in [1, num_experts = {num_experts}]")
+    check(num_experts % n_group == 0, "n_group", n_group, f"must divide num_experts = {num_experts}")
     reachable = num_experts // n_group * topk_group
-    _check(k <= reachable, "num_experts_per_tok", k, f"must not exceed the {reachable} experts of {topk_group} groups")
+    check(k <= reachable, "num_experts_per_tok", k, f"must not exceed the {reachable} experts of {topk_group} groups")
     if n_group == 1 or n_group % num_nodes:
         n_group = topk_group = num_nodes  # one group a node, all of them open
     mine, group_size = n_group // num_nodes, num_experts // n_group
@@ -73,7 +70,7 @@ def plan_exchange(
 ) -> ExchangePlan:
     """The exchange of this name, or with `auto` the one that suits the topology and the routing; and why."""
     names = ("auto", *get_args(ExchangeKind))
-    _check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
+    check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
     reached = nodes_per_token(num_nodes, num_experts, num_experts_per_tok, n_group, topk_group)
     away = (num_nodes - 1) / num_nodes  # of the rows a token needs, those that leave its node
     flat, dedup = num_experts_per_tok * away, reached * away

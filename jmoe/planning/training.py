@@ -2,7 +2,7 @@
 
 Symbols: D dense parameters, P parameters of an expert, L layers with experts of E experts each, k experts a token, B
 tokens of a step. Of every parameter there are 4 bytes each of weight, gradient and two moments; with all experts off
-the device that is 16 D + what a few layers of experts need on it, and up to 16 L E P below (MoESys, table 1:
+the device that is 16 D + what a few layers of experts need on it, and up to 16 L E P below (MoESys, Equation 1:
 GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts too; the plan is then
 of one device and of the host that it is in, and knows nothing of the network between them. Data-parallel replicas of
 such a group of devices share the dense state and the tokens, and repeat the experts.

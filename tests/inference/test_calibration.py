@@ -12,7 +12,6 @@ import pytest
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
 from jmoe.inference.sequence import Completion
-from jmoe.planning.roofline import choose_policy
 from jmoe.planning.streaming import StreamingPlan
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
@@ -103,9 +102,8 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
             assert measured <= 1.1 * limit
             assert plan.policy(1) == "experts"
             for num_tokens in range(1, 7):
-                at = plan.measured(num_tokens)
-                chosen = choose_policy(plan.memory.model.weights, at, plan.memory.device_expert_bytes)
-                assert plan.policy(num_tokens) == chosen.policy
+                fitting = [p for p in plan.predictions(num_tokens) if p.fits]
+                assert plan.policy(num_tokens) == min(fitting, key=lambda p: p.step_s).policy
             slow.generate([[5]], max_new_tokens=36, ignore_eos=True)
             assert slow.plan.seen is not None  # 35 decode steps of 1 token: 2 of 4 experts, some on the device
             assert slow.plan.seen.active_experts == 2 and 0 < slow.plan.seen.hit_rate <= 1

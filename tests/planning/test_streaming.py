@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
-from jmoe.planning.roofline import ExpertWeights, choose_policy
+from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import Seen, Speeds, StreamingPlan
 
 # 8 layers of 64 experts of 1 MB; half of them fit
@@ -23,16 +24,34 @@ def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
     assert 8 < whole < 512
     assert policies == ["experts"] * (whole - 1) + ["ring"] * (521 - whole)
     for num_tokens in (1, 2, 8, whole - 1, whole, whole + 1, 300, 520):
-        chosen = choose_policy(MODEL.weights, plan.measured(num_tokens), HALF.device_expert_bytes)
-        assert plan.policy(num_tokens) == chosen.policy
-        assert plan.predictions(num_tokens) == chosen.predictions
-        assert plan.predicted_step_s(num_tokens) == pytest.approx(chosen.chosen.step_s + 0.01)
+        fastest = min((p for p in plan.predictions(num_tokens) if p.fits), key=lambda p: p.step_s)
+        assert plan.policy(num_tokens) == fastest.policy
+        assert plan.predicted_step_s(num_tokens) == pytest.approx(fastest.step_s + 0.01)
     assert plan.measured(8).compute_s == 0.003
     assert plan.measured(260).compute_s == pytest.approx(0.0515)  # halfway from 8 to 512
     assert plan.measured(1000).compute_s == 0.1
     # 512 tokens: compute of 100 ms hides what moves, 6 of 8 layers' 64 ms
     assert plan.predicted_step_s(512) == pytest.approx(8 * 0.1 + 0.01)
     assert plan.describe(512).startswith("512 tokens a step: ring of resident 800.0 ms (does not fit), ring 800.0 ms")
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens", "policy"),
+    [
+        ({}, 1, "experts"),
+        ({"layer_s": (0.002, 0.003, 0.1)}, 4096, "ring"),  # every expert is used anyway: the ring hides what it moves
+        ({"sync_s": 0.060}, 1, "ring"),  # the read-back eats the gain
+    ],
+)
+def test_what_decides_between_a_ring_and_single_experts(changes: dict[str, Any], num_tokens: int, policy: str) -> None:
+    assert StreamingPlan(HALF, dataclasses.replace(SPEEDS, **changes)).policy(num_tokens) == policy
+
+
+@pytest.mark.parametrize(("hit_rate", "policy"), [(0.2, "ring"), (0.9, "experts")])
+def test_hits_decide_for_many_tokens(hit_rate: float, policy: str) -> None:
+    seen = Seen(256, 256, active_experts=64, hit_rate=hit_rate, early_fraction=0)
+    speeds = Speeds((1, 512), (0.002, 0.002), bandwidth_bytes_per_s=1e9)
+    assert StreamingPlan(HALF, speeds, seen).policy(256) == policy
 
 
 def test_what_bandwidth_does_to_the_choice() -> None:
