@@ -7,21 +7,18 @@ ratio is the median over rounds of the device's seconds to the host's. Predicted
 this machine's rate of products and of memory, measured here. The last line of output is one JSON object.
 """
 
+if __name__ == "__main__":
+    import script
+
+    script.start_anew()
+
 import argparse
 import json
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from jmoe.runtime import start_anew
-
-if __name__ == "__main__":
-    start_anew()
 
 import jax
 import jax.numpy as jnp

@@ -19,15 +19,10 @@ run in the environment that `train.py` gives itself (`jmoe.runtime`).
 embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from jmoe.runtime import start_anew
-
 if __name__ == "__main__":
-    start_anew()
+    import script
+
+    script.start_anew()
 
 import argparse
 import json
@@ -35,6 +30,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,8 +40,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import embedding, steps
-from benchmarks.two_nodes import ADDRESSES, TwoNodes, sent_bytes
+from benchmarks.comm import embedding, steps
+from benchmarks.lib.two_nodes import ADDRESSES, TwoNodes, sent_bytes
 from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
 
 NODES = 2

@@ -7,6 +7,11 @@ Prompts are random tokens, or `--text FILE` through the checkpoint's tokenizer. 
 round's decode over its steps. `--long-prompt N` also times the prefill of one prompt of N tokens.
 """
 
+if __name__ == "__main__":
+    import script
+
+    script.start_anew()
+
 import argparse
 import json
 import resource
@@ -15,8 +20,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import jmoe.runtime
 
 
 def arguments() -> argparse.Namespace:
@@ -161,5 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jmoe.runtime.start_anew()
     main()

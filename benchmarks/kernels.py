@@ -8,23 +8,20 @@ On a GPU the floors are the copy bandwidth and the dense bfloat16 matmul rate me
 is timed where its masked work fits; tokamax and torch where they are installed.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from jmoe.runtime import start_anew
-
 if __name__ == "__main__":
-    start_anew()
+    import script
+
+    script.start_anew()
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import flax.nnx as nnx

@@ -8,6 +8,9 @@ status 0. Prints registers, spilled bytes and shared memory of every Mosaic GPU 
 program; the last line is one JSON object.
 """
 
+if __name__ == "__main__":
+    import script  # noqa: F401  makes benchmarks and jmoe importable
+
 import argparse
 import contextlib
 import json
@@ -21,8 +24,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -7,6 +7,11 @@ that a random model cannot repeat itself and keep to a few experts: every step i
 prefix is in the cache but for the last token. `--prepare` packs the experts and ends.
 """
 
+if __name__ == "__main__":
+    import script
+
+    script.start_anew()
+
 import argparse
 import json
 import os
@@ -16,8 +21,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import jmoe.runtime
 
 
 def evict(folder: Path) -> None:
@@ -95,5 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jmoe.runtime.start_anew()
     main()

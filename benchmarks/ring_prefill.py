@@ -6,6 +6,11 @@ The link to the device is limited so that copying a layer takes as long as compu
 with perfect overlap it costs nothing, without overlap (one slot) it doubles the time. The three engines run in turn.
 """
 
+if __name__ == "__main__":
+    import script
+
+    script.start_anew()
+
 import argparse
 import json
 import statistics
@@ -13,8 +18,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import jmoe.runtime
 
 
 def prefill_s(engine: Any, batch: int, prompt: int, seed: int) -> float:
@@ -84,5 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jmoe.runtime.start_anew()
     main()

@@ -8,7 +8,13 @@ follows steps like all others, but everything has changed since the start.
 Prints one JSON object as its last line.
 """
 
+if __name__ == "__main__":
+    import script
+
+    script.start_anew()
+
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -16,15 +22,6 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from jmoe.runtime import start_anew
-
-if __name__ == "__main__":
-    start_anew()
-
-import dataclasses
 
 import jax
 import numpy as np

@@ -16,6 +16,14 @@ throughput beside its engine's, in turn:
         "$load --start DIR --max-batch 32 --max-waiting 200"
 """
 
+import sys
+
+if __name__ == "__main__":
+    import script
+
+    if "--engine" in sys.argv:  # jmoe need not be installed to load another server
+        script.start_anew()
+
 import argparse
 import asyncio
 import contextlib
@@ -25,7 +33,6 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -330,7 +337,6 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
 
 def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     """All requests at once, in the engine that `serve.py` would make."""
-    sys.path.insert(0, str(SERVE.parent))
     import serve
     from jmoe.command_line import parse_serve
     from jmoe.deploy.exported import hugging_face_folder
@@ -370,8 +376,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if "--engine" in sys.argv:  # jmoe need not be installed to load another server
-        from jmoe.runtime import start_anew
-
-        start_anew()  # before JAX is imported
     main()

@@ -17,14 +17,15 @@ gradients, of one pass.
 The last line of output is one JSON object.
 """
 
+if __name__ == "__main__":
+    import script  # noqa: F401  makes benchmarks and jmoe importable
+
 import argparse
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, plan_embedding
 from jmoe.planning.embedding import traffic as embedding_traffic

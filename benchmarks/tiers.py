@@ -14,6 +14,9 @@ see `storage.py`; give --total-bytes 8000000000 for the latter.
 Axes: E experts of a layer, L layers, T tokens, R bytes of a record.
 """
 
+if __name__ == "__main__":
+    import script  # noqa: F401  makes benchmarks and jmoe importable
+
 import argparse
 import json
 import os
@@ -30,11 +33,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from cache_policies import PHASE_STEPS, policies
-from storage import checkpoint, store
-
+from benchmarks.offload.cache_policies import PHASE_STEPS, policies
+from benchmarks.offload.storage import checkpoint, store
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import RecordLayout, RecordStore
 from jmoe.memory.ring import Ring

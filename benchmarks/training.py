@@ -8,15 +8,10 @@
 Each process is pinned to its share of the cores. The same batch is trained on at every step.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from jmoe.runtime import start_anew
-
 if __name__ == "__main__":
-    start_anew()
+    import script
+
+    script.start_anew()
 
 import argparse
 import json
@@ -26,9 +21,11 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np

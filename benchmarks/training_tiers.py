@@ -9,6 +9,11 @@ two_nodes  as step, in two processes with a limited link between them; needs roo
 Prints one JSON object as its last line. Legend: E experts of a layer, N layers with experts.
 """
 
+if __name__ == "__main__":
+    import script
+
+    script.start_anew()
+
 import argparse
 import dataclasses
 import json
@@ -20,19 +25,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from jmoe.runtime import start_anew
-
-if __name__ == "__main__":
-    start_anew()
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks import fio, tiers_two_nodes
+from benchmarks.lib import fio
+from benchmarks.offload import two_nodes
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.version_store import VersionStore
@@ -233,7 +232,7 @@ def main() -> int:
         "step": measure_steps,
         "traffic": measure_traffic,
         "replay": measure_replay,
-        "two_nodes": tiers_two_nodes.measure,
+        "two_nodes": two_nodes.measure,
     }
     parser.add_argument("what", choices=measures)
     parser.add_argument("--folder", type=Path, help="where records are; default: the system's temporary folder")
@@ -242,10 +241,10 @@ def main() -> int:
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
     parser.add_argument("--rounds", type=int, default=7)
-    tiers_two_nodes.add_options(parser)
+    two_nodes.add_options(parser)
     a = parser.parse_args()
     if a.rank is not None:
-        print(json.dumps(tiers_two_nodes.worker(a)), flush=True)
+        print(json.dumps(two_nodes.worker(a)), flush=True)
         return 0
     a.small_cache = 40 * 16 * 3 * a.hidden_size * a.intermediate_size
     with tempfile.TemporaryDirectory(prefix="jmoe-training-tiers-", dir=a.folder) as folder:

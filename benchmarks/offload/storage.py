@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from benchmarks import fio
+from benchmarks.lib import fio
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.direct_io import write_file
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave

@@ -5,7 +5,7 @@ the median, round by round, of the first one's seconds to this one's: how many t
 the losses have to stay the same.
 
 order: one rank a node, steps traced on rank 0. `all_to_all_s`: in the mean, an exchange of the backward pass is done
-so long after its input could be known (`benchmarks.trace`), waiting included; `all_to_alls_s`: all of a step, which
+so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`: all of a step, which
 `ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what
 the link alone takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what the rest takes.
 """
@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import trace
-from benchmarks.two_nodes import NODES as NAMES
+from benchmarks.comm import trace
+from benchmarks.lib.two_nodes import NODES as NAMES
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH
 

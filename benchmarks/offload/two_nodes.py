@@ -1,6 +1,6 @@
 """`benchmarks.training_tiers two_nodes`: the step with both prefetches, over a slow link and from a disk.
 
-Two processes, each a node of its own (`benchmarks.two_nodes`) with half of the experts. The steps that are compared
+Two processes, each a node of its own (`benchmarks.lib.two_nodes`) with half of the experts. The steps that are compared
 take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything in host
 memory, which without a link limit is what computing alone takes. `disk_s` is what the disk, which both share, needs for
 a step's bytes at the rates measured: to read and then to write; with --disk-bytes-per-s, a limit for each, the longer
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.communication import NODES, Clock, launch
-from benchmarks.slow_disk import SlowDisk
-from benchmarks.two_nodes import ADDRESSES
+from benchmarks.lib.slow_disk import SlowDisk
+from benchmarks.lib.two_nodes import ADDRESSES
 
 KINDS: dict[str, dict[str, Any]] = {
     "ahead": {"experts": "nvme", "optimizer": "nvme", "device_layers": 2},
