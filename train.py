@@ -25,24 +25,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import TrainConfig
+from jmoe.data.corpus import Corpus, Role, discard, prepare, publish
+from jmoe.data.loader import COMPARABLE_BYTES, TrainBatches, baselines, train_batches
+from jmoe.data.progress import PreparingData
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
+from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, check_before_data, check_compatible
-from jmoe.status import status
-from jmoe.training import distributed
-from jmoe.training.data import (
-    COMPARABLE_BYTES,
-    Corpus,
-    Role,
-    TrainBatches,
-    baselines,
-    discard,
-    prepare,
-    publish,
-    train_batches,
-)
-from jmoe.training.evaluation import held_out_loss, sample_text
-from jmoe.training.metrics import (
+from jmoe.run.metrics import (
     CompiledPrograms,
     MetricsLog,
     ProgressLine,
@@ -50,14 +40,15 @@ from jmoe.training.metrics import (
     recent_expert_load,
     step_record,
 )
-from jmoe.training.pretrained import TOKENIZER, pretrained_state, with_pretrained_model
-from jmoe.training.progress import PreparingData
-from jmoe.training.report import print_final_summary, write_report
+from jmoe.run.planner import tier_totals, tiers_summary, training_plan, with_chosen_tiers
+from jmoe.run.report import print_final_summary, write_report
+from jmoe.status import status
+from jmoe.training.evaluation import held_out_loss, sample_text
+from jmoe.training.finetune import TOKENIZER, pretrained_state, with_pretrained_model
 from jmoe.training.resume import restored
 from jmoe.training.run_folder import WAIT_S, RunFolder
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_step import make_tiered_program
-from jmoe.training.tier_plan import tier_totals, tiers_summary, training_plan, with_chosen_tiers
 
 
 def say(text: str) -> None:

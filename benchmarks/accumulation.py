@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.training_tiers import add_model_options, model_of
 from jmoe.config import MachineConfig, OptimizerConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
+from jmoe.run.planner import training_plan
 from jmoe.training.streamed_step import make_tiered_program
-from jmoe.training.tier_plan import training_plan
 
 SEQUENCE_LENGTH = 256
 TIERS = {"device": TiersConfig(), "host": TiersConfig(experts="host", optimizer="host", device_layers=2)}

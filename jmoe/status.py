@@ -6,6 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 
 
+def duration(seconds: float) -> str:
+    """`4:05`, or `1:04:05` from an hour on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
 @contextlib.contextmanager
 def repeating(action: Callable[[], None], every_s: float) -> Iterator[None]:
     """Call `action` every `every_s` seconds, on a thread of its own, until the block ends."""

@@ -39,7 +39,7 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
     assert "warning: optimizer.warmup_steps = 40: all of the run's num_steps = 2 are warm-up" in run(
         "train.py", *SMALL, *MODEL, "--data.path", text, "--output-dir", first
     )
-    assert "step 2 of" in run("-m", "jmoe.training.export", first, folder)
+    assert "step 2 of" in run("-m", "jmoe.deploy.export", first, folder)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in folder.iterdir()} == names
     assert json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
@@ -57,7 +57,7 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
     assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)  # it starts where the first run ended
     assert after < before
 
-    run("-m", "jmoe.training.export", second, tmp_path / "tuned")
+    run("-m", "jmoe.deploy.export", second, tmp_path / "tuned")
     tokens = np.arange(20, dtype=np.int32)[None]
     logits = [np.asarray(jmoe.load_pretrained(path)(tokens)) for path in (folder, tmp_path / "tuned")]
     assert logits[0].shape == (1, 20, 512) and np.abs(logits[0] - logits[1]).max() > 1e-3
@@ -65,7 +65,7 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
 
 def test_mistakes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     for arguments, message in (
-        (["-m", "jmoe.training.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
+        (["-m", "jmoe.deploy.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
         (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),
         (
             ["train.py", "tiny", "--init-from", tmp_path, "--model.hidden_size=64", "--model.router.jitter-noise", "0"],

@@ -24,6 +24,7 @@ FLOORS = {
     "jmoe.optim": 2,
     "jmoe.models": 3,
     "jmoe.offload": 4,
+    "jmoe.data": 4,
     "jmoe.run": 5,
     "jmoe.training": 6,
     "jmoe.inference": 6,

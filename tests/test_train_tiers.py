@@ -88,7 +88,7 @@ def test_a_run_on_nvme_is_served_exported_and_moved(
     finish(runs, run_python, run, *NVME)
     served = run_python(["serve.py", run, "--dry-run"], runs.environment(), timeout=200)
     assert served.returncode == 0, served.stderr
-    exported = run_python(["-m", "jmoe.training.export", on_host, tmp_path / "model"], runs.environment(), timeout=200)
+    exported = run_python(["-m", "jmoe.deploy.export", on_host, tmp_path / "model"], runs.environment(), timeout=200)
     assert exported.returncode == 0, exported.stderr
     folders = [tmp_path / "model", run / "exported" / f"step-{STEPS}"]
     ours, theirs = (folder / "model.safetensors" for folder in folders)

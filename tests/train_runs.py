@@ -63,7 +63,7 @@ class TrainRuns:
         """The same text as token shards with their tokenizer."""
         folder = self.folder / "shards"
         limits = ("--vocab-size", "512", "--held-out-bytes", "20000")
-        arguments = ("-m", "jmoe.training.data", self.text, "--out", folder, *limits)
+        arguments = ("-m", "jmoe.data", self.text, "--out", folder, *limits)
         done = self._run_python(arguments, timeout=300)
         assert done.returncode == 0, done.stderr
         return folder

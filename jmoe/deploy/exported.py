@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jmoe.config import CheckpointConfig
+from jmoe.deploy.export import export_run
 from jmoe.memory.record_store import locked
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.status import status
-from jmoe.training.export import export_run
 
 EXPORTED = "exported"
 LOCK = "export.lock"

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from tokenizers import Tokenizer
 
 from jmoe.config import TrainConfig
+from jmoe.data.corpus import Corpus
+from jmoe.data.loader import held_out_windows
 from jmoe.mesh import BATCH
-from jmoe.training.corpus import Corpus
-from jmoe.training.data import held_out_windows
 from jmoe.training.step import Program, TrainState
 
 

@@ -27,8 +27,8 @@ from typing import Any, BinaryIO, Self
 
 import jax
 
-from jmoe.training import distributed
-from jmoe.training.token_shards import write_atomic
+from jmoe.data.shards import write_atomic
+from jmoe.run import distributed
 
 LOCK, IDENTITY = "run.lock", "run.json"
 WAIT_S = 120.0  # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s

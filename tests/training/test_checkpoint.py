@@ -453,7 +453,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, DistributedConfig
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.distributed import Watchdog, start
+from jmoe.run.distributed import Watchdog, start
 
 rank, processes, port, folder, mode = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 if processes > 1:
@@ -562,7 +562,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jmoe.config import CheckpointConfig
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.distributed import PreemptionSignal
+from jmoe.run.distributed import PreemptionSignal
 with PreemptionSignal() as preemption:
     print("ready", flush=True)
     checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointConfig(keep=100))

@@ -114,7 +114,7 @@ from pathlib import Path
 sys.path[:0] = ["tests", "tests/training"]
 from test_checkpoint_records import *
 from jmoe.config import DistributedConfig
-from jmoe.training.distributed import start
+from jmoe.run.distributed import start
 rank, processes, port, local, folder, last = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6])
 if processes > 1:
     start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
@@ -262,7 +262,7 @@ sys.path[:0] = ["tests", "tests/training", "."]
 from test_checkpoint_records import *
 from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
-from jmoe.training import distributed
+from jmoe.run import distributed
 from jmoe.training.run_folder import RunFolder
 import train as program
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]

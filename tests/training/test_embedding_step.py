@@ -19,11 +19,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.deploy.export import export_run
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, make_mesh
 from jmoe.models.pretrained import load_pretrained
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.export import export_run
-from jmoe.training.pretrained import pretrained_state
+from jmoe.training.finetune import pretrained_state
 from jmoe.training.step import Program, TrainState, make_program
 
 ONE, EIGHT = (1, 1, 1), (2, 2, 2)

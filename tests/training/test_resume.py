@@ -15,16 +15,16 @@ from typing import Any, Self
 import jax
 import numpy as np
 import pytest
-from test_pretrained_state import config_of as pretrained_config
+from test_finetune import config_of as pretrained_config
 from test_streamed_step import CONFIG, batch, differing
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
+from jmoe.deploy.export import saved_parameters
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import StoredExperts, flat
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.export import saved_parameters
-from jmoe.training.pretrained import pretrained_state
+from jmoe.training.finetune import pretrained_state
 from jmoe.training.resume import restored
 from jmoe.training.step import Program, TrainState, make_program
 from jmoe.training.streamed_step import make_tiered_program

@@ -16,9 +16,9 @@ from test_streamed_step import CONFIG, HOST, MODEL, E, Trained, batch, close, di
 
 from jmoe.config import MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
+from jmoe.run.planner import trained_model
 from jmoe.training.step import make_program
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
-from jmoe.training.tier_plan import trained_model
 from tests.compiled import operations
 
 SPREAD = dataclasses.replace(

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from jmoe.training.metrics import (
+from jmoe.run.metrics import (
     EXPERT_LOAD_VALUES_PER_STEP,
     MetricsLog,
     ProgressLine,
@@ -29,7 +29,7 @@ from jmoe.training.metrics import (
     read_metrics,
     recent_expert_load,
 )
-from jmoe.training.report import print_final_summary, write_report
+from jmoe.run.report import print_final_summary, write_report
 
 
 def metrics(step: int = 0, *, layers: int = 2, experts: int = 4, **changes: object) -> dict[str, Any]:
@@ -197,7 +197,7 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 import numpy as np
-from jmoe.training.metrics import MetricsLog
+from jmoe.run.metrics import MetricsLog
 load_LE = np.full((8, 32), 1 / 32)
 with MetricsLog(Path(sys.argv[1]), start_step=int(sys.argv[2])) as log:
     for step in itertools.count(int(sys.argv[2])):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from jmoe.training.metrics import duration
+from jmoe.status import duration
 
 
 class PreparingData:

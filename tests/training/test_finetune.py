@@ -15,7 +15,7 @@ from configs import PRESETS
 from jmoe.config import TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
-from jmoe.training.pretrained import pretrained_state, with_pretrained_model
+from jmoe.training.finetune import pretrained_state, with_pretrained_model
 from jmoe.training.step import make_program
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"

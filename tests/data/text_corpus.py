@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.config import DataConfig
-from jmoe.training.token_shards import ShardWriter
+from jmoe.data.shards import ShardWriter
 
 REPOSITORY = Path(__file__).parents[2]
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "dogs", "while", "déjà", "vu", "漢字", "return", "None", "12")

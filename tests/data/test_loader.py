@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from text_corpus import config, finish, start, write_shard, write_texts
 
-from jmoe.training import data
-from jmoe.training.corpus import Corpus, prepare
-from jmoe.training.data import held_out_windows, train_batches, unigram_bits_per_byte, xz_bits_per_byte
+from jmoe.data import loader
+from jmoe.data.corpus import Corpus, prepare
+from jmoe.data.loader import held_out_windows, train_batches, unigram_bits_per_byte, xz_bits_per_byte
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
 
 
-def take(batches: data.TrainBatches, count: int) -> np.ndarray:
+def take(batches: loader.TrainBatches, count: int) -> np.ndarray:
     result = np.stack([next(batches) for _ in range(count)])
     batches.close()
     return result
@@ -84,7 +84,8 @@ RESUME = """
 import hashlib, json, sys
 from pathlib import Path
 from jmoe.config import DataConfig
-from jmoe.training.data import prepare, train_batches
+from jmoe.data.corpus import prepare
+from jmoe.data.loader import train_batches
 path, cache, state, index = sys.argv[1:]
 corpus = prepare(DataConfig(path=(path,)), 400, Path(cache))
 batches = train_batches(corpus, batch_size=8, sequence_length=16, seed=3, process_index=int(index), process_count=2)
@@ -132,13 +133,13 @@ def test_state_of_another_run_is_refused(corpus: Corpus, name: str) -> None:
 
 def test_a_process_reads_its_own_rows_only(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = data._Windows.__getitem__
+    original = loader._Windows.__getitem__
 
-    def counted(self: data._Windows, index: int) -> np.ndarray:
+    def counted(self: loader._Windows, index: int) -> np.ndarray:
         read.append(index)
         return original(self, index)
 
-    monkeypatch.setattr(data._Windows, "__getitem__", counted)
+    monkeypatch.setattr(loader._Windows, "__getitem__", counted)
     per_process = []
     for index in range(2):
         read.clear()
@@ -205,7 +206,7 @@ def test_unigram_bits_per_byte(tmp_path: Path, texts: Path, corpus: Corpus, monk
     assert unigram_bits_per_byte(corpus) == pytest.approx(bits(corpus, [1.0]), rel=1e-12)
     mixed = prepare(config(texts / "part0", texts / "part1", weights=(3.0, 1.0)), 300, tmp_path)
     assert unigram_bits_per_byte(mixed) == pytest.approx(bits(mixed, [0.75, 0.25]), rel=1e-12)
-    monkeypatch.setattr(data, "UNIGRAM_TOKENS", 1000)
+    monkeypatch.setattr(loader, "UNIGRAM_TOKENS", 1000)
     assert unigram_bits_per_byte(corpus) == pytest.approx(bits(corpus, [1.0]), rel=0.1)
 
 

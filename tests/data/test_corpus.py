@@ -17,13 +17,13 @@ import pytest
 from text_corpus import REPOSITORY, config, finish, start, write_shard, write_texts
 
 from jmoe.config import DataConfig
-from jmoe.training import corpus as corpus_module
-from jmoe.training import data as data_module
-from jmoe.training import text_files
-from jmoe.training.corpus import Corpus, Role, prepare
-from jmoe.training.data import main, unigram_bits_per_byte, xz_bits_per_byte
-from jmoe.training.token_shards import ShardWriter, open_shard
-from jmoe.training.tokenizer import load_tokenizer, train_bpe
+from jmoe.data import corpus as corpus_module
+from jmoe.data import loader, text_files
+from jmoe.data.__main__ import main
+from jmoe.data.corpus import Corpus, Role, prepare
+from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
+from jmoe.data.shards import ShardWriter, open_shard
+from jmoe.data.tokenizer import load_tokenizer, train_bpe
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_large_shard_is_checked_where_it_is_read(tmp_path: Path, monkeypatch: 
     ids = np.random.default_rng(0).integers(1, 300, 200_000)
     path = write_shard(tmp_path / "a.bin", ids.tolist(), text_bytes=10**6)
     flip(path, 100_000)
-    windows = data_module._Windows(prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300)
+    windows = loader._Windows(prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300)
     for index in (0, 500, 1500):
         assert windows[index].tolist() == [0, *ids.tolist()][100 * index : 100 * index + 101]
     with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged in bytes 196608 to 262144 of its ids"):
@@ -430,7 +430,7 @@ PREPARE = """
 import sys
 from pathlib import Path
 from jmoe.config import DataConfig
-from jmoe.training.corpus import Role, prepare
+from jmoe.data.corpus import Role, prepare
 path, cache, main = sys.argv[1:]
 print(prepare(DataConfig(path=(path,)), 400, Path(cache), Role(main == "1", wait_s=30)).fingerprint)
 """
@@ -499,7 +499,7 @@ def test_progress_is_told_in_every_phase(tmp_path: Path, texts: Path, monkeypatc
 def test_killed_while_it_tokenises(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
     stop_inside = PREPARE.replace(
         "path, cache",
-        "from jmoe.training import corpus\n"
+        "from jmoe.data import corpus\n"
         "def hang(*_):\n    import time\n    print('inside', flush=True)\n    time.sleep(60)\n"
         "corpus._manifest_entry = hang\npath, cache",
     )
@@ -543,7 +543,7 @@ def test_command_line_writes_what_data_path_takes(
 
 
 def test_command_line_as_a_program(tmp_path: Path, texts: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "jmoe.training.data", str(texts / "absent"), "--out", str(tmp_path)]
+    command = [sys.executable, "-W", "error", "-m", "jmoe.data", str(texts / "absent"), "--out", str(tmp_path)]
     result = subprocess.run(
         [*command, "--vocab-size", "300"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )

@@ -15,7 +15,7 @@ from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
 from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
-from jmoe.training.metrics import MetricsLog, read_metrics
+from jmoe.run.metrics import MetricsLog, read_metrics
 
 
 def trained_model(config: TrainConfig) -> TrainedModel:

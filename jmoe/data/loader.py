@@ -1,4 +1,4 @@
-"""Batches of tokens for training and evaluation; `python -m jmoe.training.data` writes token shards.
+"""Batches of tokens for training and evaluation.
 
 Legend: B sequences in a batch (all processes), b this process's share of them, S sequence length. A window is S + 1
 consecutive tokens, so that inputs `[:, :-1]` and targets `[:, 1:]` overlap by all but one token; windows start every
@@ -7,40 +7,17 @@ S tokens, so that every token is a target once an epoch.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
 import lzma
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Self
 
 import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import DataConfig
-from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.corpus import Corpus, Role, Source, discard, prepare, publish, write_shards
-from jmoe.training.progress import PreparingData
-
-__all__ = [
-    "COMPARABLE_BYTES",
-    "Corpus",
-    "Role",
-    "Source",
-    "TrainBatches",
-    "baselines",
-    "discard",
-    "held_out_windows",
-    "prepare",
-    "publish",
-    "train_batches",
-    "unigram_bits_per_byte",
-    "write_shards",
-    "xz_bits_per_byte",
-]
+from jmoe.data.corpus import Corpus, Source
 
 # Held-out text on which other models' figures are comparable. `xz -9` starts from nothing: of 20 kB of source code it
 # makes a sixth more bits per byte than of 500 kB (by chance up to a third less), of 100 kB a tenth more.
@@ -255,54 +232,3 @@ def xz_bits_per_byte(corpus: Corpus) -> float:
     """Bits per byte of `xz -9` on the held-out text."""
     corpus.check_held_out_text()
     return 8 * len(lzma.compress(corpus.held_out_bytes, preset=9)) / len(corpus.held_out_bytes)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: tokenise text once into shards that `--data.path DIR` takes."""
-    defaults = DataConfig()
-    parser = argparse.ArgumentParser(
-        prog="python -m jmoe.training.data",
-        description="Tokenise text into token shards (.bin) and a tokenizer.json that train.py --data.path DIR takes.",
-    )
-    parser.add_argument("path", nargs="*", help="files, folders or globs of text or JSONL; none: the standard library")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    maker = parser.add_mutually_exclusive_group(required=True)
-    maker.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
-    maker.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
-    parser.add_argument("--field", default=defaults.field, help="JSONL: the field with the text (%(default)s)")
-    parser.add_argument(
-        "--encoding",
-        nargs="+",
-        default=defaults.encoding,
-        metavar="NAME",
-        help="of the text; several: the first that fits",
-    )
-    parser.add_argument("--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F")
-    parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
-    given = parser.parse_args(arguments)
-    try:
-        config = DataConfig(
-            path=tuple(given.path),
-            field=given.field,
-            encoding=tuple(given.encoding),
-            tokenizer=given.tokenizer,
-            held_out_fraction=given.held_out_fraction,
-            held_out_bytes=given.held_out_bytes,
-        )
-        report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
-        corpus = write_shards(config, 2**32 if given.vocab_size is None else given.vocab_size, given.out, report)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text_bytes = sum(source.text_bytes for source in corpus.sources)
-    print(
-        f"{given.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text), "
-        f"{len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary {corpus.vocab_size}; "
-        f"{corpus.files()}"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    end_at_once_on_interrupt()
-    sys.exit(main())

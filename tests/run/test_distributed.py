@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from jmoe.config import DistributedConfig
-from jmoe.training import distributed
-from jmoe.training.distributed import PreemptionSignal, Watchdog
+from jmoe.run import distributed
+from jmoe.run.distributed import PreemptionSignal, Watchdog
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -24,7 +24,7 @@ import os, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import DistributedConfig
-from jmoe.training.distributed import PreemptionSignal, Watchdog, start
+from jmoe.run.distributed import PreemptionSignal, Watchdog, start
 
 rank, processes, port = map(int, sys.argv[1:4])
 option = dict(word.split("=") for word in sys.argv[4:])
@@ -249,7 +249,7 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
 ) -> None:
     code = """if True:
         import time
-        from jmoe.training.distributed import Watchdog
+        from jmoe.run.distributed import Watchdog
         with Watchdog(1.0) as watchdog:
             with watchdog.waiting_for("evaluation", 7, timeout_s=30):
                 with watchdog.waiting_for("training data", 7):
@@ -270,7 +270,7 @@ def test_a_wait_that_makes_progress_goes_on(
 ) -> None:
     code = """if True:
         import time
-        from jmoe.training.distributed import Watchdog
+        from jmoe.run.distributed import Watchdog
         moved = 0
         with Watchdog(1.0) as watchdog:
             with watchdog.waiting_for("records", progress=lambda: moved):
@@ -352,9 +352,9 @@ PREPARING = """
 import sys, time
 from pathlib import Path
 from jmoe.config import DataConfig, DistributedConfig
-from jmoe.training import corpus
-from jmoe.training.distributed import Watchdog, start
-from jmoe.training.progress import PreparingData
+from jmoe.data import corpus
+from jmoe.run.distributed import Watchdog, start
+from jmoe.data.progress import PreparingData
 
 rank, processes, port = map(int, sys.argv[1:4])
 text, cache, slow_s = sys.argv[4], Path(sys.argv[5]), float(sys.argv[6])

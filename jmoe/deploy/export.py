@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.training.export RUN_DIR OUT_DIR."""
+"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.export RUN_DIR OUT_DIR."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
+from jmoe.data.tokenizer import load_tokenizer
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
@@ -20,10 +21,9 @@ from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.saved_experts import SavedExperts, expert_arrays
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.pretrained import TOKENIZER
+from jmoe.training.finetune import TOKENIZER
 from jmoe.training.state import experts_of, without_experts
 from jmoe.training.step import TrainState, make_program
-from jmoe.training.tokenizer import load_tokenizer
 
 
 def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
@@ -89,7 +89,7 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
 
 def main(arguments: list[str]) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m jmoe.training.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.export", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")
     given = parser.parse_args(arguments)

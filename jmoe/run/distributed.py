@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import jax
 
 from jmoe.config import DistributedConfig
-from jmoe.training import roll_call
+from jmoe.run.rendezvous import named, rendezvous
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
@@ -74,7 +74,7 @@ def start(config: DistributedConfig) -> None:
     if processes == 1:
         return
     deadline = time.monotonic() + config.start_timeout_s
-    roll_call.meet(address, processes, rank, config.start_timeout_s)
+    rendezvous(address, processes, rank, config.start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(
@@ -292,7 +292,7 @@ class Watchdog:
             ended = (_limited(self._notices) or {}).keys() - {self._rank}
             silent = [r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]]
             if silent:
-                _say(f"{roll_call.named(silent)}: no sign of life, dead or stopped")
+                _say(f"{named(silent)}: no sign of life, dead or stopped")
             explained = bool(ended or silent)
         if explained and isinstance(error, jax.errors.JaxRuntimeError):
             words = f"rank {self._rank} was at {wait.label}; ends too"

@@ -2,7 +2,7 @@
 
 A folder of prepared text holds `tokenizer.json`, `train-00000.bin`, ... (one per `data.path`), `held_out.bin`,
 `held_out.txt` and, written last, `manifest.json`, which says what the rest was made from. The same folder is what
-`python -m jmoe.training.data` writes and what `data.path` takes.
+`python -m jmoe.data` writes and what `data.path` takes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
-from jmoe.memory.direct_io import fsync_folder
-from jmoe.status import repeating
-from jmoe.training.text_files import (
+from jmoe.data.shards import (
+    Blocks,
+    ShardHeader,
+    ShardWriter,
+    open_shard,
+    remove_stale_temporaries,
+    write_atomic,
+)
+from jmoe.data.text_files import (
     SHARD_SUFFIX,
     InputFile,
     Report,
@@ -40,15 +46,9 @@ from jmoe.training.text_files import (
     sample_texts,
     standard_library,
 )
-from jmoe.training.token_shards import (
-    Blocks,
-    ShardHeader,
-    ShardWriter,
-    open_shard,
-    remove_stale_temporaries,
-    write_atomic,
-)
-from jmoe.training.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
+from jmoe.data.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
+from jmoe.memory.direct_io import fsync_folder
+from jmoe.status import repeating
 
 FORMAT = 1  # of a folder of prepared text; another number: prepared anew
 MANIFEST, TOKENIZER, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "tokenizer.json", "held_out.bin", "held_out.txt"
@@ -519,7 +519,7 @@ def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
                 "it is there, but was made from other inputs or settings than this process sees (names, sizes, times)"
                 if path.exists()
                 else "it is not there; is the folder shared by all processes, and did process 0 fail? Large text is "
-                "better tokenised once with python -m jmoe.training.data"
+                "better tokenised once with python -m jmoe.data"
             )
             raise TimeoutError(
                 f"{path}: waited {role.wait_s:g} s (distributed.start_timeout_s) without progress of process 0, which "

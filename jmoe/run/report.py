@@ -23,7 +23,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jmoe.training.metrics import METRICS_FILE, TENSORBOARD_DIR, least_loaded, read_run
+from jmoe.run.metrics import METRICS_FILE, TENSORBOARD_DIR, least_loaded, read_run
 
 REPORT_FILE: Final = "report.png"
 MAX_POINTS: Final = 2000  # of a curve; a longer one is drawn as the least and greatest value of groups of steps

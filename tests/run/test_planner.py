@@ -8,8 +8,8 @@ import pytest
 from configs import PRESETS
 from jmoe.config import MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
-from jmoe.training.metrics import peak_flops
-from jmoe.training.tier_plan import trained_model, training_plan, with_chosen_tiers
+from jmoe.run.metrics import peak_flops
+from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 
 TINY = PRESETS["tiny"][1]
 

@@ -46,6 +46,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from jmoe.config import TrainConfig
+from jmoe.status import duration
 
 METRICS_FILE: Final = "metrics.jsonl"
 TENSORBOARD_DIR: Final = "tensorboard"
@@ -435,13 +436,6 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
     loads, _ = read_run(path, lambda record: np.asarray(record.get("expert_load") or [], np.float32))
     last = [load_LE.astype(np.float64) for load_LE in list(loads.values())[-steps:] if load_LE.size]
     return np.mean(last, axis=0) if last else None
-
-
-def duration(seconds: float) -> str:
-    """`4:05`, or `1:04:05` from an hour on."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 class ProgressLine:

@@ -10,10 +10,10 @@ import socket
 import time
 
 
-def meet(address: str, processes: int, rank: int, timeout_s: float) -> None:
+def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> None:
     """Return once all ranks are here; `TimeoutError` names those that are not.
 
-    `jax.distributed.initialize` would abort the process without a name. Rank 0 listens at the very address that JAX's
+    Rank 0 listens at the very address that JAX's
     coordinator takes afterwards, so no other port must be open.
     """
     host, colon, port = address.rpartition(":")

@@ -1,0 +1,64 @@
+"""Tokenise text once into shards that `train.py --data.path DIR` takes: python -m jmoe.data PATH... --out DIR."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jmoe.config import DataConfig
+from jmoe.data.corpus import write_shards
+from jmoe.data.progress import PreparingData
+from jmoe.runtime import end_at_once_on_interrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: tokenise text once into shards that `--data.path DIR` takes."""
+    defaults = DataConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m jmoe.data",
+        description="Tokenise text into token shards (.bin) and a tokenizer.json that train.py --data.path DIR takes.",
+    )
+    parser.add_argument("path", nargs="*", help="files, folders or globs of text or JSONL; none: the standard library")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    maker = parser.add_mutually_exclusive_group(required=True)
+    maker.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
+    maker.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text")
+    parser.add_argument("--field", default=defaults.field, help="JSONL: the field with the text (%(default)s)")
+    parser.add_argument(
+        "--encoding",
+        nargs="+",
+        default=defaults.encoding,
+        metavar="NAME",
+        help="of the text; several: the first that fits",
+    )
+    parser.add_argument("--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F")
+    parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
+    given = parser.parse_args(arguments)
+    try:
+        config = DataConfig(
+            path=tuple(given.path),
+            field=given.field,
+            encoding=tuple(given.encoding),
+            tokenizer=given.tokenizer,
+            held_out_fraction=given.held_out_fraction,
+            held_out_bytes=given.held_out_bytes,
+        )
+        report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
+        corpus = write_shards(config, 2**32 if given.vocab_size is None else given.vocab_size, given.out, report)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text_bytes = sum(source.text_bytes for source in corpus.sources)
+    print(
+        f"{given.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text), "
+        f"{len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary {corpus.vocab_size}; "
+        f"{corpus.files()}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    end_at_once_on_interrupt()
+    sys.exit(main())
