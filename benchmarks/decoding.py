@@ -123,12 +123,12 @@ def main() -> None:
     a = arguments()
     import jax
 
+    from jmoe.config.engine import EngineConfig
     from jmoe.inference.engine import Engine
 
     begun = time.perf_counter()
     limits = {"host": a.host_bytes_per_s} if a.host_bytes_per_s else None
-    with Engine.from_pretrained(
-        a.model,
+    config = EngineConfig(
         max_batch=max(a.batch),
         max_seq_len=max(a.prompt + a.new_tokens + 1, (a.long_prompt or 0) + 1),
         policy=a.policy,
@@ -136,13 +136,13 @@ def main() -> None:
         device_bytes=a.device_bytes,
         expert_tier=a.expert_tier,
         host_cache_bytes=a.host_cache_bytes,
-        cache_dir=a.cache_dir,
+        cache_dir=None if a.cache_dir is None else str(a.cache_dir),
         estimator=None if a.estimator == "none" else a.estimator,
         dtype=a.dtype,
         prefill_chunk_tokens=a.prefill_chunk_tokens,
         max_prefill_tokens=a.max_prefill_tokens,
-        bandwidth_limit_bytes_per_s=limits,
-    ) as engine:
+    )
+    with Engine(a.model, config, bandwidth_limit_bytes_per_s=limits) as engine:
         start_s = time.perf_counter() - begun
         rows = {str(batch): medians(a, engine, batch) for batch in a.batch}
         stats = engine.stats()

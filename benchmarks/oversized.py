@@ -54,6 +54,7 @@ def main() -> None:
     a = parser.parse_args()
     import jax
 
+    from jmoe.config.engine import EngineConfig
     from jmoe.inference.engine import Engine
 
     evict(a.model)
@@ -61,8 +62,8 @@ def main() -> None:
     options["device_bytes"] = None if a.device_bytes is None else int(a.device_bytes)
     options["host_cache_bytes"] = int(a.host_cache_bytes)
     options["estimator"] = None if a.estimator == "none" else a.estimator
-    sizes = {"max_batch": 1, "max_seq_len": a.prompt + a.new_tokens + 1, "prefill_chunk_tokens": a.prompt}
-    with Engine.from_pretrained(a.model, policy=a.policy, **sizes, **options) as engine:
+    options |= {"max_batch": 1, "max_seq_len": a.prompt + a.new_tokens + 1, "prefill_chunk_tokens": a.prompt}
+    with Engine(a.model, EngineConfig(policy=a.policy, **options)) as engine:
         if a.prepare:
             print(json.dumps({"packed": str(a.model)}))
             return

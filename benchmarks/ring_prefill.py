@@ -44,15 +44,17 @@ def main() -> None:
     a = parser.parse_args()
     import jax
 
+    from jmoe.config.engine import EngineConfig
     from jmoe.inference.engine import Engine
 
-    def start(**options: Any) -> Engine:
-        sizes = {"max_batch": a.batch, "max_seq_len": a.prompt + 1, "prefill_chunk_tokens": a.prompt}
-        return Engine.from_pretrained(a.model, dtype=a.dtype, **sizes, **options)
+    def start(limits: dict[str, float] | None = None, **options: Any) -> Engine:
+        sizes: dict[str, Any] = {"max_batch": a.batch, "max_seq_len": a.prompt + 1, "prefill_chunk_tokens": a.prompt}
+        config = EngineConfig(dtype=a.dtype, **sizes, **options)
+        return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
 
     def run(resident: Engine, rounds: int, limits: dict[str, float] | None) -> tuple[dict[str, list[float]], Any]:
         """Seconds of each engine in every round but the first, and what the ring moved in the last."""
-        ring: dict[str, Any] = {"policy": "ring", "expert_tier": "host", "bandwidth_limit_bytes_per_s": limits}
+        ring: dict[str, Any] = {"policy": "ring", "expert_tier": "host", "limits": limits}
         with start(ring_slots=layers // 2, **ring) as half, start(ring_slots=1, **ring) as one:
             seconds: dict[str, list[float]] = {"resident": [], "ring": [], "without_overlap": []}
             for n in range(rounds + 1):

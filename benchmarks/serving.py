@@ -337,17 +337,14 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
 
 def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     """All requests at once, in the engine that `serve.py` would make."""
-    import serve
     from jmoe.command_line import parse_serve
     from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.inference.engine import Engine
 
     config = parse_serve(a.engine)
     prompts = [plan.body["prompt"] for plan in plans(a, config.model)]
     sampling = {"max_new_tokens": a.max_tokens, "temperature": a.temperature, "ignore_eos": a.ignore_eos}
-    with (
-        hugging_face_folder(config.model, serve.say) as folder,
-        serve.load(folder, serve.plan(folder, config)[1]) as engine,
-    ):
+    with hugging_face_folder(config.model, print) as folder, Engine(folder, config.engine) as engine:
         engine.generate(prompts[: a.warm_up], **sampling)
         begun = time.perf_counter()
         completions = engine.generate(prompts, **sampling)

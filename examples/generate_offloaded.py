@@ -2,14 +2,14 @@
 
 import sys
 
-from jmoe import Engine
+from jmoe import Engine, EngineConfig
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]  # token ids; strings work too where the folder has a tokenizer
 OPTIONS = {"max_batch": 2, "max_seq_len": 32, "dtype": "float32"}
 
 outputs = []
 for policy in ({"policy": "resident"}, {"policy": "ring", "ring_slots": 1}):
-    with Engine.from_pretrained(sys.argv[1], **OPTIONS, **policy) as engine:
+    with Engine(sys.argv[1], EngineConfig(**OPTIONS, **policy)) as engine:
         completions = engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)
         stats = engine.stats()
     outputs.append([completion.token_ids for completion in completions])

@@ -1,7 +1,7 @@
 """jmoe: train Mixture-of-Experts models on many hosts, in JAX.
 
 For a model of your own: `from jmoe import MoELayer, RouterConfig`. For a Hugging Face checkpoint:
-`jmoe.load_pretrained(folder)`, `jmoe.save_pretrained(model, folder)` and `jmoe.Engine.from_pretrained(folder)`.
+`jmoe.load_pretrained(folder)`, `jmoe.save_pretrained(model, folder)` and `jmoe.Engine(folder)`.
 """
 
 from importlib import import_module
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig, MoEConfig, RouterConfig, TrainConfig
+    from jmoe.config.engine import EngineConfig
     from jmoe.inference.engine import Engine
     from jmoe.inference.sampling_params import SamplingParams
     from jmoe.layers.experts import Experts
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Decoder",
     "Engine",
+    "EngineConfig",
     "ExpertParallel",
     "Experts",
     "LanguageModel",
@@ -45,6 +47,7 @@ __all__ = [
 _HOME = {
     "Decoder": "jmoe.models.decoder",
     "Engine": "jmoe.inference.engine",
+    "EngineConfig": "jmoe.config.engine",
     "ExpertParallel": "jmoe.layers.moe",
     "Experts": "jmoe.layers.experts",
     "LanguageModel": "jmoe.models.pretrained",

@@ -91,5 +91,10 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
         args=arguments,
         prog="serve.py",
         description=SERVE,
-        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+        config=(
+            tyro.conf.PositionalRequiredArgs,
+            tyro.conf.AvoidSubcommands,
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.OmitArgPrefixes,
+        ),
     )

@@ -68,12 +68,11 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
             ([model, "--ring-slots", "9"], "ring_slots = 9: must be between 1 and 2"),
             ([model, "--max-seq-len", "65"], "max_seq_len = 65: must not exceed the model's 64 positions"),
             ([model, "--max-seq-len", "100000", "--dry-run"], "must not exceed the model's 64 positions"),
-            ([model, "--max-seq-len", "0"], "max_seq_len = 0: must be at least 2"),
             ([model, "--api-key-file", keys], "api_key_file = "),
             ([model, "--port", str(port)], f"port = {port}: Address already in use"),
         ):
             with pytest.raises((ValueError, OSError), match=re.escape(message)):
-                serve.main(list(map(str, arguments)))
+                serve.run(list(map(str, arguments)))
         done = run_python(["serve.py", model, "--port", str(port)])
     assert done.returncode == 1 and f"port = {port}: Address already in use" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
@@ -81,10 +80,11 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--policy=fast", "invalid choice"),
         ("--estimator=luck", "invalid choice"),
         ("--port=70000", "port = 70000"),
+        ("--max-seq-len=0", "max_seq_len = 0: must be at least 2"),
         ("--max-prefill-tokens=511", "max_prefill_tokens = 511"),
     ):
         with pytest.raises(SystemExit):
-            serve.main([model, option])
+            serve.run([model, option])
         assert message in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.config import check
+from jmoe.config.engine import EngineConfig
 from jmoe.inference import sampler
 from jmoe.inference.calibration import measure_speeds
 from jmoe.inference.compile_cache import keep_compiled_programs
@@ -27,16 +28,14 @@ from jmoe.inference.constraint import Constraint, Unconstrained
 from jmoe.inference.detokenizer import Detokenizer, TextStream
 from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
-from jmoe.inference.popularity import EstimatorName, make_estimator
+from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import RingDecoder
 from jmoe.inference.sampling_params import MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import PrefillChunk, PrefillGroup, Request, Scheduler, SchedulerStats, bucket
 from jmoe.inference.sequence import Completion, Output, TokenLogprob, token_logprobs
 from jmoe.inference.stats import EngineStats, Meter
-from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.offload.policies import Residency
-from jmoe.planning.capacity import ExpertTier, MemoryPlan, Policy
+from jmoe.planning.capacity import MemoryPlan
 from jmoe.planning.streaming import Seen, StreamingPlan
 
 log = logging.getLogger("jmoe")
@@ -62,7 +61,7 @@ class _Stream:
 class Engine:
     """Serves requests with one model. Not thread-safe.
 
-        engine = Engine.from_pretrained(folder, max_batch=8, max_seq_len=2048, policy="ring", ring_slots=4)
+        engine = Engine(folder, EngineConfig(max_batch=8, max_seq_len=2048, policy="ring", ring_slots=4))
         completions = engine.generate(["def f("], max_new_tokens=32)
 
     or `add_request`, then `step` while `has_unfinished`.
@@ -70,109 +69,51 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: LazyCheckpoint,
-        residency: Residency,
-        store: TieredStore | None,
-        scheduler: Scheduler,
-        memory: MemoryPlan,
+        folder: str | os.PathLike[str],
+        config: EngineConfig | None = None,
         *,
-        estimator: EstimatorName | None,
-        measure: bool,
+        bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
     ) -> None:
-        """See `from_pretrained`. measure: how fast layers and copies are, for a policy or a prediction."""
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len = scheduler.max_batch, scheduler.max_seq_len
-        config = checkpoint.config
-        self.config, self.residency, self._store = config, residency, store
-        ends, layers = checkpoint.load_rest()
-        dtype = checkpoint.dtype
+        """Load the Hugging Face checkpoint in a folder and compile its programs.
+
+        bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host", for measurements.
+        Raises `ValueError` naming the field, value and constraint, before weights are read.
+        """
+        engine_config = config or EngineConfig()
+        with LazyCheckpoint(folder, engine_config.dtype) as checkpoint:
+            keep_compiled_programs()
+            length = checkpoint.sequence_length(engine_config.max_seq_len)
+            engine_config = replace(engine_config, max_seq_len=length)
+            memory = memory_plan(checkpoint, engine_config)
+            self._scheduler = Scheduler(engine_config, checkpoint.eos_token_ids)
+            self.residency, self._store = open_experts(
+                checkpoint,
+                memory,
+                cache_dir=engine_config.cache_dir,
+                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
+            )
+            ends, layers = checkpoint.load_rest()
+        self.config, self.max_batch, self.max_seq_len = checkpoint.config, engine_config.max_batch, length
         # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
         device = jax.devices()[0]
-        caches = jax.device_put(empty_caches(config, max_batch, max_seq_len, dtype), device)
-        guesses = make_estimator(estimator, residency, layers, config.num_experts)
-        self._decoder = RingDecoder(config, ends, layers, residency, caches, dtype, guesses)
-        self.eos_token_ids = tuple(sorted(scheduler.eos_token_ids))
-        self._scheduler = scheduler
+        caches = jax.device_put(empty_caches(self.config, self.max_batch, length, checkpoint.dtype), device)
+        guesses = make_estimator(engine_config.estimator, self.residency, layers, self.config.num_experts)
+        self._decoder = RingDecoder(self.config, ends, layers, self.residency, caches, checkpoint.dtype, guesses)
+        self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
         self.tokenizer = _tokenizer(checkpoint.folder)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
-        self._sampler_state = jax.device_put(sampler.new_state(max_batch, config.vocab_size), jax.devices()[0])
+        self._sampler_state = jax.device_put(sampler.new_state(self.max_batch, self.config.vocab_size), device)
         self._params: tuple[list[Request], sampler.BatchParams] | None = None
         self._streams: dict[str, _Stream] = {}
         self._ids = itertools.count()
         self._warm_up()
-        self._meter = Meter(self._decoder, residency, store, StreamingPlan(memory))
-        if measure:
+        self._meter = Meter(self._decoder, self.residency, self._store, StreamingPlan(memory))
+        if engine_config.policy == "auto" and memory.policy != "ring":
             self._measure(memory)
         self._log_plan()
         self._decoder.recent_choices.clear()
         self._meter.reset()
         jax.block_until_ready(self._decoder.caches)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        max_batch: int = 8,
-        max_seq_len: int | None = None,
-        policy: Policy = "auto",
-        ring_slots: int | None = None,
-        device_bytes: int | None = None,
-        expert_tier: ExpertTier = "auto",
-        host_cache_bytes: int | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        estimator: EstimatorName | None = "router",
-        dtype: Any = None,
-        prefill_chunk_tokens: int = 512,
-        max_prefill_tokens: int | None = None,
-        bandwidth_limit_bytes_per_s: dict[Any, float] | None = None,
-    ) -> Self:
-        """An engine for the Hugging Face checkpoint in a folder.
-
-        max_batch, max_seq_len: requests that run at once, and the most tokens of one, prompt and output; None: 2048, or
-        fewer if the model has fewer positions.
-        policy: `resident`, every expert on the device; `ring`, whole layers pass through `ring_slots` slots (default:
-        what fits `device_bytes`, else half the layers); `experts`, those the tokens chose, beside the most used ones,
-        in `device_bytes` (default: half of them); `auto`: resident if that fits; else as many slots as fit, and each
-        step, by its number of tokens, gets whole layers or what its tokens chose, whatever is faster by the formulas
-        of `planning.roofline` and what is measured at the start (`plan`).
-        device_bytes: for experts on the device. None: with `auto`, what is free beside other weights, the cache of
-        keys and values, and a reserve.
-        expert_tier: where experts come from: `host` memory, or `nvme` through a cache of `host_cache_bytes`;
-        `auto`: nvme if `host_cache_bytes` is given or host memory is too small. They are packed once into
-        `cache_dir`, or beside the checkpoint.
-        estimator: how single experts are guessed a layer ahead, to be copied early: `router`, the next layer's router
-        applied to this layer's input; `counts`, what recent steps used most; None: not at all.
-        dtype: of weights, cache and computation, float32 or bfloat16; None: as stored.
-        prefill_chunk_tokens: of one prompt in a step at most. max_prefill_tokens: of all prompts in a step at most,
-        with padding; None: of 8 whole chunks. In a step every layer is streamed once for all of them.
-        bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host".
-
-        Raises `ValueError` naming the field, value and constraint, before weights are read.
-        """
-        check(estimator in ("router", "counts", None), "estimator", estimator, "must be router, counts or None")
-        checkpoint = LazyCheckpoint(path, dtype)
-        keep_compiled_programs()
-        with checkpoint:
-            max_seq_len = checkpoint.sequence_length(max_seq_len)
-            eos = checkpoint.eos_token_ids
-            scheduler = Scheduler(
-                max_batch, max_seq_len, prefill_chunk_tokens, eos, max_prefill_tokens=max_prefill_tokens
-            )
-            memory = memory_plan(
-                checkpoint,
-                max_batch=max_batch,
-                max_seq_len=max_seq_len,
-                policy=policy,
-                ring_slots=ring_slots,
-                device_bytes=device_bytes,
-                expert_tier=expert_tier,
-                host_cache_bytes=host_cache_bytes,
-            )
-            residency, store = open_experts(
-                checkpoint, memory, cache_dir=cache_dir, bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s
-            )
-            measure = policy == "auto" and memory.policy != "ring"
-            return cls(checkpoint, residency, store, scheduler, memory, estimator=estimator, measure=measure)
 
     # Requests
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import empty_caches
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
@@ -16,31 +17,17 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, ExpertSlots, HostSlots
-from jmoe.planning.capacity import ExpertTier, FreeMemory, MemoryPlan, ModelBytes, Policy, plan_memory
+from jmoe.planning.capacity import FreeMemory, MemoryPlan, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
 
 PACK_FOLDER = "jmoe_experts"
 
 
-def memory_plan(
-    path: str | os.PathLike[str] | LazyCheckpoint,
-    *,
-    max_batch: int = 8,
-    max_seq_len: int | None = None,
-    policy: Policy = "auto",
-    ring_slots: int | None = None,
-    device_bytes: int | None = None,
-    expert_tier: ExpertTier = "auto",
-    host_cache_bytes: int | None = None,
-    dtype: Any = None,
-) -> MemoryPlan:
-    """Where an engine with these options would put the bytes of a checkpoint, from its headers and what is free now.
-
-    The arguments are those of `Engine.from_pretrained`, which raises the same errors.
-    """
-    checkpoint = path if isinstance(path, LazyCheckpoint) else LazyCheckpoint(path, dtype)
-    config, length = checkpoint.config, checkpoint.sequence_length(max_seq_len)
-    caches = jax.eval_shape(lambda: empty_caches(config, max_batch, length, checkpoint.dtype))
+def memory_plan(path: str | os.PathLike[str] | LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
+    """Return where an engine would put the bytes of a checkpoint, by its headers and what is free now."""
+    checkpoint = path if isinstance(path, LazyCheckpoint) else LazyCheckpoint(path, options.dtype)
+    config, length = checkpoint.config, checkpoint.sequence_length(options.max_seq_len)
+    caches = jax.eval_shape(lambda: empty_caches(config, options.max_batch, length, checkpoint.dtype))
     weights = ExpertWeights(
         config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
     )
@@ -50,15 +37,7 @@ def memory_plan(
         dense_bytes=checkpoint.rest_bytes,
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)),
     )
-    return plan_memory(
-        model,
-        free_memory(jax.devices()[0]),
-        policy=policy,
-        ring_slots=ring_slots,
-        device_bytes=device_bytes,
-        expert_tier=expert_tier,
-        host_cache_bytes=host_cache_bytes,
-    )
+    return plan_memory(model, free_memory(jax.devices()[0]), options)
 
 
 def free_memory(device: jax.Device) -> FreeMemory:

@@ -54,6 +54,7 @@ def shortened(text: str) -> str:
 def main() -> None:
     """Say what the model makes of the prompt."""
     a = arguments()
+    from jmoe.config.engine import EngineConfig
     from jmoe.deploy.exported import hugging_face_folder
     from jmoe.inference.engine import Engine
     from jmoe.inference.sampling_params import SamplingParams
@@ -61,15 +62,14 @@ def main() -> None:
     sampling = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=a.temperature, seed=a.seed)
     with hugging_face_folder(a.model, lambda text: print(text, file=sys.stderr), "MODEL") as folder:
         ids = encoded(folder, a.prompt, a.max_new_tokens)
-        engine = Engine.from_pretrained(
-            folder,
+        config = EngineConfig(
             max_batch=1,
             max_seq_len=len(ids) + a.max_new_tokens,
             policy=a.policy,
             ring_slots=a.ring_slots,
             device_bytes=a.device_bytes,
         )
-        with engine:
+        with Engine(folder, config) as engine:
             (completion,) = engine.generate([ids], sampling)
             stats = engine.stats()
     print(a.prompt + completion.text)

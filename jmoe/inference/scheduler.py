@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jmoe.config import check
+from jmoe.config.engine import EngineConfig
 from jmoe.inference.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -159,10 +160,8 @@ class _Slot:
 class Scheduler:
     """Gives requests slots and steps, first come, first served.
 
-    max_batch: slots, requests that run at once. max_seq_len: columns; prompt and output together never exceed it.
-    prefill_chunk_tokens: the most tokens of one prompt in a step. max_prefill_tokens: the most tokens of all prompts in
-    a step, each padded to one of `prefill_widths`; None: of 8 whole chunks. eos_token_ids: end a request that does not
-    ignore them.
+    Prompt and output together never exceed `max_seq_len`, the columns. Each chunk of a prompt is padded to one of
+    `prefill_widths`. eos_token_ids: end a request that does not ignore them.
 
     A request that ended leaves its tokens in its slot. A new one takes the free slot that shares the longest prefix
     with its prompt, the longest unused one among equals, and computes only the rest; if a running slot shares more,
@@ -171,30 +170,16 @@ class Scheduler:
     asked for. How a prompt is cut into chunks does not depend on the other requests. Not thread-safe.
     """
 
-    def __init__(
-        self,
-        max_batch: int,
-        max_seq_len: int,
-        prefill_chunk_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        *,
-        max_prefill_tokens: int | None = None,
-    ) -> None:
-        check(max_batch >= 1, "max_batch", max_batch, "must be at least 1")
-        check(max_seq_len >= 2, "max_seq_len", max_seq_len, "must be at least 2, a token of prompt and one of output")
-        check(prefill_chunk_tokens >= 1, "prefill_chunk_tokens", prefill_chunk_tokens, "must be at least 1")
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+    def __init__(self, config: EngineConfig, eos_token_ids: Sequence[int] = ()) -> None:
+        assert config.max_seq_len is not None, "the model's positions say it"
+        self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.decode_buckets = buckets(max_batch)
-        chunk = min(prefill_chunk_tokens, max_seq_len)
-        widths = buckets(chunk)
-        self.prefill_widths = tuple(n for n in widths if n in (1, chunk) or n >= SMALLEST_WIDTH)
-        if max_prefill_tokens is None:
-            max_prefill_tokens = min(DEFAULT_PREFILL_CHUNKS, max_batch) * chunk
-        constraint = f"must be at least {chunk}, a chunk of one prompt"
-        check(max_prefill_tokens >= chunk, "max_prefill_tokens", max_prefill_tokens, constraint)
-        self.max_prefill_tokens = max_prefill_tokens
-        self._slots = [_Slot(index) for index in range(max_batch)]
+        self.decode_buckets = buckets(self.max_batch)
+        chunk = min(config.prefill_chunk_tokens, self.max_seq_len)
+        self.prefill_widths = tuple(n for n in buckets(chunk) if n in (1, chunk) or n >= SMALLEST_WIDTH)
+        default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
+        self.max_prefill_tokens = config.max_prefill_tokens or default
+        self._slots = [_Slot(index) for index in range(self.max_batch)]
         self._requests: dict[str, Request] = {}  # not finished, in the order they came
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []  # in the order they came

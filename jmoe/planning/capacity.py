@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jmoe.config.checks import check
+from jmoe.config.engine import EngineConfig, Policy
 from jmoe.planning.roofline import ExpertWeights
 
-Policy = Literal["auto", "resident", "ring", "experts"]
-ExpertTier = Literal["auto", "host", "nvme"]
 # Of free memory: what programs need to compute in, and what the system around them may want meanwhile.
 RESERVE = 0.1
 MIN_CACHE_RECORDS = 2
@@ -84,22 +83,15 @@ class MemoryPlan:
         return "\n".join([head, *(f"{name:<18}{size / 1e6:>14.1f} MB" for name, size in rows)])
 
 
-def plan_memory(
-    model: ModelBytes,
-    free: FreeMemory,
-    *,
-    policy: Policy = "auto",
-    ring_slots: int | None = None,
-    device_bytes: int | None = None,
-    expert_tier: ExpertTier = "auto",
-    host_cache_bytes: int | None = None,
-) -> MemoryPlan:
-    """A plan for the options of `Engine.from_pretrained`; `ValueError` naming the field if there is none.
+def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> MemoryPlan:
+    """Return a plan for the options; `ValueError` naming the field if there is none.
 
     device_bytes: of expert slots. None: for `auto` what `free` leaves; for the others what they need, half of the
     experts for `ring` and `experts`. host_cache_bytes: of the tier `nvme`; None: a quarter of the records, or as much
     of it as fits.
     """
+    policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
+    expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
     layers, e = model.weights.num_layers, model.weights.num_experts
     check(
         policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
@@ -117,7 +109,7 @@ def plan_memory(
         if fits:
             return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
     if device_bytes is None:
-        device_bytes = _slot_bytes(model, free, policy, ring_slots, host_cache_bytes)
+        device_bytes = _slot_bytes(model, free, options)
     fit = device_bytes // model.weights.expert_bytes
     needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
     check(fit >= e, "device_bytes", device_bytes, needed)
@@ -125,7 +117,7 @@ def plan_memory(
         policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
         check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
     slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
-    tier, host_bytes = _below(model, free, slots, expert_tier, host_cache_bytes)
+    tier, host_bytes = _below(model, free, slots, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
 
@@ -135,26 +127,25 @@ def _device_room(model: ModelBytes, free: FreeMemory) -> int:
     return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
 
 
-def _slot_bytes(
-    model: ModelBytes, free: FreeMemory, policy: Policy, ring_slots: int | None, host_cache_bytes: int | None
-) -> int:
-    """Bytes for slots where nobody said how many."""
-    if ring_slots is not None:
-        return ring_slots * model.weights.layer_bytes
-    if policy == "ring":
+def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:
+    """Return the bytes for slots where nobody said how many."""
+    if options.ring_slots is not None:
+        return options.ring_slots * model.weights.layer_bytes
+    if options.policy == "ring":
         return max(1, model.weights.num_layers // 2) * model.weights.layer_bytes
-    if policy == "experts":
+    if options.policy == "experts":
         return max(model.weights.num_experts, model.num_experts // 2) * model.weights.expert_bytes
     room_bytes = _device_room(model, free)
     if free.shared:  # the cache of records takes its part of the same memory
-        room_bytes -= room_bytes // 4 if host_cache_bytes is None else host_cache_bytes
+        room_bytes -= room_bytes // 4 if options.host_cache_bytes is None else options.host_cache_bytes
     return max(0, room_bytes)
 
 
 def _below(
-    model: ModelBytes, free: FreeMemory, slots: int, expert_tier: ExpertTier, host_cache_bytes: int | None
+    model: ModelBytes, free: FreeMemory, slots: int, options: EngineConfig
 ) -> tuple[Literal["host", "nvme"], int]:
-    """The tier that holds all records, and the bytes of records in host memory."""
+    """Return the tier that holds all records, and the bytes of records in host memory."""
+    expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
     room_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
         room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes

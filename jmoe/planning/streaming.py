@@ -6,7 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from jmoe.planning.capacity import MemoryPlan, Policy
+from jmoe.config.engine import Policy
+from jmoe.planning.capacity import MemoryPlan
 from jmoe.planning.roofline import (
     Measured,
     Prediction,

@@ -1,34 +1,21 @@
 """Policy auto: what it chooses, that it computes what resident computes, and what it says about bytes."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
 
+from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.expert_tiers import memory_plan
 from jmoe.inference.sequence import Completion
 from jmoe.planning.streaming import StreamingPlan
 
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], [20, 21, 22, 23, 24]]
-SIZES = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def engine(name: str, **options: Any) -> Engine:
-    return Engine.from_pretrained(FOLDER / name, **(SIZES | options))
 
 
 def run(engine: Engine) -> list[Completion]:
@@ -36,7 +23,7 @@ def run(engine: Engine) -> list[Completion]:
 
 
 def layer_bytes(name: str) -> int:
-    return memory_plan(FOLDER / name, dtype="float32").model.weights.layer_bytes
+    return memory_plan(CHECKPOINTS / name, EngineConfig(**SIZES)).model.weights.layer_bytes
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -44,7 +31,7 @@ def layer_bytes(name: str) -> int:
 def test_auto_computes_what_resident_computes(
     name: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(name) as resident:
+    with tiny_engine(name) as resident:
         assert resident.plan.memory.policy == "resident"  # tiny, it fits
         expected, use = run(resident), resident.expert_use()
         assert resident.stats().prefill.predicted_step_s is not None
@@ -52,7 +39,7 @@ def test_auto_computes_what_resident_computes(
     options |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
     # whole layers as auto says, for steps with a chunk of a prompt, for all, for none
     for estimator, whole in (("router", None), ("router", 3), ("counts", 3), ("counts", 1), (None, 100)):
-        with engine(name, estimator=estimator, **options) as streamed, monkeypatch.context() as patch:
+        with tiny_engine(name, estimator=estimator, **options) as streamed, monkeypatch.context() as patch:
             if whole is not None:
                 patch.setattr(StreamingPlan, "policy", lambda _, n, whole=whole: "ring" if n >= whole else "experts")
             known = streamed.residency.stats().layers
@@ -75,7 +62,7 @@ def test_auto_computes_what_resident_computes(
 
 
 def test_use_of_experts_is_counted_in_tokens() -> None:
-    with engine("mixtral") as served:
+    with tiny_engine("mixtral") as served:
         served.generate([[5, 6, 7, 8, 9, 10]], max_new_tokens=5, ignore_eos=True)  # 10 tokens run, in 6 steps
         use = served.expert_use()
         assert use.shape == (2, 4)
@@ -86,7 +73,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
     """2.5 of 3 layers fit. A link that costs nothing: whole layers, no read-back. A slow one: what tokens chose."""
     device_bytes = layer_bytes("qwen3_moe") * 5 // 2
     caplog.set_level(logging.INFO, logger="jmoe")
-    with engine("qwen3_moe", device_bytes=device_bytes) as fast:
+    with tiny_engine("qwen3_moe", device_bytes=device_bytes) as fast:
         assert fast.plan.policy(1) == fast.plan.policy(4) == "ring"
         run(fast)
         stats = fast.stats()
@@ -94,8 +81,9 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
     limit = 2e5  # 15 ms an expert
     for tier in ("host", "nvme"):
         cache = {"host_cache_bytes": 1 << 14, "cache_dir": tmp_path} if tier == "nvme" else {}
-        limits = {"bandwidth_limit_bytes_per_s": {tier: limit}}
-        with engine("qwen3_moe", device_bytes=device_bytes, expert_tier=tier, **cache, **limits) as slow:
+        with tiny_engine(
+            "qwen3_moe", device_bytes=device_bytes, expert_tier=tier, **cache, limits={tier: limit}
+        ) as slow:
             plan, speeds = slow.plan, slow.plan.speeds
             assert speeds is not None
             measured = speeds.bandwidth_bytes_per_s if tier == "host" else speeds.nvme_bytes_per_s
@@ -118,7 +106,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("policy", ["resident", "ring", "experts"])
 def test_a_given_policy_is_not_measured(policy: str) -> None:
-    with engine("mixtral", policy=policy) as served:
+    with tiny_engine("mixtral", policy=policy) as served:
         assert served.plan.memory.policy == policy and served.plan.speeds is None
         served.generate([[5]], max_new_tokens=2, ignore_eos=True)
         assert served.stats().decode.predicted_step_s is None
@@ -127,8 +115,8 @@ def test_a_given_policy_is_not_measured(policy: str) -> None:
 def test_plan_without_weights(tmp_path: Path) -> None:
     """What the headers tell is what the engine then takes."""
     options = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 20_000}
-    plan = memory_plan(FOLDER / "olmoe", max_batch=2, max_seq_len=40, dtype="float32", **options)
-    with engine("olmoe", cache_dir=tmp_path, **options) as served:
+    plan = memory_plan(CHECKPOINTS / "olmoe", EngineConfig(**SIZES, **options))
+    with tiny_engine("olmoe", cache_dir=tmp_path, **options) as served:
         assert served.plan.memory == plan
         assert served.stats().device_expert_bytes == plan.device_expert_bytes
         (records,) = tmp_path.glob("records-*.bin")

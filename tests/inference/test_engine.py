@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from damage import flip_everywhere, poison
+from tiny_engines import CHECKPOINTS, tiny_engine
 
 import jmoe
 from jmoe.inference.constraint import Unconstrained
@@ -23,26 +23,13 @@ from jmoe.offload.policies import LayerRing
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from kernels_pallas.grouped_mlp.reference import activate
 
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
 NEAR_TIE = 5e-4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def engine(name: str | Path, **options: Any) -> Engine:
-    sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4}
-    return Engine.from_pretrained(FOLDER / name, **({"dtype": "float32"} | sizes | options))
-
-
 def reference(name: str) -> dict[str, np.ndarray]:
-    return dict(np.load(FOLDER / name / "reference.npz"))
+    return dict(np.load(CHECKPOINTS / name / "reference.npz"))
 
 
 def same(a: list[Completion], b: list[Completion]) -> bool:
@@ -57,7 +44,7 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
     prompts = expected["input_ids"].tolist()
     count = expected["greedy"].shape[1] - len(prompts[0])
     options = {"max_new_tokens": count, "ignore_eos": True, "logprobs": 2}
-    with engine(name, policy="resident") as resident:
+    with tiny_engine(name, policy="resident") as resident:
         layers, experts = resident.config.num_moe_layers, resident.config.num_experts
         all_bytes = resident.stats().device_expert_bytes
         found = resident.generate(prompts, **options)
@@ -68,7 +55,7 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
         assert completion.token_ids[:end] == expected["greedy"][row, len(prompts[0]) :][:end].tolist()
         assert len(completion.token_ids) == count and completion.finish_reason == "length"
 
-    with engine(name, policy="ring", ring_slots=1) as ring:
+    with tiny_engine(name, policy="ring", ring_slots=1) as ring:
         before = ring.stats()
         assert same(ring.generate(prompts, **options), found)
         stats = ring.stats()
@@ -77,7 +64,7 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
             assert stats.streamed_bytes - before.streamed_bytes >= (stats.steps * layers - 1) * all_bytes // layers
     chosen = {"policy": "experts", "device_bytes": all_bytes // layers, "expert_tier": "nvme"}
     cache = {"host_cache_bytes": 1 << 20, "cache_dir": tmp_path}
-    with engine(name, **chosen, **cache) as streamed:
+    with tiny_engine(name, **chosen, **cache) as streamed:
         assert streamed.stats().device_expert_bytes == all_bytes // layers
         assert same(streamed.generate(prompts, **options), found)
         stats = streamed.stats()
@@ -90,8 +77,8 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
 def test_logprobs_are_the_models() -> None:
     """Log-probabilities of prompt and output are those of the whole sequence run at once."""
     prompts = reference("mixtral")["input_ids"].tolist()
-    model = jmoe.load_pretrained(FOLDER / "mixtral", dtype="float32")
-    with engine("mixtral", policy="resident") as served:
+    model = jmoe.load_pretrained(CHECKPOINTS / "mixtral", dtype="float32")
+    with tiny_engine("mixtral", policy="resident") as served:
         found = served.generate(prompts, max_new_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1)
     for prompt, completion in zip(prompts, found, strict=True):
         tokens = np.array([prompt + completion.token_ids], np.int32)
@@ -108,9 +95,9 @@ def test_more_requests_than_rows_and_prefix_reuse() -> None:
     """Requests of many lengths through two rows give what each gives alone; a repeated prompt is not computed again."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 60, n).tolist() for n in (1, 5, 17, 9, 30, 2)]
-    with engine("qwen3_moe", policy="resident") as served:
+    with tiny_engine("qwen3_moe", policy="resident") as served:
         alone = [served.generate([p], max_new_tokens=5, ignore_eos=True)[0].token_ids for p in prompts]
-    with engine("qwen3_moe", policy="resident") as served:
+    with tiny_engine("qwen3_moe", policy="resident") as served:
         together = [c.token_ids for c in served.generate(prompts, max_new_tokens=5, ignore_eos=True)]
         assert together == alone
         ran = served.stats().tokens
@@ -122,7 +109,7 @@ def test_more_requests_than_rows_and_prefix_reuse() -> None:
 def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
     prompts = reference("olmoe")["input_ids"].tolist()
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0, top_p=0.9, seed=7)
-    with engine("olmoe", policy="resident") as served:
+    with tiny_engine("olmoe", policy="resident") as served:
         alone = served.generate(prompts[:1], sampling)[0].token_ids
         ids = [served.add_request(prompts[1], max_new) for max_new in (SamplingParams(max_new_tokens=12),)]
         mixed = served.generate(prompts[:1], sampling)[0].token_ids
@@ -137,7 +124,7 @@ def test_prompts_with_one_seed_get_streams_of_their_own() -> None:
     prompts = reference("olmoe")["input_ids"].tolist()[:2]
     assert len(prompts[0]) == len(prompts[1]) and prompts[0] != prompts[1]
     sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=4.0, seed=1)
-    with engine("olmoe", policy="resident", max_seq_len=64) as served:
+    with tiny_engine("olmoe", policy="resident", max_seq_len=64) as served:
         first, second = (completion.token_ids for completion in served.generate(prompts, sampling))
         equal = sum(a == b for a, b in zip(first, second, strict=True))
         assert equal < 8, f"{equal} of 24 tokens are the same"
@@ -147,7 +134,7 @@ def test_prompts_with_one_seed_get_streams_of_their_own() -> None:
 def test_a_request_id_that_is_used_again() -> None:
     """The next request of the same name is drawn by its own parameters, not by those of the one before."""
     prompt = reference("mixtral")["input_ids"].tolist()[0]
-    with engine("mixtral", policy="resident") as served:
+    with tiny_engine("mixtral", policy="resident") as served:
         for token in (5, 6, 7):
             sampling = SamplingParams(max_new_tokens=2, ignore_eos=True, logit_bias={token: 100.0})
             request = served._streams[served.add_request(prompt, sampling, request_id="mine")].request
@@ -195,27 +182,27 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
     """Eight prompts go through the layers together, read from below once, and each gives what it gives alone."""
     requests = eight_requests()
     sizes = {"max_batch": 8, "max_seq_len": 64, "prefill_chunk_tokens": 16}
-    with engine("qwen3_moe", policy="resident", **sizes) as resident:
+    with tiny_engine("qwen3_moe", policy="resident", **sizes) as resident:
         all_bytes = resident.stats().device_expert_bytes
         layers = resident.config.num_moe_layers
         together = serve_together(resident, requests)
-    with engine("qwen3_moe", policy="resident", **sizes) as resident:
+    with tiny_engine("qwen3_moe", policy="resident", **sizes) as resident:
         alone = [resident.generate([prompt], sampling)[0] for prompt, sampling in requests]
     for one, other in zip(alone, together, strict=True):
         assert one.token_ids == other.token_ids
         for name in ("logprobs", "prompt_logprobs"):
             a, b = ([lp.logprob for lp in getattr(c, name)] for c in (one, other))
             np.testing.assert_allclose(a, b, atol=1e-5)
-    with engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
+    with tiny_engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
         before = loaded_bytes(ring)
         ids = [ring.add_request(prompt[:16]) for prompt, _ in requests]
         assert {output.request_id for output in ring.step()} == set(ids)
         assert loaded_bytes(ring) - before == all_bytes, "one round of the layers"
         assert ring.stats().streamed_bytes >= all_bytes
-    with engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
+    with tiny_engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
         assert same(serve_together(ring, requests), together)
     options = {"device_bytes": all_bytes // layers, "expert_tier": "nvme", "host_cache_bytes": 1 << 20}
-    with engine("qwen3_moe", policy="experts", cache_dir=tmp_path, **options, **sizes) as streamed:
+    with tiny_engine("qwen3_moe", policy="experts", cache_dir=tmp_path, **options, **sizes) as streamed:
         assert same(serve_together(streamed, requests), together)
 
 
@@ -224,7 +211,7 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
     plain = [(prompt[:-1] + [7], SamplingParams(max_new_tokens=3)) for prompt, _ in requests]
     sizes = {"max_batch": 4, "max_seq_len": 64, "prefill_chunk_tokens": 16}
     jax.clear_caches()  # what other tests compiled
-    with engine("mixtral", policy="resident", **sizes) as served:
+    with tiny_engine("mixtral", policy="resident", **sizes) as served:
         served.compile_for_service()
         with jax.log_compiles():
             serve_together(served, [*requests[3:], *requests, *plain])
@@ -290,7 +277,7 @@ def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) ->
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
-        engine("mixtral", **options)
+        tiny_engine("mixtral", **options)
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])
@@ -298,7 +285,7 @@ def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None
     """An expert that cannot be read is an error that names the file, and stays one: no wrong token comes out."""
     tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path}
     ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
-    with engine("mixtral", policy=policy, **ring, **tier) as served:
+    with tiny_engine("mixtral", policy=policy, **ring, **tier) as served:
         assert served.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids
         (records,) = tmp_path.glob("records-*.bin")
         os.truncate(records, 4096)
@@ -310,19 +297,19 @@ def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("policy", ["ring", "experts"])
 def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: Path) -> None:
     """While it serves, and at a start after that; without the checkpoint it is an error that names the file."""
-    folder = shutil.copytree(FOLDER / "mixtral", tmp_path / "model")
+    folder = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
     tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path / "pack"}
     ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
     options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
     prompt = [list(range(3, 20))]
-    with engine(folder, policy=policy, **ring, **tier) as served:
+    with tiny_engine(folder, policy=policy, **ring, **tier) as served:
         found = served.generate(prompt, **options)
         (records,) = (tmp_path / "pack").glob("records-*.bin")
         whole = records.read_bytes()
         flip_everywhere(records)
         assert same(served.generate(prompt, **options), found)
     flip_everywhere(records)
-    with engine(folder, policy=policy, **ring, **tier) as served:
+    with tiny_engine(folder, policy=policy, **ring, **tier) as served:
         assert same(served.generate(prompt, **options), found)
         while records.read_bytes() != whole:
             served.generate(prompt, **options)
@@ -334,7 +321,7 @@ def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: P
 
 def poisoned(tmp_path: Path, token: int) -> Path:
     """A model that gives no numbers once it has seen one token."""
-    folder = shutil.copytree(FOLDER / "qwen3_moe", tmp_path / "poisoned")
+    folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "poisoned")
     poison(folder, token)
     return folder
 
@@ -346,7 +333,7 @@ def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> No
     """The request ends, at its first token or later; those beside it and after it in its row do not notice."""
     prompts = [[5, 6, 7], list(range(8, 30))]
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, **field)
-    with engine(poisoned(tmp_path, 60), policy="resident") as served:
+    with tiny_engine(poisoned(tmp_path, 60), policy="resident") as served:
         expected = [c.token_ids for c in served.generate(prompts, sampling)]
         for bad in ([60, 5], list(range(40, 61)), [60] * 21):
             with pytest.raises(FloatingPointError, match="prompt 1: the model's logits are not finite"):
@@ -371,7 +358,7 @@ def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_bad_requests() -> None:
-    with engine("mixtral", policy="resident") as served:
+    with tiny_engine("mixtral", policy="resident") as served:
         with pytest.raises(ValueError, match=r"prompt: is text, but the checkpoint has no tokenizer\.json"):
             served.generate(["text"])
         with pytest.raises(ValueError, match="a token of prompt = 99: must be at least 0 and below 64"):

@@ -1,6 +1,5 @@
 """Guesses about the next layer: what they are, and that no guess changes a token."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_engines import tiny_engine
 
-from jmoe.inference.engine import Engine
 from jmoe.inference.popularity import CountEstimator, RouterEstimator
 from jmoe.inference.sequence import Completion
 from jmoe.layers.router import Router
 
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22]]
 
 
@@ -50,17 +49,8 @@ def test_next_router_on_this_input() -> None:
     assert estimator.estimate(path).size == 0  # no router comes after the last
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run(name: str, **options: Any) -> tuple[list[Completion], Any]:
-    sizes = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
-    with Engine.from_pretrained(FOLDER / name, **(sizes | options)) as engine:
+    with tiny_engine(name, **options) as engine:
         found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
         return found, engine.stats()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jmoe.config.engine import EngineConfig
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import (
     PrefillChunk,
@@ -20,6 +21,17 @@ from jmoe.inference.scheduler import (
 VOCAB_SIZE = 50
 EOS = 7
 GARBAGE = -1
+
+
+def make_scheduler(
+    max_batch: int,
+    max_seq_len: int,
+    prefill_chunk_tokens: int,
+    max_prefill_tokens: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Scheduler:
+    sizes = {"prefill_chunk_tokens": prefill_chunk_tokens, "max_prefill_tokens": max_prefill_tokens}
+    return Scheduler(EngineConfig(max_batch, max_seq_len, **sizes), eos_token_ids)
 
 
 def next_token(sequence: Sequence[int]) -> int:
@@ -172,9 +184,7 @@ def test_simulation(
 ) -> None:
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (0, 3, 11, 30, 45)]
-    scheduler = Scheduler(
-        max_batch, max_seq_len, prefill_chunk_tokens, eos_token_ids=(EOS,), max_prefill_tokens=max_prefill_tokens
-    )
+    scheduler = make_scheduler(max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens, eos_token_ids=(EOS,))
     engine, watch = Engine(scheduler), Watch(scheduler)
     requests: dict[str, Request] = {}
     aborted: set[str] = set()
@@ -249,7 +259,7 @@ def admitted(engine: Engine, new: Request) -> PrefillChunk:
 
 
 def test_decode_never_waits_for_a_long_prompt() -> None:
-    engine = Engine(Scheduler(4, 1000, 10))
+    engine = Engine(make_scheduler(4, 1000, 10))
     admitted(engine, request("short", [1, 2, 3], max_new_tokens=200))
     engine.scheduler.add(request("long", list(range(10)) * 90))
     for step in range(90):
@@ -270,7 +280,7 @@ def group_shapes(engine: Engine) -> list[tuple[int, int]]:
 
 def test_many_prompts_in_a_step() -> None:
     """One long chunk does not widen the short ones, and no row is padding."""
-    engine = Engine(Scheduler(8, 1000, 512))
+    engine = Engine(make_scheduler(8, 1000, 512))
     assert engine.scheduler.prefill_widths == (1, 16, 32, 64, 128, 256, 512)
     for index, length in enumerate([600, 3, 3, 3, 3, 3, 3, 3]):
         engine.scheduler.add(request(str(index), [index] * length))
@@ -284,7 +294,7 @@ def test_many_prompts_in_a_step() -> None:
 
 
 def test_what_does_not_fit_the_step_waits_and_nobody_overtakes() -> None:
-    engine = Engine(Scheduler(8, 1000, 64, max_prefill_tokens=150))
+    engine = Engine(make_scheduler(8, 1000, 64, max_prefill_tokens=150))
     for index, length in enumerate([100, 60, 60, 5, 5]):
         engine.scheduler.add(request(str(index), [index] * length))
     ran = []
@@ -295,7 +305,7 @@ def test_what_does_not_fit_the_step_waits_and_nobody_overtakes() -> None:
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
-    engine = Engine(Scheduler(8, 64, 8))
+    engine = Engine(make_scheduler(8, 64, 8))
     prefix = list(range(20))
     for index in range(4):
         engine.scheduler.add(request(f"long {index}", [*prefix, 40 + index, 1, 2]))
@@ -306,7 +316,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
         starts.append([(chunk.request.id, chunk.start) for chunk in engine.plans[-1].prefill])
     assert starts[:3] == [[("long 0", 0)], [("long 0", 8)], [("long 0", 16)]]
     assert starts[3:] == [[("long 1", 20), ("long 2", 20), ("long 3", 20), ("other", 0)], []]
-    engine = Engine(Scheduler(8, 64, 8))
+    engine = Engine(make_scheduler(8, 64, 8))
     for index in range(4):  # to wait for 7 of 20 tokens would not pay
         engine.scheduler.add(request(str(index), [*range(7), *[40 + index] * 13]))
     engine.step()
@@ -317,7 +327,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
 
 def test_rows_are_copied_before_anything_runs_over_them() -> None:
     """A row that is copied from may be given away before the copy is made: copies come first, in the plan's order."""
-    engine = Engine(Scheduler(3, 64, 64))
+    engine = Engine(make_scheduler(3, 64, 64))
     source = request("source", list(range(20)), max_new_tokens=40)
     row = admitted(engine, source).slot
     engine.scheduler.add(request("copies", [*range(20), 41]))
@@ -334,7 +344,7 @@ def test_rows_are_copied_before_anything_runs_over_them() -> None:
 
 
 def test_a_finished_request_leaves_its_prefix() -> None:
-    engine = Engine(Scheduler(2, 64, 64))
+    engine = Engine(make_scheduler(2, 64, 64))
     first = request("first", list(range(20)))
     assert admitted(engine, first).start == 0
     engine.run_to_end()
@@ -353,7 +363,7 @@ def test_a_finished_request_leaves_its_prefix() -> None:
 
 
 def test_a_running_prefix_is_copied() -> None:
-    engine = Engine(Scheduler(3, 64, 64))
+    engine = Engine(make_scheduler(3, 64, 64))
     first = request("first", list(range(20)), max_new_tokens=30)
     source = admitted(engine, first).slot
     chunk = admitted(engine, request("second", [*range(15), 40]))
@@ -364,7 +374,7 @@ def test_a_running_prefix_is_copied() -> None:
 
 
 def test_a_free_prefix_is_preferred_to_a_copy_of_equal_length() -> None:
-    engine = Engine(Scheduler(3, 64, 64))
+    engine = Engine(make_scheduler(3, 64, 64))
     slot = admitted(engine, request("free", list(range(10)))).slot
     engine.run_to_end()
     admitted(engine, request("running", list(range(10)), prompt_logprobs=0, max_new_tokens=30))
@@ -374,7 +384,7 @@ def test_a_free_prefix_is_preferred_to_a_copy_of_equal_length() -> None:
 
 
 def test_prompt_logprobs_need_every_position() -> None:
-    engine = Engine(Scheduler(2, 64, 64))
+    engine = Engine(make_scheduler(2, 64, 64))
     admitted(engine, request("first", list(range(20))))
     engine.run_to_end()
     chunk = admitted(engine, request("second", list(range(20)), prompt_logprobs=1))
@@ -386,7 +396,7 @@ def test_prompt_logprobs_need_every_position() -> None:
 
 
 def test_the_longest_unused_slot_is_overwritten_first() -> None:
-    engine = Engine(Scheduler(3, 64, 64))
+    engine = Engine(make_scheduler(3, 64, 64))
     slots = []
     for index in range(3):
         slots.append(admitted(engine, request(f"a{index}", [index] * 10)).slot)
@@ -400,7 +410,7 @@ def test_the_longest_unused_slot_is_overwritten_first() -> None:
 
 
 def test_an_aborted_copy_is_not_taken_for_done() -> None:
-    engine = Engine(Scheduler(2, 64, 64))
+    engine = Engine(make_scheduler(2, 64, 64))
     admitted(engine, request("running", list(range(20)), max_new_tokens=40))
     engine.scheduler.add(request("never", [*range(20), 1]))
     plan = engine.scheduler.schedule()
@@ -413,7 +423,7 @@ def test_an_aborted_copy_is_not_taken_for_done() -> None:
 
 
 def test_stop_string_found_by_the_engine() -> None:
-    engine = Engine(Scheduler(1, 64, 64))
+    engine = Engine(make_scheduler(1, 64, 64))
     new = request("a", [1, 2, 3], max_new_tokens=30)
     admitted(engine, new)
     engine.step()
@@ -425,7 +435,7 @@ def test_stop_string_found_by_the_engine() -> None:
 
 
 def test_abort_in_every_state() -> None:
-    scheduler = Scheduler(1, 64, 2)  # one row: the others wait
+    scheduler = make_scheduler(1, 64, 2)  # one row: the others wait
     engine = Engine(scheduler)
     first, second, third = (request(id_, list(range(10))) for id_ in "abc")
     for new in (first, second, third):
@@ -444,7 +454,7 @@ def test_abort_in_every_state() -> None:
 
 
 def test_the_row_ends_the_request() -> None:
-    engine = Engine(Scheduler(1, 10, 4))
+    engine = Engine(make_scheduler(1, 10, 4))
     new = request("a", list(range(9)), max_new_tokens=5)
     admitted(engine, new)
     engine.run_to_end()
@@ -468,14 +478,14 @@ def test_seeds() -> None:
     ],
 )
 def test_bad_prompt(prompt: list[int], message: str) -> None:
-    scheduler = Scheduler(2, 10, 4)
+    scheduler = make_scheduler(2, 10, 4)
     with pytest.raises(ValueError, match=message):
         scheduler.add(Request("a", prompt))
     assert not scheduler.has_unfinished
 
 
 def test_id_in_use() -> None:
-    engine = Engine(Scheduler(2, 10, 4))
+    engine = Engine(make_scheduler(2, 10, 4))
     engine.scheduler.add(request("a", [1]))
     with pytest.raises(ValueError, match="id = 'a': is that of a request that has not finished"):
         engine.scheduler.add(request("a", [1]))
@@ -485,14 +495,14 @@ def test_id_in_use() -> None:
 
 @pytest.mark.parametrize("name", ["max_batch", "max_seq_len", "prefill_chunk_tokens"])
 def test_bad_sizes(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} = 0: must be at least"):
-        Scheduler(**{"max_batch": 2, "max_seq_len": 10, "prefill_chunk_tokens": 4, name: 0})
+    with pytest.raises(ValueError, match=f"{name} = 0: must be (at least|greater than)"):
+        EngineConfig(**{name: 0})
 
 
 def test_a_step_holds_a_chunk() -> None:
     with pytest.raises(ValueError, match="max_prefill_tokens = 9: must be at least 10, a chunk of one prompt"):
-        Scheduler(2, 10, 512, max_prefill_tokens=9)
-    assert Scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
+        make_scheduler(2, 10, 512, max_prefill_tokens=9)
+    assert make_scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
 
 
 def test_buckets() -> None:

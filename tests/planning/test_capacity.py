@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jmoe.config.engine import EngineConfig
 from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
 
@@ -45,7 +46,7 @@ SMALL_CPU = FreeMemory(device_bytes=30 * MB, host_bytes=30 * MB, shared=True)
 def test_plan(
     free: FreeMemory, options: dict[str, Any], policy: str, tier: str | None, slots: int, host_bytes: int
 ) -> None:
-    plan = plan_memory(MODEL, free, **options)
+    plan = plan_memory(MODEL, free, EngineConfig(**options))
     assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == (policy, tier, slots, host_bytes)
     assert plan.nvme_bytes == (35_200_000 if tier == "nvme" else 0)
     assert plan.device_bytes == slots * MB + 3 * MB
@@ -74,4 +75,4 @@ def test_plan(
 )
 def test_no_plan(free: FreeMemory, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan_memory(MODEL, free, **options)
+        plan_memory(MODEL, free, EngineConfig(**options))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jmoe.config.engine import EngineConfig
 from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import Seen, Speeds, StreamingPlan
@@ -13,7 +14,7 @@ from jmoe.planning.streaming import Seen, Speeds, StreamingPlan
 # 8 layers of 64 experts of 1 MB; half of them fit
 MODEL = ModelBytes(ExpertWeights(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0)
 FREE = FreeMemory(10**10, 10**10, shared=False)
-HALF = plan_memory(MODEL, FREE, device_bytes=256 * 10**6)
+HALF = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6))
 SPEEDS = Speeds((1, 8, 512), (0.002, 0.003, 0.1), rest_s=0.01, sync_s=0.001, bandwidth_bytes_per_s=1e9)
 
 
@@ -59,7 +60,7 @@ def test_what_bandwidth_does_to_the_choice() -> None:
     fast = StreamingPlan(HALF, dataclasses.replace(SPEEDS, bandwidth_bytes_per_s=1e13))
     assert slow.policy(1) == slow.policy(8) == "experts"
     assert fast.policy(1) == fast.policy(512) == "ring"  # nothing to save, and the read-back to lose
-    no_ring = plan_memory(MODEL, FREE, device_bytes=100 * 10**6)  # no room for two layers
+    no_ring = plan_memory(MODEL, FREE, EngineConfig(device_bytes=100 * 10**6))  # no room for two layers
     assert StreamingPlan(no_ring, SPEEDS).policy(512) == "experts"
 
 
@@ -79,19 +80,19 @@ def test_what_steps_told_of_routing() -> None:
 
 
 def test_a_cache_in_host_memory_saves_reads() -> None:
-    nvme = plan_memory(MODEL, FREE, device_bytes=256 * 10**6, host_cache_bytes=128 * 10**6)
+    nvme = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6, host_cache_bytes=128 * 10**6))
     plan = StreamingPlan(nvme, dataclasses.replace(SPEEDS, nvme_bytes_per_s=3e8))
     assert plan.bandwidth_bytes_per_s == pytest.approx(4e8)  # a quarter is read from the cache
-    everything = plan_memory(MODEL, FREE, device_bytes=256 * 10**6, host_cache_bytes=10**9)
+    everything = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6, host_cache_bytes=10**9))
     plan = StreamingPlan(everything, dataclasses.replace(SPEEDS, nvme_bytes_per_s=3e8))
     assert plan.bandwidth_bytes_per_s == 1e9
 
 
 def test_resident_and_given_policies() -> None:
-    resident = StreamingPlan(plan_memory(MODEL, FREE), Speeds((1, 512), (0.002, 0.1), rest_s=0.01))
+    resident = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig()), Speeds((1, 512), (0.002, 0.1), rest_s=0.01))
     assert resident.policy(1) == "resident"
     assert resident.bandwidth_bytes_per_s == math.inf
     assert resident.predicted_step_s(1) == pytest.approx(8 * 0.002 + 0.01)
-    given = StreamingPlan(plan_memory(MODEL, FREE, policy="ring"))
+    given = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig(policy="ring")))
     assert (given.policy(1), given.predictions(1), given.predicted_step_s(1)) == ("ring", (), None)
     assert given.describe(1) == "1 tokens a step: ring"

@@ -10,6 +10,8 @@ from http_servers import HttpProcess, start_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jmoe
+from jmoe.config.engine import EngineConfig
+from jmoe.inference.engine import Engine
 from jmoe.models.decoder import Decoder
 from jmoe.models.pretrained import LanguageModel
 
@@ -52,6 +54,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    """The engine that `serve.py` would have, without a server."""
+    with Engine(model_folder, EngineConfig(max_batch=4, max_seq_len=256, prefill_chunk_tokens=32)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """/v1/chat/completions, tokens, and what the server says of itself."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ def server(serve: Callable[..., HttpProcess]) -> HttpProcess:
 @pytest.fixture(scope="module")
 def client(server: HttpProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine.from_pretrained(model_folder, max_batch=4, max_seq_len=256, prefill_chunk_tokens=32) as engine:
-        yield engine
 
 
 def test_answers_are_the_engines(client: openai.OpenAI, engine: Engine) -> None:

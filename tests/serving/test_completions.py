@@ -2,8 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -33,12 +32,6 @@ def server(servers: dict[str, HttpProcess]) -> HttpProcess:
 @pytest.fixture(scope="module")
 def client(server: HttpProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine.from_pretrained(model_folder, max_batch=4, max_seq_len=256, prefill_chunk_tokens=32) as engine:
-        yield engine
 
 
 def streamed(server: HttpProcess, **body: Any) -> list[Any]:

@@ -47,20 +47,19 @@ def run_lm_eval(server: HttpProcess, model_folder: Path, folder: Path) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("lm_eval") is None, reason="lm_eval is not installed: see this file's head")
-def test_lm_eval(serve: Callable[..., HttpProcess], model_folder: Path, tmp_path: Path) -> None:
+def test_lm_eval(serve: Callable[..., HttpProcess], engine: Engine, model_folder: Path, tmp_path: Path) -> None:
     samples = run_lm_eval(serve(), model_folder, tmp_path)
-    with Engine.from_pretrained(model_folder, max_batch=4, max_seq_len=256, prefill_chunk_tokens=32) as engine:
-        assert engine.tokenizer is not None
-        for sample in samples["tiny_choices"]:
-            document = sample["doc"]
-            assert len(sample["filtered_resps"]) == len(document["choices"])
-            for choice, (logprob, greedy) in zip(document["choices"], sample["filtered_resps"], strict=True):
-                whole = engine.tokenizer.encode(document["text"] + choice).ids
-                length = len(engine.tokenizer.encode(document["text"]).ids)
-                (found,) = engine.generate([whole], max_new_tokens=1, prompt_logprobs=1)
-                continuation = found.prompt_logprobs[length - 1 :]
-                assert float(logprob) == pytest.approx(sum(lp.logprob for lp in continuation), abs=1e-4)
-                assert (str(greedy) == "True") == all(lp.top[0][0] == lp.token_id for lp in continuation)
-        for sample in samples["tiny_text"]:
-            (expected,) = engine.generate([sample["doc"]["text"]], max_new_tokens=12, stop=("\n", "e"))
-            assert sample["filtered_resps"] == [expected.text]
+    assert engine.tokenizer is not None
+    for sample in samples["tiny_choices"]:
+        document = sample["doc"]
+        assert len(sample["filtered_resps"]) == len(document["choices"])
+        for choice, (logprob, greedy) in zip(document["choices"], sample["filtered_resps"], strict=True):
+            whole = engine.tokenizer.encode(document["text"] + choice).ids
+            length = len(engine.tokenizer.encode(document["text"]).ids)
+            (found,) = engine.generate([whole], max_new_tokens=1, prompt_logprobs=1)
+            continuation = found.prompt_logprobs[length - 1 :]
+            assert float(logprob) == pytest.approx(sum(lp.logprob for lp in continuation), abs=1e-4)
+            assert (str(greedy) == "True") == all(lp.top[0][0] == lp.token_id for lp in continuation)
+    for sample in samples["tiny_text"]:
+        (expected,) = engine.generate([sample["doc"]["text"]], max_new_tokens=12, stop=("\n", "e"))
+        assert sample["filtered_resps"] == [expected.text]

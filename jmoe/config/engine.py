@@ -1,0 +1,43 @@
+"""Settings of the inference engine. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.config.checks import check, positive
+
+Policy = Literal["auto", "resident", "ring", "experts"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How many requests an engine runs at once, and where it keeps the experts of its model."""
+
+    max_batch: int = 8  # sequences that run at once
+    max_seq_len: int | None = None  # tokens of one sequence, prompt and output; None: 2048, or the model's positions
+    # resident: every expert on the device; ring: whole layers in turn; experts: those that the tokens chose, beside the
+    # most used ones; auto: resident if that fits, else ring or experts by step, whichever is faster
+    policy: Policy = "auto"
+    ring_slots: int | None = None  # layers on the device at once, of policy ring; None: what fits, else half of them
+    device_bytes: int | None = None  # for experts on the device; None: with auto what it has left, else half of them
+    expert_tier: Literal["auto", "host", "nvme"] = "auto"  # where experts are that are not on the device
+    host_cache_bytes: int | None = None  # host memory for experts of the tier nvme; None: a quarter of their bytes
+    cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
+    dtype: Literal["float32", "bfloat16"] | None = None  # of weights, keys and values, and computation; None: as stored
+    # how experts are guessed a layer ahead, to be copied early: by the next layer's router, or by what recent steps
+    # used most; None: not at all
+    estimator: Literal["router", "counts"] | None = "router"
+    prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
+    max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks
+
+    def __post_init__(self) -> None:
+        positive(self, "max_batch", "prefill_chunk_tokens")
+        enough = self.max_seq_len is None or self.max_seq_len >= 2
+        check(enough, "max_seq_len", self.max_seq_len, "must be at least 2, a token of prompt and one of output")
+        known = self.estimator in ("router", "counts", None)
+        check(known, "estimator", self.estimator, "must be router, counts or None")
+        chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
+        fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
+        constraint = f"must be at least {chunk}, a chunk of one prompt"
+        check(fits, "max_prefill_tokens", self.max_prefill_tokens, constraint)

@@ -1,0 +1,16 @@
+"""Engines for the tiny checkpoints of `fixtures/checkpoints`."""
+
+from pathlib import Path
+from typing import Any
+
+from jmoe.config.engine import EngineConfig
+from jmoe.inference.engine import Engine
+
+CHECKPOINTS = Path(__file__).parent / "fixtures" / "checkpoints"
+SIZES = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
+
+
+def tiny_engine(name: str | Path, limits: dict[str, float] | None = None, **options: Any) -> Engine:
+    """Return an engine of two rows in float32. limits: bytes per second of tiers. options: of `EngineConfig`."""
+    config = EngineConfig(**{**SIZES, **options})
+    return Engine(CHECKPOINTS / name, config, bandwidth_limit_bytes_per_s=limits)
