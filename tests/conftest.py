@@ -17,6 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+from tests.train_runs import Run, TrainRuns
+
 NUM_DEVICES = 8
 # XLA ends a process whose fake devices do not all reach a collective within 40 s, which a busy machine can take.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -129,3 +131,9 @@ def start_python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for process in started:
         kill_group(process)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
+    """Return what the runs of train.py in one test session share."""
+    return TrainRuns(tmp_path_factory.mktemp("runs"), run_python)

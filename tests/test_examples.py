@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.model_configs import CHECKPOINTS
+
 ROOT = Path(__file__).resolve().parent.parent
-MIXTRAL = ROOT / "tests" / "fixtures" / "checkpoints" / "mixtral"
+MIXTRAL = CHECKPOINTS / "mixtral"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 PRINTS = {
     "custom_experts.py": "return their input: True",

@@ -25,8 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faults import FailingDisk
-from train_runs import Run, Start, TrainRuns, committed, losses
 
 from jmoe.config import CheckpointConfig
 from jmoe.memory.buffers import RecordBuffers
@@ -36,6 +34,8 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import Checkpoints
 from tests.conftest import kill_group
+from tests.faults import FailingDisk
+from tests.train_runs import Run, Start, TrainRuns, committed, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -50,12 +50,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "nvme, gradients too": (*NVME, "--tiers.gradients", "nvme"),
 }
 OFTEN = ("--num-steps", str(STEPS), "--checkpoint.every-steps", "3", "--evaluation.every-steps", "25")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
-    """What the runs of this file share."""
-    return TrainRuns(tmp_path_factory.mktemp("faults"), run_python)
 
 
 def last_losses(output_dir: Path) -> dict[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jmoe.mesh import devices_per_host
+from tests.train_runs import free_port
 
 # each process claims to be on the host it is given
 PROCESS = """
@@ -34,9 +34,7 @@ def test_one_process() -> None:
 def test_processes_on_two_hosts(
     hosts: str, expected: int, start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     logs = [tmp_path / str(rank) for rank in range(4)]
     ranks = [start_python(["-c", PROCESS, str(i), port, host], logs[i]) for i, host in enumerate(hosts)]
     for process, log in zip(ranks, logs):

@@ -6,30 +6,26 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
-from train_runs import TrainRuns
 
 import serve
 from jmoe.deploy.exported import hugging_face_folder
 from jmoe.inference import generate
+from tests.model_configs import CHECKPOINTS
+from tests.train_runs import Run, Start, TrainRuns
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
-FOLDER = Path(__file__).parent / "fixtures" / "checkpoints"
 START_LIMIT_S = 240.0
 
 
 def mixtral(tmp_path: Path) -> Path:
     """A model with what stands for a tokenizer as long as nothing is loaded."""
     folder = tmp_path / "mixtral"
-    shutil.copytree(FOLDER / "mixtral", folder)
+    shutil.copytree(CHECKPOINTS / "mixtral", folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -64,7 +60,7 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
             ([tmp_path / "nothing"], "is no folder; `make train` leaves a model in runs/tiny"),
             ([tmp_path], "config.json: is missing"),
             ([tmp_path / "run"], "the run has no checkpoint yet"),
-            ([FOLDER / "olmoe"], "must hold a tokenizer.json"),
+            ([CHECKPOINTS / "olmoe"], "must hold a tokenizer.json"),
             ([model, "--ring-slots", "9"], "ring_slots = 9: must be between 1 and 2"),
             ([model, "--max-seq-len", "65"], "max_seq_len = 65: must not exceed the model's 64 positions"),
             ([model, "--max-seq-len", "100000", "--dry-run"], "must not exceed the model's 64 positions"),
@@ -102,12 +98,6 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the last change of everything in a folder."""
     found = {path: path.stat() for path in sorted(folder.rglob("*"))}
     return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
-
-
-@pytest.fixture(scope="module")
-def runs(run_python: Run, tmp_path_factory: pytest.TempPathFactory) -> TrainRuns:
-    """Runs with what they share, for the tests here."""
-    return TrainRuns(tmp_path_factory.mktemp("train"), run_python)
 
 
 @pytest.fixture(scope="module")

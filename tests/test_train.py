@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_runs import (
+
+from tests.train_runs import (
     ENDLESS,
     REFERENCE_STEPS,
     Run,
@@ -36,12 +37,6 @@ from train_runs import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
-    """What the runs of this file share."""
-    return TrainRuns(tmp_path_factory.mktemp("train"), run_python)
 
 
 @pytest.fixture

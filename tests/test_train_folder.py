@@ -9,14 +9,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from train_runs import ENDLESS, Run, Start, TrainRuns, committed, end_of, losses, records, resumes, wait_until
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
-    """What the runs of this file share."""
-    return TrainRuns(tmp_path_factory.mktemp("folder"), run_python)
-
+from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, end_of, losses, records, resumes, wait_until
 
 IMPATIENT = ("--distributed.start-timeout-s", "2")
 

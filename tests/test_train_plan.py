@@ -5,7 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from train_runs import Run
+
+from tests.train_runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from train_runs import (
+
+from tests.train_runs import (
     ENDLESS,
     Run,
     Start,
@@ -27,12 +28,6 @@ from train_runs import (
 pytestmark = pytest.mark.slow
 
 KILLS = 12
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
-    """What the runs of this file share."""
-    return TrainRuns(tmp_path_factory.mktemp("train_slow"), run_python)
 
 
 def test_killed_again_and_again(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start) -> None:

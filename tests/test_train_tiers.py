@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from train_runs import (
+
+from tests.train_runs import (
     ENDLESS,
     Run,
     Start,
@@ -23,12 +24,6 @@ from train_runs import (
 STEPS = 24
 NVME = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.host-cache-bytes", "500000")
 HOST = ("--tiers.experts", "host", "--tiers.optimizer", "host")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> TrainRuns:
-    """What the runs of this file share."""
-    return TrainRuns(tmp_path_factory.mktemp("tiers"), run_python)
 
 
 def finish(runs: TrainRuns, run_python: Run, output_dir: Path, *options: object) -> str:

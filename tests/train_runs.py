@@ -31,6 +31,12 @@ REFERENCE_STEPS = 80
 ENDLESS = ("--num-steps", "1000000")
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 class TrainRuns:
     """Text, token shards and compile cache that the runs of one test session share."""
 
@@ -90,9 +96,8 @@ class TrainRuns:
 
     def ranks(self, output_dir: Path, processes: int, *options: object) -> list[list[str | Path]]:
         """The command of every rank of a run of many processes."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        together = ("--distributed.coordinator-address", f"127.0.0.1:{port}", "--distributed.num-processes", processes)
+        address = f"127.0.0.1:{free_port()}"
+        together = ("--distributed.coordinator-address", address, "--distributed.num-processes", processes)
         return [
             self.command(output_dir, *together, "--distributed.process-id", rank, *options) for rank in range(processes)
         ]

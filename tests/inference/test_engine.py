@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from damage import flip_everywhere, poison
 from tiny_engines import CHECKPOINTS, tiny_engine
 
 import jmoe
@@ -22,6 +21,7 @@ from jmoe.layers.slot_experts import Routed
 from jmoe.offload.policies import LayerRing
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from kernels_pallas.grouped_mlp.reference import activate
+from tests.damage import flip_everywhere, poison
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]

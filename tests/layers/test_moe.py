@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import jmoe
 from jmoe import ExpertParallel, Experts, MoEConfig, MoELayer, MoEMetrics, Router, RouterConfig, Routing, moe_metrics
 from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
+from tests.arrays import assert_trees_close
 
 T, D, F, E = 128, 16, 12, 8
 LOSSES: dict[str, Any] = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large, to show beside the output
@@ -153,19 +154,9 @@ def dense(layer: MoELayer, x: jax.Array, g: jax.Array, kept_TK: np.ndarray | Non
     return Result(y, metrics, dx, dparams)
 
 
-def assert_same(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Every leaf of two pytrees within `tolerance` of its largest value."""
-    structure: Any = jax.tree.structure(ours)
-    assert structure == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
-        assert a.shape == b.shape, path
-        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=str(path))
-
-
 def assert_agree(ours: Result, expected: Result) -> None:
     for name in ("y", "metrics", "dx", "dparams"):
-        assert_same(getattr(ours, name), getattr(expected, name))
+        assert_trees_close(getattr(ours, name), getattr(expected, name))
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves((ours.y, ours.dx, ours.dparams)))
 
 
@@ -218,7 +209,7 @@ def test_dropless_with_every_token_on_the_same_experts(split: tuple[int, int, in
     assert float(result.metrics.dropped_fraction) == 0
     expected = dense(layer, x, g)
     for name in ("y", "metrics", "dx", "dparams"):
-        assert_same(getattr(result, name), getattr(expected, name))
+        assert_trees_close(getattr(result, name), getattr(expected, name))
 
 
 # ---- capacity
@@ -288,8 +279,8 @@ def test_own_axis_names_and_shardings_under_own_jit() -> None:
 
     y, metrics = jax.block_until_ready(double(state, x))
     assert y.shape == x.shape
-    assert_same(y.reshape(T, D), 2 * expected.y)
-    assert_same(metrics, expected.metrics)
+    assert_trees_close(y.reshape(T, D), 2 * expected.y)
+    assert_trees_close(metrics, expected.metrics)
 
 
 def stacked(split: tuple[int, int, int] | None) -> tuple[Any, nnx.State]:
@@ -327,7 +318,7 @@ def test_scan_over_stacked_layers_with_remat(split: tuple[int, int, int] | None)
         jax.block_until_ready(jax.jit(jax.value_and_grad(f, (1, 2)), static_argnums=0)(*stacked(where), x))
         for f, where in ((scanned, split), (loop, None))
     )
-    assert_same(ours, expected)
+    assert_trees_close(ours, expected)
 
 
 def test_local_inside_own_shard_map() -> None:
@@ -348,8 +339,8 @@ def test_local_inside_own_shard_map() -> None:
     )
     y, metrics = jax.block_until_ready(jax.jit(step)(state, x))
     expected = run(make("softmax"), *inputs())
-    assert_same(y, expected.y)
-    assert_same(metrics, expected.metrics)
+    assert_trees_close(y, expected.y)
+    assert_trees_close(metrics, expected.metrics)
 
 
 def round_robin(x_TD: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> Routing:
@@ -401,21 +392,23 @@ def test_own_router_and_own_experts(split: tuple[int, int, int] | None) -> None:
     for router, factor in ((round_robin, 1.0), (ExpertsBias(), 3.0)):
         layer = MoELayer(config_of(), over(mesh), router=router, experts=Scale(), rngs=nnx.Rngs(0))
         result = run(layer, x, g)
-        assert_same(result.y, factor * expected)
-        assert_same(result.dx, factor * np.asarray(g) * expected / np.asarray(x))
+        assert_trees_close(result.y, factor * expected)
+        assert_trees_close(result.dx, factor * np.asarray(g) * expected / np.asarray(x))
         np.testing.assert_allclose(result.metrics.load_E, np.full(E, 1 / E), rtol=1e-6)
         dscale = np.zeros((E, D), np.float32)
         np.add.at(dscale, first_T, np.asarray(x * g) / 2)
         np.add.at(dscale, (first_T + 3) % E, np.asarray(x * g) / 2)
-        assert_same(result.dparams["experts"]["scale"], factor * dscale)
-    assert_same(result.dparams["router"]["experts_bias"], np.full(3, (expected * np.asarray(g)).sum(), np.float32))
+        assert_trees_close(result.dparams["experts"]["scale"], factor * dscale)
+    assert_trees_close(
+        result.dparams["router"]["experts_bias"], np.full(3, (expected * np.asarray(g)).sum(), np.float32)
+    )
 
 
 def test_plain_function_as_experts() -> None:
     layer = MoELayer(config_of(), router=round_robin, experts=lambda rows, sizes, expected: 3 * rows, rngs=nnx.Rngs(0))
     x, _ = inputs()
     y, _ = layer(x)
-    assert_same(y, 3 * x)
+    assert_trees_close(y, 3 * x)
     assert not jax.tree.leaves(nnx.state(layer, nnx.Param))
 
 
@@ -437,10 +430,10 @@ def test_our_experts_gather_rows_that_a_users_are_given() -> None:
     users = make("softmax", experts=Given(ours.experts))
     x, g = inputs()
     a, b = run(ours, x, g), run(users, x, g)
-    assert_same(a.y, b.y)
-    assert_same(a.dx, b.dx)
+    assert_trees_close(a.y, b.y)
+    assert_trees_close(a.dx, b.dx)
     for name in ("w_up", "w_down"):
-        assert_same(a.dparams["experts"][name], b.dparams["experts"]["experts"][name])
+        assert_trees_close(a.dparams["experts"][name], b.dparams["experts"]["experts"][name])
     arrived = ours.exchange.dispatch(x, jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
     assert arrived.x is x
     assert arrived.rows_MD.shape == (2 * T, D)
@@ -486,7 +479,7 @@ def test_bfloat16_inputs(split: tuple[int, int, int] | None) -> None:
     ours, expected = run(layer, x, g), dense(make("softmax", bias=True), x.astype(jnp.float32), g.astype(jnp.float32))
     assert ours.y.dtype == ours.dx.dtype == jnp.bfloat16
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(ours.dparams))
-    assert_same(ours.metrics, expected.metrics)  # the router sees the same numbers, in float32
+    assert_trees_close(ours.metrics, expected.metrics)  # the router sees the same numbers, in float32
     for a, b in zip(
         jax.tree.leaves((ours.y, ours.dx, ours.dparams)),
         jax.tree.leaves((expected.y, expected.dx, expected.dparams)),

@@ -3,7 +3,7 @@
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from jmoe.memory.lfu_cache import LFUCache
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
+from tests.fakes import Gate, wait_for
 
 NUM_RECORDS = 24
 LAYOUT = RecordLayout.of({"w": ((3, 100), np.float32), "n": ((), np.int64)})
@@ -38,43 +39,9 @@ def store(tmp_path: Path) -> Iterator[VersionStore]:
         yield store
 
 
-class Gate:
-    """Stands in the way of the writes of a store: they are noted, may be held up, and may fail."""
-
-    def __init__(self, store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.real = store.write
-        self.begun: list[int] = []
-        self.reads: list[int] = []
-        self.open = threading.Event()
-        self.open.set()
-        self.fail: dict[int, Exception] = {}
-        monkeypatch.setattr(store, "write", self.write)
-        real_read = store.read_into
-
-        def read_into(index: int, record_R: NDArray[np.uint8]) -> None:
-            self.reads.append(index)
-            real_read(index, record_R)
-
-        monkeypatch.setattr(store, "read_into", read_into)
-
-    def write(self, index: int, record_R: NDArray[np.uint8]) -> None:
-        self.begun.append(index)
-        assert self.open.wait(60)
-        if index in self.fail:
-            raise self.fail.pop(index)
-        self.real(index, record_R)
-
-
 @pytest.fixture
 def gate(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(store, monkeypatch)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    return Gate(store, "write", monkeypatch)
 
 
 def add(tiers: TieredStore, index: int, amount: float = 1.0) -> int:
@@ -220,7 +187,8 @@ def test_one_holder_alone(store: VersionStore) -> None:
         add(tiers, 1)
 
 
-def test_not_read_where_all_is_replaced(store: VersionStore, gate: Gate) -> None:
+def test_not_read_where_all_is_replaced(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Gate(store, "read_into", monkeypatch)
     with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
         for index in range(NUM_RECORDS):
             with tiers.get(index, writable=True, empty=True) as record:
@@ -228,7 +196,7 @@ def test_not_read_where_all_is_replaced(store: VersionStore, gate: Gate) -> None
                 record["n"][...] = 5
                 record.put()
         tiers.flush()
-        assert not gate.reads
+        assert not reads.begun
         with tiers.get(20, writable=True, empty=True) as record:  # it has left the cache
             record["w"][:] = -1  # and then thinks better of it
         check_record(tiers, 20, 5)

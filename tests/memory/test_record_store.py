@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from jmoe.memory import record_store
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
+from tests.fakes import wait_for
 
 ARRAYS = {"gate": ((3, 5), np.float32), "up": ((1000, 7), ml_dtypes.bfloat16), "scale": ((), np.int8)}
 LAYOUT = RecordLayout.of(ARRAYS)
@@ -470,13 +471,6 @@ def slowly(index, views):
 pack(pathlib.Path(sys.argv[1]), slowly)
 print("packed", flush=True)
 """
-
-
-def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("at", [0, NUM_RECORDS - 1])

@@ -3,12 +3,13 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from jmoe.memory.ring import Ring
+from tests.fakes import wait_for
 
 LAYER_BYTES = 1000
 
@@ -51,13 +52,6 @@ class Slots:
         self.reading[slot] = False
         ring.release()
         return slot
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(("num_layers", "num_slots"), [(8, 4), (7, 3), (5, 2), (4, 1), (6, 5)])

@@ -1,8 +1,7 @@
 """Links, and records through a cache in host memory: real files, real threads, no timing asserted."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore
+from tests.fakes import Gate, wait_for
 
 NUM_RECORDS = 24
 LAYOUT = RecordLayout.of({"w": ((3, 1000), np.float32), "b": ((7,), np.int64)})
@@ -39,35 +39,9 @@ def store(tmp_path: Path) -> Iterator[RecordStore]:
         yield store
 
 
-class Gate:
-    """Stands in the way of the reads of a store: they are noted, may be held up, and may fail."""
-
-    def __init__(self, store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.real = store.read_into
-        self.begun: list[int] = []
-        self.open = threading.Event()
-        self.open.set()
-        self.fail: dict[int, Exception] = {}
-        monkeypatch.setattr(store, "read_into", self.read_into)
-
-    def read_into(self, index: int, record_R: NDArray[np.uint8]) -> None:
-        self.begun.append(index)
-        assert self.open.wait(60)
-        if index in self.fail:
-            raise self.fail.pop(index)
-        self.real(index, record_R)
-
-
 @pytest.fixture
 def gate(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(store, monkeypatch)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    return Gate(store, "read_into", monkeypatch)
 
 
 class Clock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ import pytest
 from configs import PRESETS
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig
 from jmoe.models.huggingface import hf_config, model_config
+from tests.model_configs import CHECKPOINTS
 
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 
 
 def fields_of(name: str, **changes: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads((FOLDER / name / "config.json").read_text()) | changes
+    fields: dict[str, Any] = json.loads((CHECKPOINTS / name / "config.json").read_text()) | changes
     return fields
 
 

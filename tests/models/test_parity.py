@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,29 +25,24 @@ from jmoe.mesh import path_names
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.weights import parameters
 from jmoe.optim.adamw import advance
+from tests.model_configs import CHECKPOINTS
 
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 TOLERANCE = 2e-4  # of a logit
 LOSS_TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @cache
 def loaded(name: str) -> jmoe.LanguageModel:
-    return jmoe.load_pretrained(FOLDER / name, dtype="float32")
+    return jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32")
 
 
 @cache
 def reference(name: str) -> dict[str, np.ndarray]:
-    with np.load(FOLDER / name / "reference.npz") as arrays:
+    with np.load(CHECKPOINTS / name / "reference.npz") as arrays:
         return {key: arrays[key].astype(np.int32) if arrays[key].dtype == np.int16 else arrays[key] for key in arrays}
 
 
@@ -135,7 +129,7 @@ def test_training(name: str) -> None:
     assert float(loss) == pytest.approx(float(ref["train_loss"]), abs=LOSS_TOLERANCE)
 
     squares: dict[str, float] = {}
-    family = read_config(FOLDER / name)["model_type"]
+    family = read_config(CHECKPOINTS / name)["model_type"]
     by_path = {path_names(path): g for path, g in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))}
     for parameter in parameters(abstract_decoder(config)[2], config, family):
         if parameter.path not in by_path:
@@ -159,7 +153,7 @@ def test_training(name: str) -> None:
 
 def stored_weights(name: str) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint of bfloat16, in float64."""
-    data = (FOLDER / name / "model.safetensors").read_bytes()
+    data = (CHECKPOINTS / name / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     weights = {}
     for key, entry in json.loads(data[8:start]).items():
@@ -217,12 +211,12 @@ def olmoe_in_numpy(fields: dict[str, Any], w: dict[str, np.ndarray], tokens_BS: 
 
 def test_clipped_queries_keys_and_values(tmp_path: Path) -> None:
     """`clip_qkv` of OLMoE against a reference in NumPy, which without it gives the stored logits of transformers."""
-    ref, weights, fields = reference("olmoe"), stored_weights("olmoe"), read_config(FOLDER / "olmoe")
+    ref, weights, fields = reference("olmoe"), stored_weights("olmoe"), read_config(CHECKPOINTS / "olmoe")
     plain = olmoe_in_numpy(fields, weights, ref["input_ids"])
     np.testing.assert_allclose(plain, ref["logits"], rtol=0, atol=TOLERANCE)
     clipped = olmoe_in_numpy(fields | {"clip_qkv": 0.5}, weights, ref["input_ids"])
     assert np.abs(clipped - plain).max() > 100 * TOLERANCE
-    shutil.copy(FOLDER / "olmoe" / "model.safetensors", tmp_path)
+    shutil.copy(CHECKPOINTS / "olmoe" / "model.safetensors", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(fields | {"clip_qkv": 0.5}))
     model = jmoe.load_pretrained(tmp_path, dtype="float32")
     np.testing.assert_allclose(model(ref["input_ids"]), clipped, rtol=0, atol=TOLERANCE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,13 @@ from jmoe.models.huggingface import model_config
 from jmoe.models.mxfp4 import dequantised
 from jmoe.models.pretrained import LanguageModel, abstract_decoder
 from jmoe.models.safetensors_io import read_headers
+from tests.model_configs import CHECKPOINTS
 
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on how well it is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def arrays_of(model: LanguageModel) -> dict[str, np.ndarray]:
@@ -56,7 +51,7 @@ def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_load_save_load_is_bit_equal(name: str, tmp_path: Path) -> None:
-    first = jmoe.load_pretrained(FOLDER / name)
+    first = jmoe.load_pretrained(CHECKPOINTS / name)
     jmoe.save_pretrained(first, tmp_path / "saved", max_shard_bytes=20_000)
     second = jmoe.load_pretrained(tmp_path / "saved")
     a, b = arrays_of(first), arrays_of(second)
@@ -71,15 +66,15 @@ def test_load_save_load_is_bit_equal(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "mxfp4" not in name])
 def test_saved_tensors_are_those_that_transformers_wrote(name: str, tmp_path: Path) -> None:
-    jmoe.save_pretrained(jmoe.load_pretrained(FOLDER / name), tmp_path)
-    assert stored(tmp_path) == stored(FOLDER / name)
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDER / name))
+    jmoe.save_pretrained(jmoe.load_pretrained(CHECKPOINTS / name), tmp_path)
+    assert stored(tmp_path) == stored(CHECKPOINTS / name)
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, CHECKPOINTS / name))
     assert ours | {"num_nextn_predict_layers": 0} == theirs | {"num_nextn_predict_layers": 0}
 
 
 def test_mxfp4_is_saved_whole_in_bfloat16(tmp_path: Path) -> None:
-    jmoe.save_pretrained(jmoe.load_pretrained(FOLDER / "gpt_oss_mxfp4"), tmp_path)
-    tensors, original = stored(tmp_path), stored(FOLDER / "gpt_oss_mxfp4")
+    jmoe.save_pretrained(jmoe.load_pretrained(CHECKPOINTS / "gpt_oss_mxfp4"), tmp_path)
+    tensors, original = stored(tmp_path), stored(CHECKPOINTS / "gpt_oss_mxfp4")
     assert {dtype for dtype, _, _ in tensors.values()} == {"BF16"}
     assert tensors["model.layers.0.mlp.experts.gate_up_proj"][1] == (4, 64, 64)
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -101,12 +96,12 @@ def test_mxfp4_values() -> None:
 
 
 def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
-    model = jmoe.load_pretrained(FOLDER / "mixtral")
+    model = jmoe.load_pretrained(CHECKPOINTS / "mixtral")
     jmoe.save_pretrained(model, tmp_path, max_shard_bytes=10_000)
     again = jmoe.load_pretrained(tmp_path)
     jmoe.save_pretrained(again, tmp_path)  # over its own files
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    assert stored(tmp_path) == stored(FOLDER / "mixtral")
+    assert stored(tmp_path) == stored(CHECKPOINTS / "mixtral")
 
 
 @pytest.mark.parametrize(
@@ -140,19 +135,19 @@ def test_a_model_that_no_family_computes_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_dtype() -> None:
-    half, whole = (jmoe.load_pretrained(FOLDER / "deepseek_v3", dtype=dtype) for dtype in (None, "float32"))
+    half, whole = (jmoe.load_pretrained(CHECKPOINTS / "deepseek_v3", dtype=dtype) for dtype in (None, "float32"))
     for path, x in arrays_of(half).items():
         kept = "e_score_correction_bias" in path  # float32 in the file, as transformers keeps it
         assert x.dtype == (np.float32 if kept else jnp.bfloat16), path
     for path, x in arrays_of(whole).items():
         assert x.dtype == np.float32
         np.testing.assert_array_equal(x, arrays_of(half)[path].astype(np.float32))
-    back = jmoe.load_pretrained(FOLDER / "mixtral", dtype=jnp.bfloat16)
-    for path, x in arrays_of(jmoe.load_pretrained(FOLDER / "mixtral")).items():
+    back = jmoe.load_pretrained(CHECKPOINTS / "mixtral", dtype=jnp.bfloat16)
+    for path, x in arrays_of(jmoe.load_pretrained(CHECKPOINTS / "mixtral")).items():
         assert arrays_of(back)[path].tobytes() == x.astype(jnp.bfloat16).tobytes()
     np.testing.assert_array_equal(half(TOKENS), whole(TOKENS))  # stored in bfloat16, computed in float32
-    expected = np.asarray(jmoe.load_pretrained(FOLDER / "mixtral_sharded")(TOKENS))
-    low = jmoe.load_pretrained(FOLDER / "mixtral_sharded", dtype="bfloat16")(TOKENS)
+    expected = np.asarray(jmoe.load_pretrained(CHECKPOINTS / "mixtral_sharded")(TOKENS))
+    low = jmoe.load_pretrained(CHECKPOINTS / "mixtral_sharded", dtype="bfloat16")(TOKENS)
     assert low.dtype == jnp.float32
     difference = np.linalg.norm(np.asarray(low) - expected) / np.linalg.norm(expected)
     assert 1e-4 < difference < 0.1
@@ -161,8 +156,8 @@ def test_dtype() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss_mxfp4"])
 def test_mesh(name: str) -> None:
     """Parameters split over 8 devices are the same ones, and compute the same."""
-    one = jmoe.load_pretrained(FOLDER / name, dtype="float32")
-    split = jmoe.load_pretrained(FOLDER / name, dtype="float32", mesh=make_mesh((2, 2, 2)))
+    one = jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32")
+    split = jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32", mesh=make_mesh((2, 2, 2)))
     a, b = arrays_of(one), arrays_of(split)
     for path in a:
         np.testing.assert_array_equal(a[path], b[path], err_msg=path)
@@ -211,7 +206,7 @@ def write_random(folder: Path, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["", "float32"])
 def test_peak_memory_is_what_is_kept(dtype: str, tmp_path: Path, run_python: Callable[..., Any]) -> None:
-    fields = json.loads((FOLDER / "mixtral_sharded" / "config.json").read_text())
+    fields = json.loads((CHECKPOINTS / "mixtral_sharded" / "config.json").read_text())
     fields |= {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1024}
     fields |= {"num_local_experts": 8, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
     write_random(tmp_path / "model", fields)
@@ -279,7 +274,7 @@ GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 )
 def test_wrong_tensors(name: str, change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(weights, "aligned_empty")  # no memory may be filled before everything is checked
-    folder = rewritten(FOLDER / name, tmp_path / "bad", change)
+    folder = rewritten(CHECKPOINTS / name, tmp_path / "bad", change)
     with pytest.raises(ValueError, match=message):
         jmoe.load_pretrained(folder)
 
@@ -288,7 +283,7 @@ def test_unexpected_tensor(tmp_path: Path) -> None:
     def add(header: dict[str, Any]) -> None:
         header["model.layers.0.self_attn.q_proj.bias"] = header[Q]
 
-    folder = rewritten(FOLDER / "mixtral", tmp_path / "bad", add)
+    folder = rewritten(CHECKPOINTS / "mixtral", tmp_path / "bad", add)
     message = "model.safetensors: tensor 'model.layers.0.self_attn.q_proj.bias' is unexpected"
     with pytest.raises(ValueError, match=message):
         jmoe.load_pretrained(folder)
@@ -299,12 +294,12 @@ def test_tensors_that_transformers_leaves_aside_too(tmp_path: Path) -> None:
         header["lm_head.weight"] = header["model.embed_tokens.weight"]  # tied: the same numbers once more
         header["model.layers.0.self_attn.rotary_emb.inv_freq"] = header["model.norm.weight"]
 
-    jmoe.load_pretrained(rewritten(FOLDER / "mixtral", tmp_path / "more", add))
+    jmoe.load_pretrained(rewritten(CHECKPOINTS / "mixtral", tmp_path / "more", add))
 
     def predicting(header: dict[str, Any]) -> None:
         header["model.layers.3.eh_proj.weight"] = header["model.norm.weight"]
 
-    jmoe.load_pretrained(rewritten(FOLDER / "deepseek_v3", tmp_path / "further", predicting))
+    jmoe.load_pretrained(rewritten(CHECKPOINTS / "deepseek_v3", tmp_path / "further", predicting))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +315,7 @@ def test_tensors_that_transformers_leaves_aside_too(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files(damage: Any, message: str, tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "mixtral_sharded", tmp_path / "bad")
+    shutil.copytree(CHECKPOINTS / "mixtral_sharded", tmp_path / "bad")
     file = tmp_path / "bad" / "model-00002-of-00002.safetensors"
     damage(file)
     with pytest.raises(ValueError, match=message) as error:
@@ -329,7 +324,7 @@ def test_damaged_files(damage: Any, message: str, tmp_path: Path) -> None:
 
 
 def test_index_that_disagrees_with_its_files(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "mixtral_sharded", tmp_path / "bad")
+    shutil.copytree(CHECKPOINTS / "mixtral_sharded", tmp_path / "bad")
     index = tmp_path / "bad" / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
@@ -355,12 +350,12 @@ def test_folders_without_a_configuration(tmp_path: Path) -> None:
 
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dtype = 'float16': must be float32 or bfloat16"):
-        jmoe.load_pretrained(FOLDER / "mixtral", dtype=jnp.float16)
+        jmoe.load_pretrained(CHECKPOINTS / "mixtral", dtype=jnp.float16)
     with pytest.raises(ValueError, match=r"mesh.axis_names"):
-        jmoe.load_pretrained(FOLDER / "mixtral", mesh=jax.make_mesh((8,), ("x",)))
+        jmoe.load_pretrained(CHECKPOINTS / "mixtral", mesh=jax.make_mesh((8,), ("x",)))
     with pytest.raises(ValueError, match="num_experts = 6: must be a multiple of 4"):
-        jmoe.load_pretrained(FOLDER / "olmoe", mesh=make_mesh((2, 2, 2)))
-    model = jmoe.load_pretrained(FOLDER / "mixtral")
+        jmoe.load_pretrained(CHECKPOINTS / "olmoe", mesh=make_mesh((2, 2, 2)))
+    model = jmoe.load_pretrained(CHECKPOINTS / "mixtral")
     with pytest.raises(ValueError, match="max_shard_bytes = 0"):
         jmoe.save_pretrained(model, tmp_path, max_shard_bytes=0)
     for tokens, message in (

@@ -15,8 +15,7 @@ import pytest
 from jmoe.config import DistributedConfig
 from jmoe.run import distributed
 from jmoe.run.distributed import PreemptionSignal, Watchdog
-
-Start = Callable[..., subprocess.Popen[str]]
+from tests.train_runs import Start, free_port
 
 # A run in small: RANK PROCESSES PORT OPTION=VALUE..., one all-reduce a step.
 WORKER = """
@@ -60,12 +59,6 @@ with Watchdog(step_limit_s, float(option.get("heartbeat_s", 60))) as watchdog, P
             break
 print("end", flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

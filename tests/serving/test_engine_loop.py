@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import flip_everywhere, poison
 from http_servers import HttpProcess, events, start_server
+
+from tests.damage import flip_everywhere, poison
 
 BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
 STOPPED = {"stop_token_ids": list(range(17)), "min_tokens": 2}

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_distributed import free_port, wait_for
+from test_distributed import wait_for
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from jmoe.run.compatibility import check_compatible
+from tests.train_runs import free_port
 
 CONFIG = TrainConfig(num_steps=7)
 DATA_STATE = {"epoch": 3, "position": [1, 2**40], "name": "größe"}

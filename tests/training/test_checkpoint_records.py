@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_distributed import free_port
 
 from jmoe.config import CheckpointConfig
 from jmoe.memory.buffers import RecordBuffers
@@ -20,6 +19,7 @@ from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, is_durable
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
+from tests.train_runs import free_port
 
 NUM_RECORDS = 6
 LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})

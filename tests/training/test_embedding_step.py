@@ -18,13 +18,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TrainConfig
 from jmoe.deploy.export import export_run
-from jmoe.mesh import ACCUMULATED_BATCH, BATCH, make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.pretrained import load_pretrained
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.finetune import pretrained_state
 from jmoe.training.step import Program, TrainState, make_program
+from tests.arrays import assert_trees_close
+from tests.model_configs import OPTIMIZER, mesh_of
 
 ONE, EIGHT = (1, 1, 1), (2, 2, 2)
 B, S, V = 16, 8, 1024
@@ -40,7 +42,6 @@ MODEL = ModelConfig(
     num_experts_per_tok=2,
     initializer_range=0.2,
 )
-OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5)
 CASES = list(itertools.product(("columns", "rows"), (True, False)))  # partition, tied
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -56,7 +57,7 @@ def program(
         mesh=MeshConfig(*shape, embedding=embedding, shard_dense=shard_dense),  # type: ignore[arg-type]
         **({"batch_size": B, "sequence_length": S, "num_steps": 10, "compute_dtype": "float32"} | more),
     )
-    return make_program(config, make_mesh(shape, jax.devices()[: int(np.prod(shape))]))
+    return make_program(config, mesh_of(*shape))
 
 
 def tokens_of(ours: Program, seed: int) -> jax.Array:
@@ -83,20 +84,13 @@ def steps(shape: tuple[int, int, int], embedding: str, tied: bool, shard_dense: 
     return metrics, jax.device_get(ours.to_saved(state))
 
 
-def assert_same(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
-        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        where = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=where)
-
-
 @pytest.mark.parametrize(("embedding", "tied", "shard_dense"), [(*case, case[1]) for case in CASES])
 def test_the_same_steps(embedding: str, tied: bool, shard_dense: bool) -> None:
     metrics, state = steps(EIGHT, embedding, tied, shard_dense)
     assert all(values["ok"] for values in metrics)
     expected_metrics, expected = steps(ONE, "replicated", tied)
-    assert_same(metrics, expected_metrics)
-    assert_same(state, expected, 3e-5)
+    assert_trees_close(metrics, expected_metrics)
+    assert_trees_close(state, expected, 3e-5)
 
 
 def reduced_tables(ours: Program) -> list[str]:
@@ -134,7 +128,7 @@ def test_evaluation_and_logits(embedding: str, tied: bool) -> None:
         (loss,) = each.evaluate(placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))])
         same = jax.device_put(np.tile(tokens[:1, :-1], (rows.mesh.size, 1)), rows)
         found.append(jax.device_get((loss, each.next_logits(placed, same, jnp.int32(3)))))
-    assert_same(found[1], found[0])
+    assert_trees_close(found[1], found[0])
 
 
 def test_initial_state_and_saved_form() -> None:
@@ -144,7 +138,7 @@ def test_initial_state_and_saved_form() -> None:
         ours = program(EIGHT, embedding)
         state = ours.init()
         saved = ours.to_saved(state)
-        assert_same(jax.device_get(saved), one, 1e-6)
+        assert_trees_close(jax.device_get(saved), one, 1e-6)
         back = ours.from_saved(saved)
         for a, b, c in zip(jax.tree.leaves(back), jax.tree.leaves(state), jax.tree.leaves(ours.state_shape)):
             np.testing.assert_array_equal(a, b)

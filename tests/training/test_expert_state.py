@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import pytest
-from test_streamed_step import CONFIG, batch, differing, held_out_batches
+from test_streamed_step import CONFIG, batch, held_out_batches
 
 import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig
@@ -24,13 +24,14 @@ from jmoe.memory.record import Record
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
-from jmoe.mesh import make_mesh
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.step import Program, TrainState
 from jmoe.training.streamed_programs import LayerPrograms
 from jmoe.training.streamed_step import StreamedProgram
+from tests.arrays import differing
+from tests.model_configs import mesh_of
 
 FIRST, SAVED, LAST = 2, 4, 6
 WORDS = "an injected fault"
@@ -61,7 +62,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         tiers = TiersConfig("nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000)
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(CONFIG, tiers=tiers)
-        self.streamed = StreamedProgram(self.config, make_mesh((1, 1, 1), jax.devices()[:1]))
+        self.streamed = StreamedProgram(self.config, mesh_of(1, 1, 1))
         self.program: Program = self.streamed.program()
         state = self.program.init()
         for step in range(FIRST):

@@ -17,8 +17,7 @@ from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
 from jmoe.training.finetune import pretrained_state, with_pretrained_model
 from jmoe.training.step import make_program
-
-FOLDER = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+from tests.model_configs import CHECKPOINTS, mesh_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -26,16 +25,16 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def config_of(name: str, **options: object) -> TrainConfig:
     _, tiny = PRESETS["tiny"]
     options = {"batch_size": 2, "sequence_length": 11, "compute_dtype": "float32"} | options
-    return with_pretrained_model(dataclasses.replace(tiny, init_from=str(FOLDER / name), **options))  # type: ignore[arg-type]
+    return with_pretrained_model(dataclasses.replace(tiny, init_from=str(CHECKPOINTS / name), **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss_mxfp4"])
 def test_first_steps(name: str) -> None:
     """The first loss is that of transformers; the state is the step's own, to write over as it likes."""
     config = config_of(name)
-    program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    program = make_program(config, mesh_of(1, 1, 1))
     state = pretrained_state(program, config)
-    with np.load(FOLDER / name / "reference.npz") as reference:
+    with np.load(CHECKPOINTS / name / "reference.npz") as reference:
         tokens = jnp.asarray(reference["input_ids"].astype(np.int32))[None]
         expected = reference["adamw_losses"]
     losses = []
@@ -48,14 +47,14 @@ def test_first_steps(name: str) -> None:
     assert int(state.step) == 3
     again = pretrained_state(program, config)
     stored = flat(again.params) | flat(again.router_bias)
-    whole = jmoe.load_pretrained(FOLDER / name, dtype="float32").decoder
+    whole = jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32").decoder
     np.testing.assert_array_equal(stored["embedding",], whole.embedding[...])
     np.testing.assert_array_equal(stored["moe_layers", "moe", "experts", "w_up"], whole.moe_layers.moe.experts.w_up)
 
 
 def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
     config = config_of("mixtral", batch_size=8)
-    one, many = (make_program(config, mesh) for mesh in (make_mesh((1, 1, 1), jax.devices()[:1]), make_mesh((2, 2, 2))))
+    one, many = (make_program(config, mesh) for mesh in (mesh_of(1, 1, 1), make_mesh((2, 2, 2))))
     a, b = pretrained_state(one, config), pretrained_state(many, config)
     for x, y, place in zip(*map(jax.tree.leaves, (a, b, many.state_shape)), strict=True):
         assert y.sharding.is_equivalent_to(place.sharding, y.ndim) and y.dtype == place.dtype
@@ -68,7 +67,7 @@ def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
     config = config_of("olmoe", model=dataclasses.replace(tiny.model, capacity_factor=1.5))
     assert config.model.qk_norm == "full" and config.model.hidden_size == 32
     assert config.model.capacity_factor == 1.5 and config.data.tokenizer is None
-    (tmp_path / "config.json").write_bytes((FOLDER / "olmoe" / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((CHECKPOINTS / "olmoe" / "config.json").read_bytes())
     (tmp_path / "tokenizer.json").write_text("{}")
     config = with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path)))
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")

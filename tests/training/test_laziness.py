@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, differing, held_out_batches, train
+from test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
 
 import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig, TrainConfig
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.version_store import VersionStore
-from jmoe.mesh import make_mesh
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.step import TrainState
 from jmoe.training.streamed_step import StreamedProgram
+from tests.arrays import differing
+from tests.model_configs import mesh_of
 
 SAVED = 3
 NVME = TiersConfig("nvme", "nvme", "nvme", host_cache_bytes=150_000)
@@ -37,7 +37,7 @@ class Opened:
         tiers = dataclasses.replace(tiers, path=str(folder / "records"))
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(config, tiers=tiers)
         shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
-        self.streamed = StreamedProgram(self.config, make_mesh(shape, jax.devices()[: math.prod(shape)]))
+        self.streamed = StreamedProgram(self.config, mesh_of(*shape))
         self.program = self.streamed.program()
         self.losses: list[float] = []
 

@@ -16,11 +16,10 @@ import jax
 import numpy as np
 import pytest
 from test_finetune import config_of as pretrained_config
-from test_streamed_step import CONFIG, batch, differing
+from test_streamed_step import CONFIG, batch
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
 from jmoe.deploy.export import saved_parameters
-from jmoe.mesh import make_mesh
 from jmoe.models.weights import StoredExperts, flat
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.run.checkpoint import Checkpoints
@@ -28,6 +27,8 @@ from jmoe.training.finetune import pretrained_state
 from jmoe.training.resume import restored
 from jmoe.training.step import Program, TrainState, make_program
 from jmoe.training.streamed_step import make_tiered_program
+from tests.arrays import differing
+from tests.model_configs import mesh_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -44,7 +45,7 @@ def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple
     """The program of a run in this folder and its checkpoints, as train.py opens them."""
     tiers = dataclasses.replace(tiers, path=str(folder / "records"))
     config = dataclasses.replace(CONFIG, tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(folder))
-    program = make_tiered_program(config, make_mesh((1, devices, 1), jax.devices()[:devices]))
+    program = make_tiered_program(config, mesh_of(1, devices, 1))
     try:
         with Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints:
             yield program, checkpoints
@@ -182,7 +183,7 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
 def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, devices: int) -> None:
     tiers = dataclasses.replace(TIERS[name], device_layers=1, path=str(tmp_path / "records"))
     config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
-    mesh = make_mesh((1, devices, 1), jax.devices()[:devices])
+    mesh = mesh_of(1, devices, 1)
     ordinary = make_program(dataclasses.replace(config, tiers=DEVICE), mesh)
     expected = on_host(ordinary.full_state(pretrained_state(ordinary, config)))
     program = make_tiered_program(config, mesh)

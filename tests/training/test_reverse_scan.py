@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from typing import Any
 
@@ -19,9 +18,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import MeshConfig, ModelConfig, TrainConfig
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH
 from jmoe.training.step import make_program
 from tests.compiled import Op, operations
+from tests.model_configs import mesh_of
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -44,7 +44,7 @@ def compiled(mesh: MeshConfig, model: ModelConfig = MODEL, tokens: int = 16) -> 
     mesh = dataclasses.replace(mesh, embedding="replicated")
     config = TrainConfig(model=model, mesh=mesh, batch_size=8, sequence_length=tokens, compute_dtype="float32")
     shape = (mesh.data, mesh.expert_inter, mesh.expert_intra)
-    devices = make_mesh(shape, jax.devices()[: math.prod(shape)])
+    devices = mesh_of(*shape)
     program = make_program(config, devices)
     sharding = NamedSharding(devices, ACCUMULATED_BATCH)
     batch = jax.ShapeDtypeStruct((1, 8, tokens + 1), jnp.int32, sharding=sharding)
@@ -82,7 +82,7 @@ def test_number_of_collectives_of_larger_buckets() -> None:
 def test_parameters_that_no_number_of_devices_divides() -> None:
     """Nothing travels in the buffer; the state keeps its shapes."""
     config = TrainConfig(model=MODEL, mesh=MeshConfig(7), batch_size=7, sequence_length=8)
-    program = make_program(config, make_mesh((7, 1, 1), jax.devices()[:7]))
+    program = make_program(config, mesh_of(7, 1, 1))
     state, metrics = jax.eval_shape(program.step, program.state_shape, jax.ShapeDtypeStruct((1, 7, 9), jnp.int32))
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, program.state_shape)
     assert metrics["counts"].shape == (4, 8)

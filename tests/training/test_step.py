@@ -19,31 +19,26 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import MeshConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
-from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, make_mesh, path_names, split_over
+from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
 from jmoe.optim.adamw import advance, decays, learning_rate
 from jmoe.training.step import Program, TrainState, make_program
+from tests import model_configs
+from tests.arrays import assert_trees_close
+from tests.model_configs import OPTIMIZER, mesh_of
 
 ONE = (1, 1, 1)
 B, S, E, N = 16, 32, 8, 2
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+    model_configs.MODEL,
     vocab_size=256,
-    hidden_size=16,
     num_hidden_layers=N + 1,
-    first_k_dense_replace=1,
     num_attention_heads=4,
     num_key_value_heads=2,
-    intermediate_size=24,
-    moe_intermediate_size=12,
-    num_experts=E,
     num_experts_per_tok=2,
-    initializer_range=0.2,
-    router=RouterConfig(kind="sigmoid", aux_loss_coef=0.1, z_loss_coef=0.01, bias_update_speed=0.01),
 )
-# a large eps: where AdamW divides 0 by nearly 0, the last bit of a gradient would decide the sign of an update
-OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5)
 CONFIG = TrainConfig(
     model=MODEL, optimizer=OPTIMIZER, batch_size=B, sequence_length=S, num_steps=10, compute_dtype="float32"
 )
@@ -62,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @functools.cache
 def program(shape: tuple[int, int, int], **changes: Any) -> tuple[Program, Mesh, TrainConfig]:
-    mesh = make_mesh(shape, jax.devices()[: int(np.prod(shape))])
+    mesh = mesh_of(*shape)
     config = config_of(shape, **changes)
     return make_program(config, mesh), mesh, config
 
@@ -113,26 +108,16 @@ def run(shape: tuple[int, int, int], steps: int = 3, **changes: Any) -> Run:
     return Run(metrics, host(state))
 
 
-def assert_same(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Every leaf of two pytrees within `tolerance` of its largest value."""
-    structure: Any = jax.tree.structure(ours)
-    assert structure == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
-        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        where = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=where)
-
-
 def assert_same_run(ours: Run, expected: Run, tolerance: float = 1e-5) -> None:
     for a, b in zip(ours.metrics, expected.metrics, strict=True):
         assert a["ok"] and not a["overflow"]
-        assert_same(a, b, tolerance)
+        assert_trees_close(a, b, tolerance)
     assert int(ours.state.step) == len(ours.metrics)
-    assert_same(ours.state.params, expected.state.params, tolerance)
+    assert_trees_close(ours.state.params, expected.state.params, tolerance)
     np.testing.assert_array_equal(ours.state.step, expected.state.step)
-    assert_same(ours.state.router_bias, expected.state.router_bias, tolerance)
-    assert_same(ours.state.m, expected.state.m, 3 * tolerance)  # three gradients' errors
-    assert_same(ours.state.v, expected.state.v, 3 * tolerance)
+    assert_trees_close(ours.state.router_bias, expected.state.router_bias, tolerance)
+    assert_trees_close(ours.state.m, expected.state.m, 3 * tolerance)  # three gradients' errors
+    assert_trees_close(ours.state.v, expected.state.v, 3 * tolerance)
 
 
 # ---- one device against a plain loss and optax
@@ -186,12 +171,12 @@ def plain_training(steps: int) -> Run:
 def test_one_device_is_a_plain_loss_with_optax() -> None:
     ours, expected = run(ONE), plain_training(3)
     for a, b in zip(ours.metrics, expected.metrics, strict=True):
-        assert_same({name: a[name] for name in b}, b)
+        assert_trees_close({name: a[name] for name in b}, b)
         assert a["dropped"].tolist() == [0] * N
         total = np.sqrt(sum(np.square(g).sum() for g in a["grad_norms"].values()))
         assert total == pytest.approx(float(a["grad_norm"]), rel=1e-5)
         assert float(a["grad_norm"]) > OPTIMIZER.clip_norm  # the clip was at work
-    assert_same((ours.state.params, ours.state.router_bias), expected.state)
+    assert_trees_close((ours.state.params, ours.state.router_bias), expected.state)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), ours.state.params, initial().params)
     assert min(jax.tree.leaves(moved)) > 1e-4
     assert ours.metrics[0]["grad_norms"]["moe_layers"].shape == (N,)
@@ -319,7 +304,7 @@ def test_bfloat16_stays_near_float32() -> None:
 
 def test_initial_state_is_the_same_on_every_mesh() -> None:
     one, eight = program(ONE)[0].init(), program((2, 2, 2))[0].init()
-    assert_same(host(eight), host(one), 1e-6)
+    assert_trees_close(host(eight), host(one), 1e-6)
     assert not any(leaf.any() for leaf in jax.tree.leaves((one.m, one.v, one.router_bias, one.step)))
     shapes = program((2, 2, 2))[0].state_shape
     where = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), eight, shapes)
@@ -366,7 +351,7 @@ def test_evaluation_and_logits() -> None:
     same = jax.device_put(np.tile(tokens[:1, :-1], (8, 1)), rows)
     for position in (0, 17):
         next_V = jax.block_until_ready(ours.next_logits(placed, same, jnp.int32(position)))
-        assert_same(next_V, logits[0, position])
+        assert_trees_close(next_V, logits[0, position])
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
 
 
@@ -442,8 +427,8 @@ def test_an_overflowing_dropless_step_runs_again_with_room_for_all(shape: tuple[
     one, mesh, _ = program(ONE)
     expected, expected_metrics = jax.block_until_ready(one.step(place(skewed, one), batch(mesh, 0)))
     assert not expected_metrics["overflow"]
-    assert_same(jax.device_get(metrics), jax.device_get(expected_metrics))
-    assert_same(host(again), host(expected), 3e-5)
+    assert_trees_close(jax.device_get(metrics), jax.device_get(expected_metrics))
+    assert_trees_close(host(again), host(expected), 3e-5)
 
 
 def test_capacity_drops_without_stopping() -> None:

@@ -4,7 +4,6 @@ Legend: E experts.
 """
 
 import dataclasses
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_streamed_step import CONFIG, HOST, MODEL, E, Trained, batch, close, differing, train
+from test_streamed_step import CONFIG, HOST, E, Trained, batch, close, train
 
 from jmoe.config import MeshConfig, RouterConfig, TiersConfig, TrainConfig
-from jmoe.mesh import make_mesh
 from jmoe.run.planner import trained_model
 from jmoe.training.step import make_program
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
+from tests.arrays import differing
 from tests.compiled import operations
+from tests.model_configs import MODEL, mesh_of
 
 SPREAD = dataclasses.replace(
     CONFIG,
@@ -95,7 +95,7 @@ def test_hierarchy_accumulation_and_all_else_at_once() -> None:
 def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
     def steered(config: TrainConfig) -> tuple[Any, Any, Any]:
         """A program whose state sends all tokens to the first device, and its first step."""
-        program = make_tiered_program(config, make_mesh((1, 1, 4), jax.devices()[:4]))
+        program = make_tiered_program(config, mesh_of(1, 1, 4))
         state = program.init()
         push = jax.tree.map(lambda b: b + 10.0 * (np.arange(E) < E // 4).astype(np.float32), state.router_bias)
         state = dataclasses.replace(state, router_bias=push)
@@ -170,7 +170,7 @@ def test_nothing_is_sent_twice(mesh: MeshConfig, remat: Any, forward: int, backw
     model = dataclasses.replace(SPREAD.model, capacity_factor=2.0)
     config = dataclasses.replace(SPREAD, model=model, mesh=mesh, remat=remat, batch_size=32, tiers=HOST)
     shape = (1, mesh.expert_inter, mesh.expert_intra)
-    devices = make_mesh(shape, jax.devices()[: math.prod(shape)])
+    devices = mesh_of(*shape)
     layers = config.model.num_moe_layers
     program = StreamedProgram(config, devices)
     spies = {name: Spy(getattr(program.programs, name)) for name in ("route", "add_experts", "moe_gradients")}

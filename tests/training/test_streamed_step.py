@@ -4,7 +4,6 @@ Legend: A accumulation steps, B batch, S sequence, E experts, N MoE layers.
 """
 
 import dataclasses
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.config import CheckpointConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
-from jmoe.mesh import make_mesh
+from jmoe.config import CheckpointConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.step import Batch, Program, TrainState
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
+from tests.arrays import differing
+from tests.model_configs import MODEL, OPTIMIZER, mesh_of
 
 B, S, E, N, STEPS = 2, 8, 8, 3, 6
-MODEL = ModelConfig(
-    vocab_size=128,
-    hidden_size=16,
-    num_hidden_layers=N + 1,
-    first_k_dense_replace=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    moe_intermediate_size=12,
-    num_experts=E,
-    num_experts_per_tok=1,
-    initializer_range=0.2,
-    router=RouterConfig(kind="sigmoid", aux_loss_coef=0.1, z_loss_coef=0.01, bias_update_speed=0.01),
-)
 CONFIG = TrainConfig(
     model=MODEL,
-    optimizer=OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5),
+    optimizer=OPTIMIZER,
     batch_size=B,
     sequence_length=S,
     num_steps=10,
@@ -83,7 +69,7 @@ def train(
     """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
     shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
-    program = make_tiered_program(config, make_mesh(shape, jax.devices()[: math.prod(shape)]))
+    program = make_tiered_program(config, mesh_of(*shape))
     state, metrics = program.init(), []
     try:
         for step in range(steps):
@@ -109,12 +95,6 @@ def saved_and_restored(program: Program, state: TrainState, step: int) -> TrainS
             checkpoints.save(step, program.to_saved(state), {}, "{}")
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
             return restored(program, checkpoints, step)[0]
-
-
-def differing(a: TrainState, b: TrainState) -> list[str]:
-    """The arrays that are not equal bit for bit."""
-    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True)
-    return [jax.tree_util.keystr(path) for (path, x), (_, y) in pairs if x.tobytes() != y.tobytes()]
 
 
 def close(a: TrainState, b: TrainState) -> None:
@@ -205,7 +185,7 @@ def test_only_chosen_experts_move(on_host: Trained) -> None:
 
 def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
     tiers = dataclasses.replace(HOST, device_layers=1)
-    program = make_tiered_program(dataclasses.replace(CONFIG, tiers=tiers), make_mesh((1, 1, 1), jax.devices()[:1]))
+    program = make_tiered_program(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))
     try:
         state, batches = program.init(), held_out_batches(CONFIG)
 
@@ -229,7 +209,7 @@ def test_a_cache_that_is_too_small_is_refused_by_its_name(tmp_path: Path) -> Non
     tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path / "tiers"), host_cache_bytes=1000)
     config = dataclasses.replace(CONFIG, tiers=tiers)
     with pytest.raises(ValueError, match=r"tiers.host_cache_bytes = 1000: must be 0 or hold two records of every kind"):
-        make_tiered_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+        make_tiered_program(config, mesh_of(1, 1, 1))
     assert not (tmp_path / "tiers").exists()
 
 
@@ -241,7 +221,7 @@ def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     config = dataclasses.replace(CONFIG, tiers=HOST)
-    program = StreamedProgram(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    program = StreamedProgram(config, mesh_of(1, 1, 1))
     try:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
@@ -270,7 +250,7 @@ def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("the disk is gone")
 
     config = dataclasses.replace(CONFIG, tiers=HOST)
-    program = StreamedProgram(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    program = StreamedProgram(config, mesh_of(1, 1, 1))
     try:
         state = program.init()
         monkeypatch.setattr(ExpertState, "_catch_up", fails)

@@ -1,0 +1,37 @@
+"""Models, runs and meshes so small that a step takes milliseconds, and the checkpoints of fixtures/.
+
+(Not `configs.py`: that is the name of the presets' package, which tests import too.)
+"""
+
+import math
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig
+from jmoe.mesh import make_mesh
+
+CHECKPOINTS = Path(__file__).parent / "fixtures" / "checkpoints"  # Hugging Face folders, by architecture
+# One dense layer and three with experts; a router with a bias and every loss.
+MODEL = ModelConfig(
+    vocab_size=128,
+    hidden_size=16,
+    num_hidden_layers=4,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    moe_intermediate_size=12,
+    num_experts=8,
+    num_experts_per_tok=1,
+    initializer_range=0.2,
+    router=RouterConfig(kind="sigmoid", aux_loss_coef=0.1, z_loss_coef=0.01, bias_update_speed=0.01),
+)
+# A large eps: where AdamW divides 0 by nearly 0, the last bit of a gradient would decide the sign of an update.
+OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5)
+
+
+def mesh_of(*shape: int) -> Mesh:
+    """Return a mesh of the first of the fake devices."""
+    return make_mesh(shape, jax.devices()[: math.prod(shape)])
