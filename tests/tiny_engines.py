@@ -5,8 +5,8 @@ from typing import Any
 
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
+from tests.model_configs import CHECKPOINTS
 
-CHECKPOINTS = Path(__file__).parent / "fixtures" / "checkpoints"
 SIZES = {"max_batch": 2, "max_seq_len": 40, "prefill_chunk_tokens": 4, "dtype": "float32"}
 
 
