@@ -2,8 +2,8 @@
 
 import sys
 
-from configs import PRESETS
 from jmoe.command_line import answer_early, parse_train
+from jmoe.configs import PRESETS
 from jmoe.runtime import end_at_once_on_interrupt, start_anew
 
 if __name__ == "__main__":
@@ -243,9 +243,8 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan, or train."""
-    config, only_plan = parse_train(arguments, PRESETS)
-    config = with_chosen_tiers(with_pretrained_model(config))
-    if only_plan:
+    config = with_chosen_tiers(with_pretrained_model(parse_train(arguments, PRESETS)))
+    if config.plan:
         plan = training_plan(config)
         print(plan)
         sys.exit(1 if plan.lacking() else 0)
@@ -304,7 +303,6 @@ def run_all(config: TrainConfig) -> None:
             seed=config.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
-            num_threads=config.data.num_threads,
             prefetch_batches=config.data.prefetch_batches,
         )
         stack.push(closing(batches.close))

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.models.huggingface import model_config
 
 
@@ -101,7 +101,8 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
         optimizer=OptimizerConfig(
             learning_rate=a.lr, schedule="constant", warmup_steps=0, beta2=0.999, weight_decay=0.01, clip_norm=1.0
         ),
-        mesh=MeshConfig(expert_intra=a.ep, shard_dense=not a.replicate_dense),
+        mesh=MeshConfig(expert_intra=a.ep),
+        comm=CommConfig(shard_dense=not a.replicate_dense),
         num_steps=a.warmup + a.steps,
         batch_size=a.batch * a.processes,
         sequence_length=a.seq,

@@ -1,11 +1,12 @@
 """Named presets: `PRESETS[name]` is (one line of description, configuration). One file per model family."""
 
-from configs.gpt_moe import gpt_moe_8e, gpt_moe_16e, gpt_moe_32e, gpt_moe_64e, gpt_moe_128e
-from configs.mixtral import mixtral_8x7b
-from configs.olmoe import olmoe_1b_7b
-from configs.qwen3 import qwen3_30b_a3b
-from configs.text import small, tiny
 from jmoe.config import TrainConfig
+from jmoe.configs.ablations import tiny_buckets, tiny_flat, tiny_replicated, tiny_unfused
+from jmoe.configs.gpt_moe import gpt_moe_8e, gpt_moe_16e, gpt_moe_32e, gpt_moe_64e, gpt_moe_128e
+from jmoe.configs.mixtral import mixtral_8x7b
+from jmoe.configs.olmoe import olmoe_1b_7b
+from jmoe.configs.qwen3 import qwen3_30b_a3b
+from jmoe.configs.text import small, tiny
 
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "tiny": ("4M parameters, 8 experts: learns source code in minutes on two CPU cores", tiny),
@@ -18,4 +19,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "gpt-moe-32e": ("MoESys Table 2: 52.6B parameters, 32 experts, top-1", gpt_moe_32e),
     "gpt-moe-64e": ("MoESys Table 2: 104.1B parameters, 64 experts, top-1", gpt_moe_64e),
     "gpt-moe-128e": ("MoESys Table 2: 207.2B parameters, 128 experts, top-1", gpt_moe_128e),
+    "tiny-replicated": ("ablation: dense parameters on every device", tiny_replicated),
+    "tiny-unfused": ("ablation: a collective for every dense parameter", tiny_unfused),
+    "tiny-flat": ("ablation: collectives that do not know nodes", tiny_flat),
+    "tiny-buckets": ("ablation: gradients reduced as they come, in buckets of 25 MiB", tiny_buckets),
 }

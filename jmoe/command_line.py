@@ -7,19 +7,31 @@ import difflib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, TypeVar
 
 import tyro
 
-from jmoe.config import TRAINING_ONLY, TrainConfig
+from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig
 from jmoe.config.serving import ServeConfig
 
+T = TypeVar("T")
+Unsettable = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 TRAIN = "Train a Mixture-of-Experts language model: python train.py PRESET [--section.field VALUE ...]."
 SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option VALUE ...].
 
 MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 """
-PLAN = "--plan"
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comm(CommConfig):
+    """What travels between devices, in which form and in which order."""
+
+    hierarchical: Unsettable[bool] = True
+    shard_dense: Unsettable[bool] = True
+    fuse_dense: Unsettable[bool] = True
+    bucket_bytes: Unsettable[int] = 0
 
 
 def answer_early(parse: Callable[[], object]) -> None:
@@ -32,8 +44,8 @@ def answer_early(parse: Callable[[], object]) -> None:
     signal.signal(signal.SIGPIPE, before)
 
 
-def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]) -> tuple[TrainConfig, bool]:
-    """Return the preset named first with the options that follow, and whether only its plan is asked for.
+def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]) -> TrainConfig:
+    """Return the preset named first with the options that follow.
 
     presets: (one line of description, configuration) by name. Help and mistakes end the process.
     """
@@ -41,20 +53,20 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
     if name in ("", "-h", "--help"):
         listed = "".join(f"  {preset:{max(map(len, presets))}}  {line}\n" for preset, (line, _) in presets.items())
         print(f"{TRAIN}\n\npresets:\n{listed}\ntrain.py PRESET --help shows every option with the preset's value,")
-        print(f"train.py PRESET {PLAN} what memory the run needs, by tier, and how long a step takes.")
+        print("train.py PRESET --plan what memory the run needs, by tier, and how long a step takes.")
         sys.exit(0 if name else 2)
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=1, cutoff=0.3)
         hint = f" Did you mean {near[0]}?" if near else ""
         sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
     line, preset = presets[name]
-    options = [argument for argument in arguments[1:] if argument != PLAN]
+    options = list(arguments[1:])
     given = dict(_options(options))
     if EXPERTS in given and OPTIMIZER not in given:
         options += [OPTIMIZER, given[EXPERTS]]
     config = tyro.cli(
         TrainConfig,
-        default=preset,
+        default=dataclasses.replace(preset, comm=_Comm(**vars(preset.comm))),
         args=options,
         prog=f"train.py {name}",
         description=line,
@@ -62,7 +74,8 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
     )
     if config.init_from:
         _check_model_options(given)
-    return dataclasses.replace(config, output_dir=config.output_dir or f"runs/{name}"), PLAN in arguments
+    comm = CommConfig(**vars(config.comm))
+    return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

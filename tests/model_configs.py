@@ -1,15 +1,14 @@
-"""Models, runs and meshes so small that a step takes milliseconds, and the checkpoints of fixtures/.
+"""Models, runs and meshes so small that a step takes milliseconds, and the checkpoints of fixtures/."""
 
-(Not `configs.py`: that is the name of the presets' package, which tests import too.)
-"""
-
+import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig
+from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.mesh import make_mesh
 
 CHECKPOINTS = Path(__file__).parent / "fixtures" / "checkpoints"  # Hugging Face folders, by architecture
@@ -35,3 +34,8 @@ OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_
 def mesh_of(*shape: int) -> Mesh:
     """Return a mesh of the first of the fake devices."""
     return make_mesh(shape, jax.devices()[: math.prod(shape)])
+
+
+def spread_over(config: TrainConfig, *shape: int, **comm: Any) -> TrainConfig:
+    """Return `config` on a mesh of this shape, with these fields of `CommConfig`."""
+    return dataclasses.replace(config, mesh=MeshConfig(*shape), comm=CommConfig(**comm))

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def train_config(a: argparse.Namespace, kind: str, shape: tuple[int, ...]) -> Any:
-    from jmoe.config import MeshConfig, ModelConfig, TrainConfig
+    from jmoe.config import CommConfig, MeshConfig, ModelConfig, TrainConfig
 
     model = ModelConfig(
         vocab_size=a.vocab_size,
@@ -42,8 +42,8 @@ def train_config(a: argparse.Namespace, kind: str, shape: tuple[int, ...]) -> An
         tie_word_embeddings=not a.untied,
     )
     embedding = "replicated" if kind == "zero3" else kind
-    mesh = MeshConfig(*shape, shard_dense=kind == "zero3", embedding=embedding)  # type: ignore[arg-type, misc]
-    return TrainConfig(model=model, mesh=mesh, batch_size=int(np.prod(shape)), sequence_length=a.tokens)
+    mesh, comm = MeshConfig(*shape), CommConfig(shard_dense=kind == "zero3", embedding=embedding)  # type: ignore
+    return TrainConfig(model=model, mesh=mesh, comm=comm, batch_size=int(np.prod(shape)), sequence_length=a.tokens)
 
 
 class Run:
@@ -84,10 +84,10 @@ class Run:
 
         config, model = self.config, self.config.model
         sizes = (model.vocab_size, model.hidden_size, model.tie_word_embeddings, config.sequence_length)
-        vocabulary = Vocabulary(*sizes, activation_bytes=2, sharded=config.mesh.shard_dense)
+        vocabulary = Vocabulary(*sizes, activation_bytes=2, sharded=config.comm.shard_dense)
         nodes = config.mesh.data * config.mesh.expert_inter
         inside = config.mesh.expert_intra
-        plan = plan_embedding(config.mesh.embedding, vocabulary, num_nodes=nodes, devices_per_node=inside)
+        plan = plan_embedding(config.comm.embedding, vocabulary, num_nodes=nodes, devices_per_node=inside)
         return inside * traffic(plan, vocabulary).across_bytes
 
 

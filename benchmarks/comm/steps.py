@@ -1,6 +1,6 @@
 """Training steps of `benchmarks.communication` whose collectives differ: fused or not, one level or two, in what order.
 
-Every comparison runs one model with several `MeshConfig`s in turn, from the same state on the same tokens; `ratio` is
+Every comparison runs one model with several `CommConfig`s in turn, from the same state on the same tokens; `ratio` is
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
 the losses have to stay the same.
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.comm import trace
 from benchmarks.lib.two_nodes import NODES as NAMES
-from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH
 
 COMMANDS = {
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-bytes", type=int, default=0)
 
 
-def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, mesh: dict[str, Any]) -> TrainConfig:
+def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, comm: dict[str, Any]) -> TrainConfig:
     hidden, layers, experts, top_k, num_tokens, intermediate = shape
     rate = a.rates[0] or 1000
     return TrainConfig(
@@ -75,14 +75,12 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, mes
             router=RouterConfig(aux_loss_coef=0.01),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant"),
-        mesh=MeshConfig(
-            1,
-            NODES,
-            a.ranks_per_node,
+        mesh=MeshConfig(1, NODES, a.ranks_per_node),
+        comm=CommConfig(
             chunk_bytes=a.chunk_bytes or round(rate / 8 * 1e6 * 0.02),
             bucket_bytes=a.bucket_bytes,
             embedding="replicated",
-            **mesh,
+            **comm,
         ),
         batch_size=num_ranks * num_tokens // SEQUENCE_LENGTH,
         sequence_length=SEQUENCE_LENGTH,

@@ -10,6 +10,7 @@ of the two.
 import argparse
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,7 +75,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     import jax
 
     from benchmarks.training_tiers import config_of, disk_rates
-    from jmoe.config import MeshConfig
+    from jmoe.config import CommConfig, MeshConfig
     from jmoe.mesh import make_mesh
 
     jax.config.update("jax_platforms", "cpu")
@@ -85,10 +86,10 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
     jax.distributed.initialize(f"{ADDRESSES[0] if rate else '127.0.0.1'}:{a.port}", NODES, a.rank)
     mesh = make_mesh((1, NODES, 1))
     clock = Clock(mesh, has_link=rate > 0)
-    place = MeshConfig(
-        1, NODES, 1, chunk_bytes=a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02), schedule=a.schedule
-    )
-    found = {kind: Steps(config_of(a, a.folder / kind, place, **KINDS[kind]), mesh) for kind in a.kinds}
+    place = MeshConfig(1, NODES, 1)
+    comm = CommConfig(chunk_bytes=a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02), schedule=a.schedule)
+    configs = {kind: config_of(a, a.folder / kind, place, **KINDS[kind]) for kind in a.kinds}
+    found = {kind: Steps(replace(config, comm=comm), mesh) for kind, config in configs.items()}
     rates = disk_rates(found["ahead"].session.program, a.folder / "rates", 3) if a.rank == 0 else (0.0, 0.0)
     clock.barrier()
     for number in range(a.warm_up + a.rounds):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import typing
+from typing import Any, Literal
+
 
 def check(ok: bool, name: str, value: object, constraint: str) -> None:
     """Raise `ValueError` naming the field, the value and the constraint unless `ok`."""
@@ -23,8 +27,23 @@ def not_negative(config: object, *names: str) -> None:
         check(value >= 0, name, value, "must not be negative")
 
 
-def one_of(config: object, **allowed: tuple[str, ...]) -> None:
-    """Check that each field named has one of its allowed values."""
-    for name, values in allowed.items():
+@functools.cache
+def _choices(kind: Any) -> dict[str, tuple[str, ...]]:
+    hints = typing.get_type_hints(kind)
+    return {name: _values(hint) for name, hint in hints.items() if _values(hint)}
+
+
+def _values(hint: Any) -> tuple[str, ...]:
+    """Return the values of a Literal, or of a union of them; nothing for any other type."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    parts = [_values(part) for part in typing.get_args(hint)] if typing.get_origin(hint) is typing.Union else []
+    return sum(parts, ()) if all(parts) else ()
+
+
+def literals(config: object) -> None:
+    """Check that each field declared as a Literal has one of its values."""
+    kind: Any = type(config)
+    for name, values in _choices(kind).items():
         value = getattr(config, name)
         check(value in values, name, value, f"must be one of {', '.join(values)}")

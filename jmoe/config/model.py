@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from jmoe.config.checks import check, not_negative, one_of, positive
+from jmoe.config.checks import check, literals, not_negative, positive
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 LayerKind = Literal["dense", "moe"]
@@ -36,7 +36,7 @@ class RouterConfig:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        one_of(self, kind=("switch", "gshard", "softmax", "sigmoid", "group_limited"))
+        literals(self)
         not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
         check(0 <= self.jitter_noise < 1, "jitter_noise", self.jitter_noise, "must be in [0, 1)")
         positive(self, "n_group", "topk_group", "routed_scaling_factor")
@@ -62,7 +62,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
-        one_of(self, hidden_act=get_args(HiddenAct))
+        literals(self)
         check(
             self.output_initializer_range is None or self.output_initializer_range > 0,
             "output_initializer_range",
@@ -188,8 +188,7 @@ class ModelConfig:
         positive(self, "num_key_value_heads", "max_position_embeddings", "intermediate_size", "moe_intermediate_size")
         positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
         not_negative(self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size")
-        one_of(self, hidden_act=get_args(HiddenAct), norm=("rmsnorm", "layernorm"))
-        one_of(self, position=("rope", "learned"), qk_norm=("none", "head", "full"))
+        literals(self)
         self._check_attention()
         if self.num_experts:
             self._check_experts()

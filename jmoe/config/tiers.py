@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, not_negative, one_of, positive
+from jmoe.config.checks import check, literals, not_negative, positive
 
-Tier = Literal["auto", "device", "host", "nvme"]
-TIERS = ("device", "host", "nvme")  # from the fastest to the largest
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the largest
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,18 @@ class TiersConfig:
     when it is fetched.
     """
 
-    experts: Tier = "device"
-    optimizer: Tier = "device"
+    experts: Literal["auto"] | Tier = "device"
+    optimizer: Literal["auto"] | Tier = "device"
     gradients: Literal["host", "nvme"] = "host"  # from the backward pass until their expert is fetched next
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 loses nothing of bfloat16 compute
     path: str = ""  # folder of the tier nvme, in which each run has one of its own; "": OUTPUT_DIR/records
     host_cache_bytes: int = 0  # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
-    beta: float = 0.8  # decay of the counts that notice when other records deserve the host memory ...
-    decay_every_steps: int = 4  # ... applied every so many steps
 
     def __post_init__(self) -> None:
-        one_of(self, experts=("auto", *TIERS), optimizer=("auto", *TIERS), gradients=TIERS[1:])
-        one_of(self, gradient_dtype=("float32", "bfloat16"))
+        literals(self)
         not_negative(self, "host_cache_bytes")
-        positive(self, "device_layers", "decay_every_steps")
-        check(0 < self.beta <= 1, "tiers.beta", self.beta, "must be in (0, 1]")
+        positive(self, "device_layers")
         if "auto" not in (self.experts, self.optimizer):
             above = TIERS.index(self.optimizer) >= TIERS.index(self.experts)
             allowed = " or ".join(TIERS[TIERS.index(self.experts) :])
@@ -93,7 +89,7 @@ class MachineConfig:
     nvme_write_bytes_per_s: float = 1.5e9
 
     def __post_init__(self) -> None:
-        one_of(self, accelerator=("", *ACCELERATORS))
+        literals(self)
         not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
         not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
         positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")

@@ -17,10 +17,11 @@ from jax.sharding import AxisType, Mesh
 
 from jmoe.collectives.exchange import DispatchedTokens, Exchange, make_exchange
 from jmoe.config import MoEConfig, RouterConfig, check
+from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import EXPERTS_PATH, path_names, split_over
-from jmoe.planning.exchange import ExchangeChoice, ExchangePlan, plan_exchange
+from jmoe.planning.exchange import ExchangePlan, plan_exchange
 from kernels_pallas.saved import saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]

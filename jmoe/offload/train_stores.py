@@ -157,7 +157,7 @@ class ExpertStores:
 
     def _store(self, kind: str, tier: str, of_layer: OfLayer | None, written: Collection[int] = ()) -> TieredStore:
         """One kind of records. written: in host memory, the records that their files fill."""
-        tiers, versions = self._tiers, self._versions.get(kind)
+        versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
             fill = self._filling(of_layer) if not written or versions is None else _reading(versions, written)
             records = HostRecords.fill(self.layouts[kind], self._num_records, fill, self._owned_records)
@@ -169,8 +169,6 @@ class ExpertStores:
             cache_bytes=self._cache_bytes(versions.layout.record_bytes),
             threads=THREADS,
             write_threads=THREADS,
-            beta=tiers.beta,
-            decay_every_steps=tiers.decay_every_steps,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
 

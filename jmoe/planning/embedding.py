@@ -6,14 +6,11 @@ tokens in a pass forwards and backwards.
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal, get_args
+from typing import get_args
 
+from jmoe.config.parallel import SPLIT_SIZES, EmbeddingChoice, EmbeddingKind
 from jmoe.planning.exchange import MIN_SAVING, Traffic
 
-EmbeddingKind = Literal["replicated", "columns", "rows"]
-EmbeddingChoice = Literal["auto"] | EmbeddingKind
-# Sizes that a partition divides over the devices, in order of preference.
-SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}
 MASTER_BYTES = 4  # of a parameter and of its gradient's sum
 ID_BYTES = 4
 # Rows are fetched in rounds of this part of a fair share to each device. Text repeats itself: one or two rounds do.

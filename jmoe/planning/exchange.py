@@ -6,12 +6,11 @@ tokens goes to k of them.
 
 from dataclasses import dataclass
 from math import ceil, comb
-from typing import Literal, get_args
+from typing import get_args
 
 from jmoe.config.checks import check
+from jmoe.config.parallel import ExchangeChoice, ExchangeKind
 
-ExchangeKind = Literal["flat", "hierarchical", "dedup"]
-ExchangeChoice = Literal["auto"] | ExchangeKind
 DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
 # Dedup makes two hops and permutes twice: it has to save at least this part of the rows that cross between nodes.
 MIN_SAVING = 0.1

@@ -13,13 +13,12 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from jmoe.config.tiers import TIERS, Tier
 from jmoe.planning.capacity import RESERVE
 from jmoe.planning.roofline import distinct_experts
 
-Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 PASSES = 3  # products of a weight with a token: forward, two gradients
 SAVED_AT_ONCE = 8  # records of experts of each kind that are copied while they are written

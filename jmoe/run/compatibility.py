@@ -8,13 +8,15 @@ from jmoe.config import TrainConfig, differences
 # What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
 FREE = (
     "checkpoint.",
-    "data.num_threads",
+    "comm.",
+    "data.num_threads",  # of earlier versions, as are tiers.beta and tiers.decay_every_steps
     "data.prefetch_batches",
     "distributed.",
     "evaluation.",
     "machine.",
     "mesh.",
     "output_dir",
+    "plan",
     "profile.",
     "remat",
     "tiers.beta",

@@ -48,7 +48,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         micro_batches=parts,
         max_micro_batches=max(parts, config.batch_size // (replicas * devices)),
         replicas=replicas,
-        shard_dense=mesh.shard_dense,
+        shard_dense=config.comm.shard_dense,
     )
 
 

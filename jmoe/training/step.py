@@ -108,9 +108,9 @@ def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     model, inside = config.model, mesh.shape[ALL[-1]]
     tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
     itemsize = jnp.dtype(config.compute_dtype).itemsize
-    tied, sharded = model.tie_word_embeddings, config.mesh.shard_dense
+    tied, sharded = model.tie_word_embeddings, config.comm.shard_dense
     vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
-    plan = plan_embedding(config.mesh.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside)
+    plan = plan_embedding(config.comm.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside)
     return Embedding(plan, ALL, tied)
 
 
@@ -120,19 +120,19 @@ class PureDecoder:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.hierarchy = hierarchy(mesh, config.mesh.hierarchical)
-        self.fused = config.mesh.shard_dense and config.mesh.fuse_dense and mesh.size > 1
+        self.hierarchy = hierarchy(mesh, config.comm.hierarchical)
+        self.fused = config.comm.shard_dense and config.comm.fuse_dense and mesh.size > 1
         self.abstract = nnx.eval_shape(self.build)
         split: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
         self.graph, params, bias = split
         self.structure, self.bias_structure = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self.bias_shapes = _pure(params), _pure(bias)
         self.embedding = _plan_embedding(config, mesh)
-        self.specs = param_specs(self.shapes, mesh, config.mesh.shard_dense, self.fused)
+        self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
         self.specs |= {name: split_over(ALL, dim) for name, dim in self.embedding.split.items()}
         self.shard_dims = {}  # path inside a layer -> dimension split over all devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
-            dim = shard_dim(path, leaf.shape, mesh.size, config.mesh.shard_dense, self.fused)
+            dim = shard_dim(path, leaf.shape, mesh.size, config.comm.shard_dense, self.fused)
             names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
                 self.shard_dims[names] = dim - (len(path_names(path)) - len(names))
@@ -152,8 +152,8 @@ class PureDecoder:
             ExpertParallel(
                 self.mesh,
                 EXPERT,
-                exchange=config.mesh.exchange,
-                num_chunks=SCHEDULES[config.mesh.schedule].num_chunks if self.fused else 1,
+                exchange=config.comm.exchange,
+                num_chunks=SCHEDULES[config.comm.schedule].num_chunks if self.fused else 1,
             ),
             rngs=nnx.Rngs(config.seed),
         )
@@ -199,7 +199,7 @@ class PureDecoder:
 
     def reverse_scan(self) -> ReverseScan | None:
         """What runs the layers in training when their parameters travel as one buffer."""
-        config = self.config.mesh
+        config = self.config.comm
         if not self.fused:
             return None
         limit_bytes = config.chunk_bytes or MAX_CHUNK_BYTES

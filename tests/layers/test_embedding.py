@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.config.parallel import EmbeddingKind
 from jmoe.layers import loss
 from jmoe.layers.embedding import Embedding, lookup
 from jmoe.layers.loss import cross_entropy
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh, split_over
-from jmoe.planning.embedding import EmbeddingKind, EmbeddingPlan, round_rows
+from jmoe.planning.embedding import EmbeddingPlan, round_rows
 
 R, T, V, D = 8, 24, 64, 16
 MESHES = [(8, 1, 1), (2, 2, 2), (1, 1, 8)]

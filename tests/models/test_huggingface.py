@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from configs import PRESETS
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig
+from jmoe.configs import PRESETS
 from jmoe.models.huggingface import hf_config, model_config
 from tests.model_configs import CHECKPOINTS
 

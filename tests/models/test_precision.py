@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs import PRESETS
+from jmoe.configs import PRESETS
 from jmoe.layers.loss import cross_entropy
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import path_names

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jmoe.planning.training import TIERS, Machine, Placement, TrainedModel, candidates, choose, plan_training
+from jmoe.config.tiers import TIERS
+from jmoe.planning.training import Machine, Placement, TrainedModel, candidates, choose, plan_training
 
 GB = 10**9
 # 1 billion parameters in 16 x 64 experts

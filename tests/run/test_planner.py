@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from configs import PRESETS
 from jmoe.config import MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
+from jmoe.configs import PRESETS
 from jmoe.run.metrics import peak_flops
 from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 

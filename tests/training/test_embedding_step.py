@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TrainConfig
+from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, TrainConfig
 from jmoe.deploy.export import export_run
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.pretrained import load_pretrained
@@ -54,7 +54,8 @@ def program(
     config = TrainConfig(
         model=dataclasses.replace(MODEL, tie_word_embeddings=tied),
         optimizer=OPTIMIZER,
-        mesh=MeshConfig(*shape, embedding=embedding, shard_dense=shard_dense),  # type: ignore[arg-type]
+        mesh=MeshConfig(*shape),
+        comm=CommConfig(embedding=embedding, shard_dense=shard_dense),  # type: ignore[arg-type]
         **({"batch_size": B, "sequence_length": S, "num_steps": 10, "compute_dtype": "float32"} | more),
     )
     return make_program(config, mesh_of(*shape))

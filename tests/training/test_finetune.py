@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jmoe
-from configs import PRESETS
 from jmoe.config import TrainConfig
+from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
 from jmoe.training.finetune import pretrained_state, with_pretrained_model

@@ -21,7 +21,7 @@ from jmoe.config import MeshConfig, ModelConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH
 from jmoe.training.step import make_program
 from tests.compiled import Op, operations
-from tests.model_configs import mesh_of
+from tests.model_configs import mesh_of, spread_over
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -40,10 +40,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @functools.cache
-def compiled(mesh: MeshConfig, model: ModelConfig = MODEL, tokens: int = 16) -> Any:
-    mesh = dataclasses.replace(mesh, embedding="replicated")
-    config = TrainConfig(model=model, mesh=mesh, batch_size=8, sequence_length=tokens, compute_dtype="float32")
-    shape = (mesh.data, mesh.expert_inter, mesh.expert_intra)
+def compiled(*shape: int, model: ModelConfig = MODEL, tokens: int = 16, **comm: Any) -> Any:
+    config = TrainConfig(model=model, batch_size=8, sequence_length=tokens, compute_dtype="float32")
+    config = spread_over(config, *shape, embedding="replicated", **comm)
     devices = mesh_of(*shape)
     program = make_program(config, devices)
     sharding = NamedSharding(devices, ACCUMULATED_BATCH)
@@ -51,8 +50,8 @@ def compiled(mesh: MeshConfig, model: ModelConfig = MODEL, tokens: int = 16) -> 
     return program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
 
 
-def collectives(mesh: MeshConfig, model: ModelConfig = MODEL) -> list[Op]:
-    return operations(compiled(mesh, model).as_text())
+def collectives(*shape: int, **comm: Any) -> list[Op]:
+    return operations(compiled(*shape, **comm).as_text())
 
 
 def layer_elements(model: ModelConfig) -> list[int]:
@@ -66,7 +65,7 @@ def layer_elements(model: ModelConfig) -> list[int]:
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 8), 0), ((2, 2, 2), 9000)], ids=["whole", "chunks"])
 def test_number_of_collectives(shape: tuple[int, int, int], chunk_bytes: int) -> None:
     """Every layer is gathered twice, but the last one once, and reduced once; the rest of the parameters once."""
-    ops = Counter(op.kind for op in collectives(MeshConfig(*shape, chunk_bytes=chunk_bytes)))
+    ops = Counter(op.kind for op in collectives(*shape, chunk_bytes=chunk_bytes))
     elements, levels = layer_elements(MODEL), 2 if shape[1] > 1 else 1
     chunks = [-(-4 * n // chunk_bytes) if chunk_bytes else 1 for n in elements]
     assert ops["all-gather"] == levels * (2 * sum(chunks) - chunks[-1] + 1)
@@ -75,7 +74,7 @@ def test_number_of_collectives(shape: tuple[int, int, int], chunk_bytes: int) ->
 
 def test_number_of_collectives_of_larger_buckets() -> None:
     """Two layers of a kind at once: 1 + 2 reductions where there were 1 + 4."""
-    ops = Counter(op.kind for op in collectives(MeshConfig(1, 1, 8, bucket_bytes=100_000)))
+    ops = Counter(op.kind for op in collectives(1, 1, 8, bucket_bytes=100_000))
     assert ops["reduce-scatter"] == 1 + 2 + 1
 
 
@@ -89,9 +88,7 @@ def test_parameters_that_no_number_of_devices_divides() -> None:
 
 
 def test_one_by_one_takes_more() -> None:
-    fused, single = (
-        Counter(op.kind for op in collectives(MeshConfig(1, 1, 8, fuse_dense=fuse))) for fuse in (True, False)
-    )
+    fused, single = (Counter(op.kind for op in collectives(1, 1, 8, fuse_dense=fuse)) for fuse in (True, False))
     assert single["all-gather"] > 4 * fused["all-gather"]
     assert single["reduce-scatter"] > 4 * fused["reduce-scatter"]
 
@@ -103,7 +100,7 @@ def test_no_more_than_two_layers_are_unsharded() -> None:
     peaks = []
     for layers in (4, 8):
         deep = dataclasses.replace(model, num_hidden_layers=layers)
-        analysis = compiled(MeshConfig(1, 1, 8), deep, 4).memory_analysis()
+        analysis = compiled(1, 1, 8, model=deep, tokens=4).memory_analysis()
         peaks.append(analysis.temp_size_in_bytes)
     assert peaks[1] - peaks[0] < 4 * layer_bytes / 2
     assert peaks[0] < 8 * layer_bytes  # two layers, what they are unpacked into, gradients and their bucket
@@ -131,7 +128,7 @@ def backward_orders(ops: list[Op]) -> list[list[str]]:
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("chunks", 1), ("pipelined", 2)])
 def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, num_chunks: int) -> None:
     """combine's all-to-alls, chunks during the experts, dispatch's all-to-alls, chunks during attention."""
-    orders = backward_orders(collectives(MeshConfig(1, 2, 2, schedule=schedule, chunk_bytes=9000)))
+    orders = backward_orders(collectives(1, 2, 2, schedule=schedule, chunk_bytes=9000))
     assert len(orders) == 4
     for order in orders:
         first, last = order.index("there"), len(order) - 1 - order[::-1].index("there")
@@ -148,6 +145,6 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
 @pytest.mark.parametrize(("schedule", "during_experts"), [("ready", 0), ("fixed", 0), ("priority", 2)])
 def test_the_baselines_reduce_elsewhere(schedule: Any, during_experts: int) -> None:
     """ready: in front of the next layer's; fixed: behind the pair; priority: all that is pending, as experts begin."""
-    for order in backward_orders(collectives(MeshConfig(1, 2, 2, schedule=schedule)))[1:-1]:
+    for order in backward_orders(collectives(1, 2, 2, schedule=schedule))[1:-1]:
         assert order.count("reduce-scatter") == 2
         assert order[2 : order.index("there")].count("reduce-scatter") == during_experts

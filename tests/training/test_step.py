@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.config import MeshConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import CommConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
@@ -27,7 +27,7 @@ from jmoe.optim.adamw import advance, decays, learning_rate
 from jmoe.training.step import Program, TrainState, make_program
 from tests import model_configs
 from tests.arrays import assert_trees_close
-from tests.model_configs import OPTIMIZER, mesh_of
+from tests.model_configs import OPTIMIZER, mesh_of, spread_over
 
 ONE = (1, 1, 1)
 B, S, E, N = 16, 32, 8, 2
@@ -46,10 +46,10 @@ NO_BALANCE = dataclasses.replace(MODEL, router=dataclasses.replace(MODEL.router,
 
 
 def config_of(shape: tuple[int, int, int], **changes: Any) -> TrainConfig:
-    """`CONFIG` on a mesh of `shape`, with changes to its fields or to those of its mesh."""
-    fields = {field.name for field in dataclasses.fields(MeshConfig)}
-    mesh = {name: changes.pop(name) for name in fields & changes.keys()}
-    return dataclasses.replace(CONFIG, mesh=MeshConfig(*shape, **mesh), **changes)
+    """`CONFIG` on a mesh of `shape`, with changes to its fields or to those of its `CommConfig`."""
+    fields = {field.name for field in dataclasses.fields(CommConfig)}
+    comm = {name: changes.pop(name) for name in fields & changes.keys()}
+    return spread_over(dataclasses.replace(CONFIG, **changes), *shape, **comm)
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 from test_streamed_step import CONFIG, HOST, E, Trained, batch, close, train
 
-from jmoe.config import MeshConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.config import CommConfig, MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.run.planner import trained_model
 from jmoe.training.step import make_program
 from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
 from tests.arrays import differing
 from tests.compiled import operations
-from tests.model_configs import MODEL, mesh_of
+from tests.model_configs import MODEL, mesh_of, spread_over
 
 SPREAD = dataclasses.replace(
     CONFIG,
     model=dataclasses.replace(MODEL, num_experts_per_tok=2, shared_expert_intermediate_size=8),
-    mesh=MeshConfig(1, 1, 2, chunk_bytes=2000),
+    mesh=MeshConfig(1, 1, 2),
+    comm=CommConfig(chunk_bytes=2000),
     batch_size=4,
 )
 
@@ -85,7 +86,8 @@ def test_hierarchy_accumulation_and_all_else_at_once() -> None:
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(MODEL, router=router, tie_word_embeddings=True, first_k_dense_replace=2),
-        mesh=MeshConfig(1, 2, 2, exchange="dedup", schedule="pipelined", embedding="rows", chunk_bytes=1000),
+        mesh=MeshConfig(1, 2, 2),
+        comm=CommConfig(exchange="dedup", schedule="pipelined", embedding="rows", chunk_bytes=1000),
         batch_size=16,
         gradient_accumulation_steps=2,
     )
@@ -101,7 +103,7 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
         state = dataclasses.replace(state, router_bias=push)
         return program, *program.step(state, batch(config, 0))
 
-    config = dataclasses.replace(SPREAD, mesh=MeshConfig(1, 1, 4))
+    config = spread_over(SPREAD, 1, 1, 4)
     ordinary, theirs, other = steered(config)
     program, state, metrics = steered(dataclasses.replace(config, tiers=HOST))
     try:
@@ -117,21 +119,21 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "words"),
+    ("shape", "comm", "words"),
     [
-        (MeshConfig(2, 1, 2), "mesh.data = 2: must be 1 with experts on other tiers: every device then has experts"),
-        (MeshConfig(0, 1, 2), "mesh.data = 2: must be 1"),
-        (MeshConfig(1, 2, 2, fuse_dense=False), "mesh.fuse_dense = False: must be True with experts on other tiers"),
+        ((2, 1, 2), {}, "mesh.data = 2: must be 1 with experts on other tiers: every device then has experts"),
+        ((0, 1, 2), {}, "mesh.data = 2: must be 1"),
+        ((1, 2, 2), {"fuse_dense": False}, "comm.fuse_dense = False: must be True with experts on other tiers"),
     ],
 )
-def test_meshes_that_are_refused(mesh: MeshConfig, words: str) -> None:
+def test_meshes_that_are_refused(shape: tuple[int, int, int], comm: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(SPREAD, tiers=HOST, mesh=mesh).check_devices(4)
+        spread_over(dataclasses.replace(SPREAD, tiers=HOST), *shape, **comm).check_devices(4)
 
 
 def test_dense_parameters_on_every_device() -> None:
     """Nothing to gather; parameters that no number of devices divides are the same case."""
-    config = dataclasses.replace(SPREAD, mesh=MeshConfig(1, 1, 2, shard_dense=False))
+    config = spread_over(SPREAD, 1, 1, 2, shard_dense=False)
     same_training(train(config, HOST, steps=2), train(config, steps=2))
 
 
@@ -152,24 +154,23 @@ def all_to_alls(lowered: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat", "forward", "backward"),
+    ("shape", "comm", "remat", "forward", "backward"),
     [
-        (MeshConfig(1, 1, 2, chunk_bytes=2000), "none", 3, 2),  # rows and how many there are; rows back. And reversed
-        (MeshConfig(1, 1, 2, chunk_bytes=2000, schedule="none"), "none", 3, 2),
-        (MeshConfig(1, 1, 2, chunk_bytes=2000), "layer", 3, 5),
+        ((1, 1, 2), {"chunk_bytes": 2000}, "none", 3, 2),  # rows and how many there are; rows back. And reversed
+        ((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2),
+        ((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5),
         # rows, weights and choices across, rows inside and how many; two levels back
         pytest.param(
-            MeshConfig(1, 2, 2, exchange="dedup", schedule="pipelined"), "none", 2 * 7, 2 * 5, marks=pytest.mark.slow
+            (1, 2, 2), {"exchange": "dedup", "schedule": "pipelined"}, "none", 2 * 7, 2 * 5, marks=pytest.mark.slow
         ),
     ],
     ids=["chunks", "unordered", "again", "dedup"],
 )
-def test_nothing_is_sent_twice(mesh: MeshConfig, remat: Any, forward: int, backward: int) -> None:
+def test_nothing_is_sent_twice(shape: Any, comm: dict[str, Any], remat: Any, forward: int, backward: int) -> None:
     """As many all-to-alls as in the ordinary step, as long as there is memory to keep what is needed; it is planned."""
-    mesh = dataclasses.replace(mesh, embedding="replicated")
     model = dataclasses.replace(SPREAD.model, capacity_factor=2.0)
-    config = dataclasses.replace(SPREAD, model=model, mesh=mesh, remat=remat, batch_size=32, tiers=HOST)
-    shape = (1, mesh.expert_inter, mesh.expert_intra)
+    config = dataclasses.replace(SPREAD, model=model, remat=remat, batch_size=32, tiers=HOST)
+    config = spread_over(config, *shape, embedding="replicated", **comm)
     devices = mesh_of(*shape)
     layers = config.model.num_moe_layers
     program = StreamedProgram(config, devices)

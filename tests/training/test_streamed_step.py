@@ -271,7 +271,6 @@ def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -
         ({"gradient_dtype": "float16"}, "gradient_dtype = 'float16': must be one of"),
         ({"host_cache_bytes": -1}, "host_cache_bytes = -1: must not be negative"),
         ({"device_layers": 0}, "device_layers = 0: must be greater than 0"),
-        ({"beta": 0.0}, "tiers.beta = 0.0: must be in"),
     ],
 )
 def test_bad_tiers(changes: dict[str, Any], words: str) -> None:

@@ -1,0 +1,66 @@
+"""How a model is spread over devices, and how they talk to each other. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.config.checks import check, literals, not_negative, positive
+
+ExchangeKind = Literal["flat", "hierarchical", "dedup"]
+ExchangeChoice = Literal["auto"] | ExchangeKind
+EmbeddingKind = Literal["replicated", "columns", "rows"]
+EmbeddingChoice = Literal["auto"] | EmbeddingKind
+ScheduleKind = Literal["none", "ready", "fixed", "priority", "chunks", "pipelined"]
+# Sizes that a partition of the embedding divides over the devices, in order of preference.
+SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {"columns": ("hidden_size", "vocab_size"), "rows": ("vocab_size",)}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices as (data, expert_inter, expert_intra).
+
+    data = 0: whatever the other two leave. expert_intra = 0: the devices of a host, so that expert_inter counts hosts.
+    """
+
+    data: int = 0
+    expert_inter: int = 1  # across nodes
+    expert_intra: int = 1  # inside a node
+
+    def __post_init__(self) -> None:
+        not_negative(self, "data", "expert_intra")
+        positive(self, "expert_inter")
+
+    def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
+        """Return (data, expert_inter, expert_intra) for this many devices, or raise `ValueError`."""
+        intra = self.expert_intra or devices_per_host
+        check(intra > 0, "mesh.expert_intra", self.expert_intra, "needs hosts of one number of devices")
+        data = self.data or num_devices // (self.expert_inter * intra)
+        name = "mesh.(data, expert_inter, expert_intra)"
+        value = (data, self.expert_inter, intra)
+        check(math.prod(value) == num_devices, name, value, f"must multiply to the {num_devices} devices")
+        return value
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """What travels between devices, in which form and in which order.
+
+    The last four are what the papers' figures compare with: presets of `configs/ablations.py` set them, the command
+    line does not.
+    """
+
+    exchange: ExchangeChoice = "auto"  # of tokens with their experts; dedup: a token crosses once to a node
+    schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
+    # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense parameter
+    embedding: EmbeddingChoice = "auto"
+    chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
+    hierarchical: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
+    shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
+    fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
+    bucket_bytes: int = 0  # float32 gradients reduced at once, of several layers or of part of one; 0: of one layer
+
+    def __post_init__(self) -> None:
+        literals(self)
+        not_negative(self, "bucket_bytes", "chunk_bytes")

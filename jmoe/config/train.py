@@ -1,0 +1,287 @@
+"""Every setting of a training run and every check of a user's value. Standard library only.
+
+A config is a tree of frozen dataclasses. `__post_init__` checks what one dataclass can know alone;
+`TrainConfig.check_devices` what needs the number of devices. A bad value raises `ValueError` that names the
+field, the value and the constraint, before anything is compiled or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jmoe.config.checks import check, literals, not_negative, positive
+from jmoe.config.model import ModelConfig
+from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig
+from jmoe.config.tiers import MachineConfig, TiersConfig
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from.
+
+    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`), or token shards (`.bin`); empty: the source
+    code of the Python standard library on this machine. Files are split into train and held-out by file; a single
+    file by its last part.
+    """
+
+    path: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()  # one per path; empty: by size
+    field: str = "text"  # JSONL: the field with the text
+    encoding: tuple[str, ...] = ("utf-8",)  # of text and JSONL; several: each file in the first that fits it
+    tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
+    held_out_fraction: float = 0.05
+    held_out_bytes: int = 500_000  # at most this much text is held out for evaluation
+    prefetch_batches: int = 2
+
+    def __post_init__(self) -> None:
+        check(
+            not self.weights or len(self.weights) == len(self.path),
+            "data.weights",
+            self.weights,
+            f"needs one weight per data.path, of which there are {len(self.path)}",
+        )
+        check(bool(self.encoding), "data.encoding", self.encoding, "needs at least one encoding")
+        for name in self.encoding:
+            check(
+                _is_text_encoding(name), "data.encoding", name, "must be a text encoding of Python, e.g. utf-8, latin-1"
+            )
+        check(all(w > 0 for w in self.weights), "data.weights", self.weights, "must all be greater than 0")
+        check(
+            0 < self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction, "must be between 0 and 1"
+        )
+        positive(self, "held_out_bytes", "prefetch_batches")
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        return b"a".decode(name) is not None
+    except LookupError:  # also what turns bytes into bytes, such as base64
+        return False
+    except UnicodeError:  # one byte is too few for UTF-16
+        return True
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled decay (not on norms, biases and router biases), warm-up, then cosine or constant."""
+
+    learning_rate: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 100
+    final_learning_rate_fraction: float = 0.1  # cosine ends at this fraction of learning_rate
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # global norm; 0: no clip
+
+    def __post_init__(self) -> None:
+        positive(self, "learning_rate", "eps")
+        not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
+        literals(self)
+        for name in ("beta1", "beta2"):
+            check(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
+        fraction = self.final_learning_rate_fraction
+        check(0 <= fraction <= 1, "optimizer.final_learning_rate_fraction", fraction, "must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 100
+    keep: int = 2
+    drain_timeout_s: int = 600  # the longest that copying the records of experts may take for one of them
+
+    def __post_init__(self) -> None:
+        positive(self, "every_steps", "keep", "drain_timeout_s")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    every_steps: int = 0  # 0: at every quarter of a run of 20 steps or more; before and after it in any case
+    sample_tokens: int = 160  # length of the sample printed at the end
+    sample_temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every_steps", "sample_tokens", "sample_temperature")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Many processes. Under SLURM, Open MPI and Kubernetes nothing needs to be given."""
+
+    coordinator_address: str | None = None  # host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_timeout_s: int = 300  # all processes must have started within this
+    step_timeout_s: int = 600  # a step, save or evaluation that takes longer names the stuck ranks and ends the run
+    heartbeat_timeout_s: int = 10
+
+    def __post_init__(self) -> None:
+        positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
+        given = [v is not None for v in (self.coordinator_address, self.num_processes, self.process_id)]
+        if any(given) and not all(given):
+            names = ("coordinator_address", "num_processes", "process_id")
+            missing = ", ".join(f"distributed.{n}" for n, g in zip(names, given, strict=True) if not g)
+            raise ValueError(f"{missing} = None: coordinator_address, num_processes and process_id go together")
+        if self.num_processes is not None and self.process_id is not None:
+            check(self.num_processes >= 1, "distributed.num_processes", self.num_processes, "must be at least 1")
+            check(
+                0 <= self.process_id < self.num_processes,
+                "distributed.process_id",
+                self.process_id,
+                f"must be between 0 and num_processes - 1 = {self.num_processes - 1}",
+            )
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    steps: str = ""  # "10:13" writes a trace of steps 10, 11, 12
+
+    def __post_init__(self) -> None:
+        self.span()
+
+    def span(self) -> tuple[int, int] | None:
+        """(first, past the last) step of the trace, or None."""
+        if not self.steps:
+            return None
+        first, colon, last = self.steps.partition(":")
+        ok = colon == ":" and first.isdigit() and last.isdigit() and int(first) < int(last)
+        check(ok, "profile.steps", self.steps, "must read FIRST:LAST with FIRST < LAST, e.g. 10:13")
+        return int(first), int(last)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    num_steps: int = 1000
+    batch_size: int = 8  # sequences a step, all devices and accumulation steps together
+    sequence_length: int = 256
+    gradient_accumulation_steps: int = 1
+    compute_dtype: Dtype = "bfloat16"  # master weights and optimizer state are always float32
+    remat: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass
+    seed: int = 0
+    # a Hugging Face folder: its model, and its parameters at step 0, instead of what `model` says; of that only what
+    # concerns training counts: capacity_factor and the router's jitter_noise, z_loss_coef and bias_update_speed
+    init_from: str = ""
+    output_dir: str = ""  # "": runs/PRESET
+    plan: bool = False  # only print what memory the run needs, by tier, and how long a step takes
+
+    def __post_init__(self) -> None:
+        positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
+        literals(self)
+        check(0 <= self.seed < 2**31, "seed", self.seed, "must be between 0 and 2**31 - 1")
+        check(
+            self.model.position != "learned" or self.sequence_length <= self.model.max_position_embeddings,
+            "sequence_length",
+            self.sequence_length,
+            f"must not exceed model.max_position_embeddings = {self.model.max_position_embeddings}",
+        )
+        check(
+            self.tiers.on_device or self.model.num_moe_layers > 0,
+            "tiers",
+            (self.tiers.experts, self.tiers.optimizer),
+            "must be device for a model without experts",
+        )
+        span = self.profile.span()
+        check(
+            span is None or span[1] <= self.num_steps,
+            "profile.steps",
+            self.profile.steps,
+            f"must end by num_steps = {self.num_steps}",
+        )
+
+    def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
+        """The mesh's shape for this many devices; raises `ValueError` if the run cannot be split over them.
+
+        devices_per_host: 0 where it is not known or hosts differ.
+        """
+        shape = self.mesh.shape(num_devices, devices_per_host)
+        share = num_devices * self.gradient_accumulation_steps
+        check(
+            self.batch_size % share == 0,
+            "batch_size",
+            self.batch_size,
+            f"must be a multiple of {num_devices} devices x {self.gradient_accumulation_steps} accumulation steps",
+        )
+        if not self.tiers.on_device and num_devices > 1:
+            why = "with experts on other tiers: every device then has experts of its own"
+            check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {why}")
+            fused = self.comm.fuse_dense or not self.comm.shard_dense
+            check(fused, "comm.fuse_dense", self.comm.fuse_dense, "must be True with experts on other tiers")
+        experts = shape[1] * shape[2]
+        check(
+            self.model.num_experts % experts == 0,
+            "model.num_experts",
+            self.model.num_experts,
+            f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}",
+        )
+        for name in () if self.comm.embedding == "auto" else SPLIT_SIZES.get(self.comm.embedding, ()):
+            constraint = f"must be a multiple of {num_devices}: comm.embedding = {self.comm.embedding!r} splits it"
+            check(getattr(self.model, name) % num_devices == 0, f"model.{name}", getattr(self.model, name), constraint)
+        return shape
+
+    def evaluates_after(self, steps: int) -> bool:
+        """Whether the held-out loss is measured after so many steps, which are neither none nor all of the run."""
+        every = self.evaluation.every_steps
+        if not every:
+            every = math.ceil(self.num_steps / 4) if self.num_steps >= 20 else self.num_steps
+        return steps % every == 0 and steps < self.num_steps
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each setting that is allowed and hardly meant."""
+        rate, decay, found = self.optimizer.learning_rate, self.optimizer.weight_decay, []
+        if rate > 0.1:
+            found.append(
+                f"optimizer.learning_rate = {rate:g}: AdamW moves every weight by about as much in a step; with more "
+                "than 0.1 a model hardly learns"
+            )
+        if rate * decay >= 1:
+            found.append(
+                f"optimizer.weight_decay = {decay:g}: with optimizer.learning_rate = {rate:g} a step takes more from "
+                "every weight than it has"
+            )
+        if self.optimizer.warmup_steps >= self.num_steps:
+            found.append(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's num_steps = "
+                f"{self.num_steps} are warm-up"
+            )
+        if self.sequence_length > self.model.max_position_embeddings:
+            found.append(
+                f"sequence_length = {self.sequence_length}: longer than model.max_position_embeddings = "
+                f"{self.model.max_position_embeddings}, to which the model will be served"
+            )
+        return found
+
+    def to_json(self) -> str:
+        """The resolved configuration, as it is written beside a run."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `field: saved -> now` for every value that differs between two resolved configurations."""
+    lines = []
+    for key in sorted(set(saved) | set(now)):
+        a, b = saved.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b and not (isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)):
+            lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
+    return lines

@@ -1,0 +1,82 @@
+"""Which settings may change between a checkpoint and the run that resumes from it."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.run.compatibility import check_compatible
+
+CONFIG = TrainConfig(num_steps=7)
+
+
+def configured(**changes: Any) -> dict[str, Any]:
+    return dict(json.loads(dataclasses.replace(CONFIG, **changes).to_json()))
+
+
+def test_what_may_change_between_checkpoint_and_run() -> None:
+    free = configured(
+        output_dir="elsewhere",
+        mesh=MeshConfig(expert_intra=2),
+        checkpoint=CheckpointConfig(every_steps=3),
+        remat="layer",
+    )
+    assert check_compatible(configured(), configured()) == []
+    assert check_compatible(configured(), free) == []
+    notes = check_compatible(configured(), configured(num_steps=9))
+    assert notes == ["num_steps: 7 -> 9 (the cosine schedule now ends at another step)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model": ModelConfig(hidden_size=512)}, "model.hidden_size: 256 -> 512"),
+        ({"optimizer": OptimizerConfig(beta2=0.9)}, "optimizer.beta2: 0.95 -> 0.9"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"batch_size": 16, "num_steps": 8}, "batch_size: 8 -> 16"),
+        ({"sequence_length": 128}, "sequence_length: 256 -> 128"),
+    ],
+)
+def test_what_must_not_change(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        check_compatible(configured(), configured(**changes))
+    assert "num_steps" not in str(caught.value)
+
+
+def test_a_field_that_the_checkpoint_does_not_know_has_its_default() -> None:
+    saved = configured()
+    del saved["model"]["router"]["n_group"], saved["seed"]
+    assert check_compatible(saved, configured()) == []
+    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+        check_compatible(saved, configured(seed=1))
+
+
+def test_a_fingerprint_stands_for_the_data() -> None:
+    saved, now = configured(), configured()
+    now["data"] = {**now["data"], "path": ["/moved/text"]}
+    with pytest.raises(ValueError, match=r"data.path: \[\] -> \['/moved/text'\]"):
+        check_compatible(saved, now)
+    assert len(check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"})) == 1
+    changed = {**now, "data_fingerprint": "b"}
+    with pytest.raises(
+        ValueError, match=r"the data has changed .*: data.path: \[\] -> \['/moved/text'\]; give the text"
+    ):
+        check_compatible({**saved, "data_fingerprint": "a"}, changed)
+    with pytest.raises(ValueError, match=r"the data has changed .*: data.path = \[\] names other text now"):
+        check_compatible({**saved, "data_fingerprint": "a"}, {**saved, "data_fingerprint": "b"})
+
+
+def test_fields_of_earlier_versions_are_understood() -> None:
+    """Communication was part of the mesh, and had flags that only benchmarks turned."""
+    saved = configured(mesh=MeshConfig(expert_intra=2))
+    del saved["comm"], saved["plan"]
+    saved["mesh"] |= {"exchange": "two_level", "two_level": True, "shard_dense": True, "fuse_dense": True}
+    saved["mesh"] |= {"schedule": "chunks", "bucket_bytes": 0, "chunk_bytes": 4096, "embedding": "auto"}
+    saved["tiers"] |= {"beta": 0.8, "decay_every_steps": 4}
+    saved["data"]["num_threads"] = 2
+    assert check_compatible(saved, configured(comm=CommConfig(schedule="ready"))) == []
+    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+        check_compatible(saved, configured(seed=1))
