@@ -12,7 +12,7 @@ from pathlib import Path
 from jmoe.command_line import answer_early, parse_serve
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
-from jmoe.runtime import end_at_once_on_interrupt, start_anew
+from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 
 
 def say(text: str) -> None:
@@ -68,7 +68,7 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
 
 def main() -> None:
     """Run the program: help and mistakes are answered before JAX is imported."""
-    start_anew()
+    reexec_with_env()
     end_at_once_on_interrupt()  # until it serves
     answer_early(lambda: parse_serve(sys.argv[1:]))
     # force: a library may set handlers of its own

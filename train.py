@@ -4,20 +4,19 @@ import sys
 
 from jmoe.command_line import answer_early, parse_train
 from jmoe.configs import PRESETS
-from jmoe.runtime import end_at_once_on_interrupt, start_anew
+from jmoe.runtime import closing, end_at_once_on_interrupt, reexec_with_env
 
 if __name__ == "__main__":
-    start_anew()  # before JAX is imported
+    reexec_with_env()  # before JAX is imported
     end_at_once_on_interrupt()  # outside the training loop
     answer_early(lambda: parse_train(sys.argv[1:], PRESETS))
 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from jmoe.data.progress import PreparingData
 from jmoe.mesh import ACCUMULATED_BATCH, devices_per_host, make_mesh
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.compatibility import FINGERPRINT, check_before_data, check_compatible
+from jmoe.run.compatibility import FINGERPRINT, check_compatible, has_checkpoint
 from jmoe.run.metrics import (
     CompiledPrograms,
     MetricsLog,
@@ -110,18 +109,6 @@ class Run:
                 self.log.sync()
             saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
-
-
-def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
-    """Whether the run resumes, as far as process 0 sees; `ValueError` if that is a run of another configuration."""
-
-    def look() -> str:
-        saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
-        if saved is not None:
-            check_before_data(saved, resolved)
-        return "" if saved is None else "resumes"
-
-    return bool(distributed.from_rank_0("configuration", look, config.distributed.start_timeout_s))
 
 
 def start_or_resume(
@@ -250,20 +237,6 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(1 if plan.lacking() else 0)
     else:
         run_all(config)
-
-
-def closing(close: Callable[[], None]) -> Callable[..., None]:
-    """An exit for an `ExitStack` that calls `close`; its error is only printed where the run ends with one already."""
-
-    def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        try:
-            close()
-        except OSError as later:
-            if error is None:
-                raise
-            print(f"train.py: while ending: {later}", file=sys.stderr, flush=True)
-
-    return leave
 
 
 def run_all(config: TrainConfig) -> None:

@@ -10,7 +10,7 @@ this machine's rate of products and of memory, measured here. The last line of o
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

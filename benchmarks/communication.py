@@ -22,7 +22,7 @@ embedding: see `benchmarks.embedding`. --rates 0 is this machine without a link.
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

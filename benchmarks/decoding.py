@@ -10,7 +10,7 @@ round's decode over its steps. `--long-prompt N` also times the prefill of one p
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

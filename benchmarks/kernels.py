@@ -11,7 +11,7 @@ is timed where its masked work fits; tokamax and torch where they are installed.
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

@@ -10,7 +10,7 @@ prefix is in the cache but for the last token. `--prepare` packs the experts and
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

@@ -9,7 +9,7 @@ with perfect overlap it costs nothing, without overlap (one slot) it doubles the
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

@@ -11,7 +11,7 @@ Prints one JSON object as its last line.
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import dataclasses

@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 
-def start_anew() -> None:
+def reexec_with_env() -> None:
     """Go on in the environment that `train.py` gives itself; call this before JAX is imported."""
-    from jmoe.runtime import start_anew
+    from jmoe.runtime import reexec_with_env
 
-    start_anew()
+    reexec_with_env()

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     import script
 
     if "--engine" in sys.argv:  # jmoe need not be installed to load another server
-        script.start_anew()
+        script.reexec_with_env()
 
 import argparse
 import asyncio

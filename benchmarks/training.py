@@ -11,7 +11,7 @@ Each process is pinned to its share of the cores. The same batch is trained on a
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import json

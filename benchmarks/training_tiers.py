@@ -12,7 +12,7 @@ Prints one JSON object as its last line. Legend: E experts of a layer, N layers 
 if __name__ == "__main__":
     import script
 
-    script.start_anew()
+    script.reexec_with_env()
 
 import argparse
 import dataclasses

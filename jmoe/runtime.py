@@ -1,4 +1,4 @@
-"""What must be in a process's environment before JAX starts. Standard library only.
+"""How a process begins and ends: the environment that JAX starts in, Ctrl-C, errors while closing. Standard library.
 
 XLA:CPU takes every temporary of a step from malloc, which hands large blocks back to the system after each step and
 faults them in again, 4 KiB at a time, in the next: a quarter of a step's time here. Transparent huge pages fault in
@@ -8,8 +8,9 @@ faults them in again, 4 KiB at a time, in the next: a quarter of a step's time h
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from types import TracebackType
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
 MARK = "JMOE_RUNTIME"  # set in a process that was started anew, so that it is not started again
@@ -33,7 +34,7 @@ def environment(current: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
-def start_anew() -> None:
+def reexec_with_env() -> None:
     """Replace this process by the same command in the right environment, if that is not the one it has."""
     wanted = environment(os.environ)
     if wanted:
@@ -49,3 +50,17 @@ def end_at_once_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def closing(close: Callable[[], None]) -> Callable[..., None]:
+    """Make an exit for an `ExitStack` of `close`; its error is only printed where the run ends with one already."""
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            close()
+        except OSError as later:
+            if error is None:
+                raise
+            print(f"train.py: while ending: {later}", file=sys.stderr, flush=True)
+
+    return leave

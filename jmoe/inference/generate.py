@@ -83,7 +83,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jmoe.runtime.start_anew()
+    jmoe.runtime.reexec_with_env()
     jmoe.runtime.end_at_once_on_interrupt()
     try:
         main()

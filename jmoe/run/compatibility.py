@@ -1,9 +1,12 @@
 """Which settings a run may change when it resumes from a checkpoint."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from jmoe.config import TrainConfig, differences
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.distributed import from_rank_0
 
 # What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
 FREE = (
@@ -46,7 +49,7 @@ NOTED_WITH_FINGERPRINT = {
 
 
 def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A saved configuration with the fields that jmoe has got since; their defaults are what it did before."""
+    """Return a saved configuration with the fields that jmoe has got since; their defaults are what it did before."""
     filled = defaults | saved
     for name, value in defaults.items():
         if isinstance(value, dict) and isinstance(filled[name], dict):
@@ -54,13 +57,24 @@ def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return filled
 
 
-def check_before_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """`check_compatible` at a time when the run's data, and so its fingerprint, is not known yet."""
-    check_compatible(saved, now | {name: saved[name] for name in (FINGERPRINT,) if name in saved})
+def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
+    """Return whether the run resumes, as process 0 sees it; `ValueError` if that is a run of another configuration.
+
+    The run's data, and so its fingerprint, need not be known yet.
+    """
+
+    def look() -> str:
+        saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
+        if saved is None:
+            return ""
+        check_compatible(saved, resolved | {name: saved[name] for name in (FINGERPRINT,) if name in saved})
+        return "resumes"
+
+    return bool(from_rank_0("configuration", look, config.distributed.start_timeout_s))
 
 
 def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Lines to print about allowed differences between a checkpoint's configuration and the present one.
+    """Return lines to print about allowed differences between a checkpoint's configuration and the present one.
 
     Raises `ValueError` listing every field whose change would give the saved state another meaning: the model, the
     data and their order (seed, batch_size, sequence_length), the optimizer's moments and schedule, and any field this

@@ -58,7 +58,7 @@ class CountsModel:
                 counts[i] += 1
         better = None
         if self.fresh_is_better <= 0:
-            self.start_anew()
+            self.reexec_with_env()
         elif self.fresh_is_better >= 20:
             better = self.fresh
         if better is None and self.decayed_is_better >= 20:
@@ -67,10 +67,10 @@ class CountsModel:
             self.scores = [new + 1e-6 * old for new, old in zip(better, self.scores, strict=True)]
             self.decayed = list(self.scores)
             self.forgotten, self.decayed_is_better = self.forgotten + 1, 0.0
-            self.start_anew()
+            self.reexec_with_env()
         self.decayed = [n * self.beta for n in self.decayed]
 
-    def start_anew(self) -> None:
+    def reexec_with_env(self) -> None:
         self.fresh, self.fresh_is_better = [0.0] * len(self.fresh), 0.0
 
 
