@@ -11,7 +11,7 @@ exchange: tokens to their experts and back (`dispatch` and `combine`, the expert
 with its backward pass, the exchanges in turn. A shape is K:E:T, K of E experts for each of a rank's T tokens of 1024
 bfloat16. Seconds are medians from a barrier to a barrier; `ratio_to_flat` is the median of the ratios round by round.
 Bytes are those that a node sends: by the interface's counter, with all headers, and by the formula of
-`jmoe.planning.exchange.traffic`.
+`jmoe.planning.exchange.exchange_traffic`.
 
 fusion, levels, order: see `benchmarks.steps`. --rates 0 is this machine without a link. XLA:CPU has as many threads as
 cores, and one that waits for a collective computes nothing: on few cores give the ranks more with NPROC=4. The ranks
@@ -42,7 +42,7 @@ import numpy as np
 
 from benchmarks.comm import embedding, steps
 from benchmarks.lib.two_nodes import ADDRESSES, TwoNodes, sent_bytes
-from jmoe.planning.exchange import ExchangePlan, plan_exchange, traffic
+from jmoe.planning.exchange import ExchangePlan, exchange_traffic, plan_exchange
 
 NODES = 2
 HIDDEN_SIZE = 1024
@@ -149,7 +149,7 @@ def formula_bytes(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.N
     """Bytes that the ranks of one node send to the other."""
     return (
         a.ranks_per_node
-        * traffic(
+        * exchange_traffic(
             plan,
             num_tokens=shape[2],
             num_experts=shape[1],

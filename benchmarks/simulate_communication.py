@@ -4,7 +4,7 @@
     python benchmarks/simulate_communication.py --nodes 8 --across-gb-per-s 25 --plot ''
 
 Nodes of 8 GPUs, NVLink inside, one InfiniBand port a GPU across; every GPU has its own tokens, whatever the number of
-nodes. Bytes are those of `jmoe.planning.exchange.traffic` and `jmoe.planning.embedding.traffic`, the formulas that
+nodes. Bytes are those of `exchange_traffic` and `embedding_traffic` of `jmoe.planning`, the formulas that
 tests compare with the compiled programs and benchmarks with the counters of a real link. A collective takes its latency
 once, a while for every message of a device, and its bytes at the level's full rate; messages of different levels of one
 collective overlap, collectives do not. Not in the model: congestion, uneven routing, and compute, which hides part of
@@ -27,10 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, plan_embedding
-from jmoe.planning.embedding import traffic as embedding_traffic
-from jmoe.planning.exchange import ExchangePlan, Traffic, plan_exchange
-from jmoe.planning.exchange import traffic as exchange_traffic
+from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding
+from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic, plan_exchange
 
 GPUS_PER_NODE = 8
 ROUNDS = 2  # of rows: as many as ids that are all different need

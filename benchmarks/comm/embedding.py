@@ -4,7 +4,7 @@ A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 
 replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),
 columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
 Seconds are medians from a barrier to a barrier; `ratio_to_replicated` is the median of the ratios round by round. Bytes
-sent are those of a node, all headers included, beside those of `jmoe.planning.embedding.traffic`. `table_bytes` are
+sent are those of a node, headers included, beside those of `planning.embedding.embedding_traffic`. `table_bytes` are
 those of table, head and their AdamW moments on one rank, `temp_bytes` what a step takes beside the state.
 """
 
@@ -80,7 +80,7 @@ class Run:
     @property
     def formula_bytes(self) -> int:
         """That the ranks of one node send to the other for the lookup and the head."""
-        from jmoe.planning.embedding import Vocabulary, plan_embedding, traffic
+        from jmoe.planning.embedding import Vocabulary, embedding_traffic, plan_embedding
 
         config, model = self.config, self.config.model
         sizes = (model.vocab_size, model.hidden_size, model.tie_word_embeddings, config.sequence_length)
@@ -88,7 +88,7 @@ class Run:
         nodes = config.mesh.data * config.mesh.expert_inter
         inside = config.mesh.expert_intra
         plan = plan_embedding(config.comm.embedding, vocabulary, num_nodes=nodes, devices_per_node=inside)
-        return inside * traffic(plan, vocabulary).across_bytes
+        return inside * embedding_traffic(plan, vocabulary).across_bytes
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Callable[..., tuple[float, int]]) -> list[dict[str, Any]]:

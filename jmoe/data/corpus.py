@@ -59,7 +59,7 @@ Ids = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class TextSource:
     """The training tokens behind one `data.path`: memory-mapped ids, one array per shard.
 
     weight: its share in the mixture relative to the other sources'; None: all sources count by size. files, skipped:
@@ -93,7 +93,7 @@ class Corpus:
     tokenizer_path: Path | None
     eot: int
     vocab_size: int
-    sources: tuple[Source, ...]
+    sources: tuple[TextSource, ...]
     held_out_tokens: NDArray[np.int32]
     held_out_bytes: bytes
     fingerprint: str
@@ -450,9 +450,9 @@ class _TextJob:
         held_out_text = bytearray()
         done_bytes, all_bytes = 0, sum(file.size_bytes for part in parts for file in part.files)
 
-        def encode(pieces: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
+        def encode(texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
             nonlocal done_bytes
-            for ids, size in encode_pieces(tokenizer, pieces):
+            for ids, size in encode_pieces(tokenizer, texts):
                 shard.append(ids, text_bytes=size)
                 done_bytes += size
                 report("tokenising", done_bytes, all_bytes)
@@ -621,7 +621,7 @@ def _assemble(
         eot=header.eot,
         vocab_size=tokenizer.vocab_size if tokenizer else max(s.header.vocab_size for g in shards for s in g),
         sources=tuple(
-            Source(
+            TextSource(
                 name=entry.pattern or "Python standard library",
                 shards=tuple(s.ids for s in group),
                 blocks=tuple(s.blocks for s in group),

@@ -17,7 +17,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.data.corpus import Corpus, Source
+from jmoe.data.corpus import Corpus, TextSource
 
 # Held-out text on which other models' figures are comparable. `xz -9` starts from nothing: of 20 kB of source code it
 # makes a sixth more bits per byte than of 500 kB (by chance up to a third less), of 100 kB a tenth more.
@@ -28,7 +28,7 @@ UNIGRAM_TOKENS = 1 << 28  # a unigram model is counted on at most this many toke
 class _Windows:
     """Random access to the windows of one source: int32 [S + 1]. Windows do not cross shards."""
 
-    def __init__(self, source: Source, sequence_length: int, vocab_size: int) -> None:
+    def __init__(self, source: TextSource, sequence_length: int, vocab_size: int) -> None:
         self._source, self._length, self._vocab_size = source, sequence_length, vocab_size
         self._ends = list(itertools.accumulate((len(ids) - 1) // sequence_length for ids in source.shards))
 
@@ -195,7 +195,7 @@ def held_out_windows(
     return zip(tokens, weights, strict=True)
 
 
-def _count(source: Source, vocab_size: int, limit: int) -> NDArray[np.float64]:
+def _count(source: TextSource, vocab_size: int, limit: int) -> NDArray[np.float64]:
     counts = np.zeros(vocab_size, np.int64)
     chunk = 1 << 22
     stride = max(1, -(-source.num_tokens // limit)) * chunk

@@ -76,14 +76,14 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The files behind one `data.path`, sorted by name, never empty; `skipped` counts a folder's others by suffix."""
 
     files: tuple[InputFile, ...]
     skipped: Counter[str]
 
 
-def find_files(pattern: str, field: str, report: Report) -> Found:
+def find_files(pattern: str, field: str, report: Report) -> FoundFiles:
     """Find what one `data.path` names: a file, a folder (recursive) or a glob.
 
     Where there are token shards, they are what is meant: a folder of shards also holds their tokenizer and manifest.
@@ -91,7 +91,7 @@ def find_files(pattern: str, field: str, report: Report) -> Found:
     path = Path(pattern).expanduser()
     skipped: Counter[str] = Counter()
     if path.is_file():
-        return Found((_input_file(path, path.parent, field),), skipped)
+        return FoundFiles((_input_file(path, path.parent, field),), skipped)
     if path.is_dir():
         root = path
         found = []
@@ -113,7 +113,7 @@ def find_files(pattern: str, field: str, report: Report) -> Found:
     for p in shards or found:
         files.append(_input_file(p, root, field))
         report("finding files", len(files), 0)
-    return Found(tuple(sorted(files, key=lambda f: f.name)), Counter() if shards else skipped)
+    return FoundFiles(tuple(sorted(files, key=lambda f: f.name)), Counter() if shards else skipped)
 
 
 def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Report) -> list[InputFile]:

@@ -109,11 +109,11 @@ def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
     return LoadedTokenizer(tokenizer, path, eot, vocab_size, hashlib.sha256(content).hexdigest())
 
 
-def encode_pieces(loaded: LoadedTokenizer, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
+def encode_pieces(loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
     """(ids, bytes of text) for each (text, ends its document); a document's last piece gets the end-of-text id."""
     batch: list[tuple[str, bool]] = []
     characters = 0
-    for piece in pieces:
+    for piece in texts:
         batch.append(piece)
         characters += len(piece[0])
         if characters >= BATCH_CHARACTERS or len(batch) >= 4096:

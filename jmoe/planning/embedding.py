@@ -61,7 +61,7 @@ def round_rows(num_tokens: int, num_devices: int) -> int:
     return min(num_tokens, -(-ceil(ROUND_SHARE * num_tokens / num_devices) // 8) * 8)
 
 
-def traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Traffic:
+def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Traffic:
     """Bytes that one device sends in a pass forwards and backwards, for the lookup and the head together.
 
     columns: the ids to every device, T H / R activations to each and their gradients back. rows: the same for the rows
@@ -109,7 +109,7 @@ def plan_embedding(
         return EmbeddingPlan("replicated", "one device", num_nodes, devices_per_node, parallel_head=False)
 
     def slow_bytes(plan: EmbeddingPlan) -> int:
-        sent = traffic(plan, vocabulary)
+        sent = embedding_traffic(plan, vocabulary)
         return sent.across_bytes if num_nodes > 1 else sent.inside_bytes
 
     def of(kind: EmbeddingKind) -> EmbeddingPlan:

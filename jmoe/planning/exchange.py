@@ -108,7 +108,7 @@ class Traffic:
     inside_bytes: int  # to other devices of its node
 
 
-def traffic(
+def exchange_traffic(
     plan: ExchangePlan,
     *,
     num_tokens: int,

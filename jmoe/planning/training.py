@@ -109,7 +109,7 @@ class TrainedModel:
         return self.step_tokens * self.num_experts_per_tok / (self.active_experts * self.num_devices)
 
 
-class Traffic(NamedTuple):
+class ExpertTraffic(NamedTuple):
     """Bytes, of one expert: between device and host, and from and to NVMe."""
 
     link_bytes: float
@@ -170,27 +170,27 @@ class TrainingPlan:
 
     # Time
 
-    def expert_traffic(self) -> tuple[Traffic, Traffic]:
+    def expert_traffic(self) -> tuple[ExpertTraffic, ExpertTraffic]:
         """Of a step for one expert that is chosen, on the way forward, where it is updated too, and on the way back."""
         model, place = self.model, self.placement
         if not place.streamed:
-            return Traffic(0, 0, 0), Traffic(0, 0, 0)
+            return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
         weights, moments, gradients = (n * model.expert_parameters for n in (4, 8, model.gradient_bytes))
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = _record_bytes(model, place) * model.device_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
         again = 1 - min(1.0, place.device_layers / model.num_layers)  # the last layers' weights are still there
 
-        def traffic(times: Sequence[tuple[float, float]]) -> Traffic:
+        def moved(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
             """times: how often each kind comes and goes."""
             link = read = written = 0.0
             for (tier, size), (comes, goes) in zip(kinds, times, strict=True):
                 link += size * (comes + goes) * (tier != "device")
                 read += size * comes * missed * (tier == "nvme")
                 written += size * goes * missed * (tier == "nvme")
-            return Traffic(link, read, written)
+            return ExpertTraffic(link, read, written)
 
-        return traffic([(1, 1), (1, 1), (1, 0)]), traffic([(again, 0), (0, 0), (0, 1)])
+        return moved([(1, 1), (1, 1), (1, 0)]), moved([(again, 0), (0, 0), (0, 1)])
 
     @property
     def transfer_s(self) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, plan_embedding, round_rows, traffic
+from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding, round_rows
 
 V, H, T = 50304, 1024, 256
 GPT = Vocabulary(V, H, tied=True, num_tokens=T, activation_bytes=2, sharded=False)
@@ -25,8 +25,10 @@ def test_one_device_keeps_everything() -> None:
     for kind in ("auto", "columns", "rows", "replicated"):
         found = plan(kind, nodes=1, inside=1)
         assert (found.kind, found.parallel_head) == ("replicated", False)
-    assert traffic(plan(nodes=1, inside=1), GPT) == traffic(plan("replicated", nodes=1, inside=1), GPT)
-    assert traffic(plan(nodes=1, inside=1), GPT).across_bytes == 0
+    assert embedding_traffic(plan(nodes=1, inside=1), GPT) == embedding_traffic(
+        plan("replicated", nodes=1, inside=1), GPT
+    )
+    assert embedding_traffic(plan(nodes=1, inside=1), GPT).across_bytes == 0
 
 
 def test_auto_is_columns_with_a_parallel_head_where_tokens_are_few() -> None:
@@ -41,7 +43,7 @@ def test_auto_is_rows_for_a_tied_table() -> None:
     found = plan()
     assert (found.kind, found.parallel_head) == ("rows", True)
     assert found.reason == "a device sends 1.6 MB to other nodes in a pass with rows, 103.0 MB replicated"
-    assert 10 * traffic(found, GPT).across_bytes < traffic(plan("columns"), GPT).across_bytes
+    assert 10 * embedding_traffic(found, GPT).across_bytes < embedding_traffic(plan("columns"), GPT).across_bytes
 
 
 def test_a_head_is_whole_where_tokens_are_many() -> None:
@@ -80,26 +82,28 @@ def test_bytes_of_columns() -> None:
         found = dataclasses.replace(plan("columns", vocabulary), parallel_head=True)
         block = T * 4 + 2 * T * H // 4 * 2 + (2 * V * H * 2 // 16 if tied else 0)
         row = 2 * H * 2 + 8 + 4 * 12
-        sent = traffic(found, vocabulary)
+        sent = embedding_traffic(found, vocabulary)
         assert (sent.across_bytes, sent.inside_bytes) == (2 * block + T * row, block + 2 * T * row)
 
 
 def test_bytes_of_rows() -> None:
     found = dataclasses.replace(plan("rows"), parallel_head=True)
     block, row = 2 * 32 * (4 + 2 * H * 2), 2 * H * 2 + 8 + 4 * 12
-    sent = traffic(found, GPT)
+    sent = embedding_traffic(found, GPT)
     assert round_rows(T, 4) == 32
     assert (sent.across_bytes, sent.inside_bytes) == (2 * block + T * row, block + 2 * T * row)
-    assert traffic(found, GPT, rounds=1).across_bytes == block + T * row
+    assert embedding_traffic(found, GPT, rounds=1).across_bytes == block + T * row
 
 
 def test_bytes_of_whole_parameters() -> None:
     """A ring over R devices sends 2 (R - 1) / R of a sum; across P nodes a device sends that for its Q-th of it."""
     table = V * H * 4
-    sent = traffic(plan("replicated"), GPT)
+    sent = embedding_traffic(plan("replicated"), GPT)
     assert (sent.across_bytes, sent.inside_bytes) == (2 * table // 2 // 2, 2 * table // 2)
-    assert traffic(plan("replicated"), changed(tied=False)).across_bytes == 2 * sent.across_bytes
-    sharded = traffic(plan("replicated"), changed(tied=False, sharded=True)).across_bytes  # the head in bfloat16
+    assert embedding_traffic(plan("replicated"), changed(tied=False)).across_bytes == 2 * sent.across_bytes
+    sharded = embedding_traffic(
+        plan("replicated"), changed(tied=False, sharded=True)
+    ).across_bytes  # the head in bfloat16
     assert sharded == sent.across_bytes * 7 // 4
-    inside = traffic(plan("replicated", nodes=1, inside=4), GPT)
+    inside = embedding_traffic(plan("replicated", nodes=1, inside=4), GPT)
     assert (inside.across_bytes, inside.inside_bytes) == (0, 2 * table * 3 // 4)

@@ -10,11 +10,11 @@ import pytest
 
 from jmoe.planning.exchange import (
     buffer_rows,
+    exchange_traffic,
     expert_rows,
     index_bytes,
     nodes_per_token,
     plan_exchange,
-    traffic,
 )
 
 
@@ -86,14 +86,14 @@ def test_traffic_by_hand() -> None:
     }
     # 224 assignments over 4 devices: 56 rows each, there and back, and the sizes of 2 experts' groups
     block = 56 * 2000 + 8
-    assert traffic(plan("flat"), **shape).across_bytes == 2 * block
-    assert traffic(plan("flat"), **shape).inside_bytes == block
-    assert traffic(plan("hierarchical"), **shape).across_bytes == 2 * block
-    assert traffic(plan("hierarchical"), **shape).inside_bytes == 2 * block
+    assert exchange_traffic(plan("flat"), **shape).across_bytes == 2 * block
+    assert exchange_traffic(plan("flat"), **shape).inside_bytes == block
+    assert exchange_traffic(plan("hierarchical"), **shape).across_bytes == 2 * block
+    assert exchange_traffic(plan("hierarchical"), **shape).inside_bytes == 2 * block
     # 112 tokens x 11/14 go to a node: 88 rows, each with two weights (4 bytes) and two experts of 4 (1 byte)
-    assert traffic(plan("dedup"), **shape).across_bytes == 88 * (2000 + 8 + 2)
-    assert traffic(plan("dedup"), **shape, backward=True).across_bytes == 88 * (4000 + 16 + 2)
-    assert traffic(plan("dedup"), **shape).inside_bytes == 112 * 2000 + 8
+    assert exchange_traffic(plan("dedup"), **shape).across_bytes == 88 * (2000 + 8 + 2)
+    assert exchange_traffic(plan("dedup"), **shape, backward=True).across_bytes == 88 * (4000 + 16 + 2)
+    assert exchange_traffic(plan("dedup"), **shape).inside_bytes == 112 * 2000 + 8
 
 
 def test_buffer_rows() -> None:
