@@ -1,11 +1,8 @@
 """JAX as every test sees it: 8 fake CPU devices, strict dtype promotion; and fixtures that run real processes."""
 
-import contextlib
 import gc
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+from tests.processes import kill_group, python_command
 from tests.train_runs import Run, TrainRuns
 
 NUM_DEVICES = 8
@@ -60,13 +58,6 @@ def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
-    """SIGKILL a process started here and everything it started, and reap it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_python(args, env=None, timeout=300)` runs `python *args` from the repository root to its end.
@@ -78,7 +69,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         args: Sequence[str | Path], env: Mapping[str, str | None] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *map(str, args)]
+        command = python_command(args)
         with subprocess.Popen(
             command,
             cwd=ROOT,
@@ -116,7 +107,7 @@ def start_python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     ) -> subprocess.Popen[str]:
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, *map(str, args)],
+                python_command(args),
                 cwd=ROOT,
                 env=_environment(env),
                 stdin=subprocess.DEVNULL,

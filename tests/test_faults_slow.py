@@ -33,8 +33,8 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import Checkpoints
-from tests.conftest import kill_group
 from tests.faults import FailingDisk
+from tests.processes import kill_group
 from tests.train_runs import Run, Start, TrainRuns, committed, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.processes import python_command
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_LIMIT_S, LIMIT_S = 240.0, 60.0
@@ -76,7 +77,7 @@ def environment(compile_cache: Path) -> dict[str, str]:
 
 def start_server(folder: Path, log: Path, compile_cache: Path, *options: object) -> HttpProcess:
     """serve.py on a free port, once it has said its address. Later options take precedence."""
-    command = [sys.executable, "serve.py", str(folder), "--port", "0", *SIZES, *map(str, options)]
+    command = python_command(["serve.py", folder, "--port", "0", *SIZES, *map(str, options)])
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
