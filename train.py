@@ -46,8 +46,8 @@ from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.finetune import TOKENIZER, pretrained_state, with_pretrained_model
 from jmoe.training.resume import restored
 from jmoe.training.run_folder import WAIT_S, RunFolder
-from jmoe.training.step import Program, TrainState
-from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.state import TrainState
+from jmoe.training.trainer import Trainer, make_trainer
 
 
 def say(text: str) -> None:
@@ -65,7 +65,7 @@ class Run:
     mesh: Mesh
     corpus: Corpus
     batches: TrainBatches
-    program: Program
+    trainer: Trainer
     checkpoints: Checkpoints
     watchdog: distributed.Watchdog
     folder: RunFolder
@@ -87,7 +87,7 @@ class Run:
         step, begun = int(state.step), time.perf_counter()
         doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
         with self.watchdog.waiting_for("evaluation after step", step), doing:
-            loss = held_out_loss(self.program, state, self.corpus, self.config, self.mesh)
+            loss = held_out_loss(self.trainer, state, self.corpus, self.config, self.mesh)
         bits = self.corpus.bits_per_byte(loss) if self.corpus.held_out_bytes else float("nan")
         per_byte = f", {bits:.4f} bits per byte" if self.corpus.held_out_bytes else ""
         say(f"held-out loss after {step} steps: {loss:.4f}{per_byte} ({time.perf_counter() - begun:.1f} s)")
@@ -98,7 +98,7 @@ class Run:
     def save(self, step: int, state: TrainState) -> None:
         with self.watchdog.waiting_for("the checkpoint before step", step, timeout_s=self.checkpoints.limit_s):
             self.checkpoints.wait()
-        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.program.progress
+        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.trainer.progress
         what = "the drain of records before step"
         option = "checkpoint.drain_timeout_s"
         with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress, option=option):
@@ -107,21 +107,21 @@ class Run:
             self.folder.check()
             if self.log is not None:
                 self.log.sync()
-            saved, resolved = self.program.to_saved(state), json.dumps(self.resolved, indent=1)
+            saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
             self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
 
 
 def start_or_resume(
-    config: TrainConfig, program: Program, checkpoints: Checkpoints, batches: TrainBatches, resolved: dict[str, Any]
+    config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, batches: TrainBatches, resolved: dict[str, Any]
 ) -> TrainState:
     """The newest checkpoint's state, with the data at its position, or a fresh one."""
     step = checkpoints.latest_step()
     if step is None:
         say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
-        return pretrained_state(program, config) if config.init_from else program.init()
+        return pretrained_state(trainer, config) if config.init_from else trainer.init()
     for note in check_compatible(checkpoints.saved_config(step), resolved):
         say(note)
-    state, data_state = restored(program, checkpoints, step)
+    state, data_state = restored(trainer, checkpoints, step)
     batches.set_state(data_state)
     say(f"resuming from step {step} of {checkpoints.directory}")
     return state
@@ -130,10 +130,10 @@ def start_or_resume(
 def run_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
     """One step that took effect; `FloatingPointError` names the layers if the loss or gradient is not finite."""
     tokens = run.next_batch()
-    state, metrics = run.program.step(state, tokens)
+    state, metrics = run.trainer.step(state, tokens)
     values = jax.device_get(metrics)
     if values["overflow"]:
-        state, metrics = run.program.step_full_capacity(state, tokens)
+        state, metrics = run.trainer.step(state, tokens, full_capacity=True)
         values = jax.device_get(metrics)
     if not values["ok"]:
         bad = []
@@ -202,8 +202,8 @@ def finish(run: Run, state: TrainState, before: tuple[float, float] | None) -> N
     sample = ""
     if corpus.tokenizer is not None and run.config.evaluation.sample_tokens:
         with run.watchdog.waiting_for("sample"), status("sampling a text", say):
-            sample = sample_text(run.program, state, corpus.tokenizer, corpus.eot, run.config, run.mesh)
-    totals = {} if run.config.tiers.on_device else tier_totals(run.program.expert_stats())
+            sample = sample_text(run.trainer, state, corpus.tokenizer, corpus.eot, run.config, run.mesh)
+    totals = {} if run.config.tiers.on_device else tier_totals(run.trainer.expert_stats())
     if run.log is None:
         return
     with status("drawing the report", say):
@@ -279,18 +279,18 @@ def run_all(config: TrainConfig) -> None:
             prefetch_batches=config.data.prefetch_batches,
         )
         stack.push(closing(batches.close))
-        program = make_tiered_program(config, mesh, folder.run)
-        stack.push(closing(program.close))
-        for note in filter(None, (program.exchange, program.embedding)):
+        trainer = make_trainer(config, mesh, folder.run)
+        stack.push(closing(trainer.close))
+        for note in trainer.notes:
             say(note)
         saved, timeout_s = output_dir / "checkpoints", limits.step_timeout_s
         checkpoints = stack.enter_context(
-            Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=program.records)
+            Checkpoints(saved, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
         )
         resolved |= {FINGERPRINT: corpus.fingerprint}
         doing = status("restoring or initialising the state", say)
-        with watchdog.waiting_for("restore or initialisation", progress=program.progress), doing:
-            state = start_or_resume(config, program, checkpoints, batches, resolved)
+        with watchdog.waiting_for("restore or initialisation", progress=trainer.progress), doing:
+            state = start_or_resume(config, trainer, checkpoints, batches, resolved)
         if main_process:
             publish(corpus, cache)
         start = int(state.step)
@@ -299,7 +299,7 @@ def run_all(config: TrainConfig) -> None:
             stack.push(closing(log.close))
         if main_process:
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
-        run = Run(config, resolved, mesh, corpus, batches, program, checkpoints, watchdog, folder, tokenizer, log)
+        run = Run(config, resolved, mesh, corpus, batches, trainer, checkpoints, watchdog, folder, tokenizer, log)
         before: tuple[float, float] | None = None
         if start == 0:
             before = run.evaluate(state)

@@ -28,7 +28,7 @@ from benchmarks.training_tiers import add_model_options, model_of
 from jmoe.config import MachineConfig, OptimizerConfig, TiersConfig, TrainConfig
 from jmoe.mesh import make_mesh
 from jmoe.run.planner import training_plan
-from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.trainer import make_trainer
 
 SEQUENCE_LENGTH = 256
 TIERS = {"device": TiersConfig(), "host": TiersConfig(experts="host", optimizer="host", device_layers=2)}
@@ -51,7 +51,7 @@ class Session:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.program = make_tiered_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+        self.program = make_trainer(config, make_mesh((1, 1, 1), jax.devices()[:1]))
         self.state = self.program.init()
         self.seconds: list[float] = []
 

@@ -37,7 +37,7 @@ from jmoe.config import (
     TrainConfig,
 )
 from jmoe.memory.version_store import Version, VersionStore
-from jmoe.training.step import TrainState
+from jmoe.training.state import TrainState
 
 LIBRARY = Path(argparse.__file__).parent
 MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # text to train on

@@ -154,14 +154,14 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     import jax
 
     from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-    from jmoe.training.step import make_program
+    from jmoe.training.trainer import make_trainer
 
     if a.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{a.port}", a.processes, rank)
     config = train_config(a)
     mesh = make_mesh(config.check_devices(jax.device_count()))
-    program = make_program(config, mesh)
+    program = make_trainer(config, mesh)
     sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
     batch = jax.make_array_from_process_local_data(sharding, tokens(a, config, rank))
     begun = time.perf_counter()

@@ -38,8 +38,8 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.offload.expert_state import ExpertState, ExpertStats
 from jmoe.offload.train_stores import THREADS
-from jmoe.training.step import TrainState
-from jmoe.training.streamed_step import StreamedProgram
+from jmoe.training.state import TrainState
+from jmoe.training.streamed_step import StreamedTrainer
 
 
 def model_of(a: argparse.Namespace) -> ModelConfig:
@@ -86,12 +86,12 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = Non
 class Session:
     """A program with its state."""
 
-    program: StreamedProgram
+    program: StreamedTrainer
     state: TrainState
 
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh | None = None) -> "Session":
-        program = StreamedProgram(config, mesh or make_mesh((1, 1, 1), jax.devices()[:1]))
+        program = StreamedTrainer(config, mesh or make_mesh((1, 1, 1), jax.devices()[:1]))
         return cls(program, program.init())
 
     def step(self, number: int) -> tuple[float, int, int]:
@@ -101,10 +101,10 @@ class Session:
         drawn = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
         place = NamedSharding(self.program.mesh, ACCUMULATED_BATCH)
         tokens = jax.make_array_from_callback(shape, place, lambda index: drawn[index])
-        before, begun = moved(self.program.stats()), time.perf_counter()
+        before, begun = moved(self.program.expert_stats()), time.perf_counter()
         self.state, metrics = self.program.step(self.state, tokens)
         jax.block_until_ready(metrics)
-        step_s, after = time.perf_counter() - begun, moved(self.program.stats())
+        step_s, after = time.perf_counter() - begun, moved(self.program.expert_stats())
         return step_s, after[0] - before[0], after[1] - before[1]
 
     def only(self, experts: int) -> None:
@@ -122,7 +122,7 @@ def moved(stats: ExpertStats) -> tuple[int, int]:
     return sum(s.nvme.num_bytes for s in stores), sum(s.nvme_writes.num_bytes for s in stores)
 
 
-def disk_rates(program: StreamedProgram, folder: Path, rounds: int) -> tuple[float, float]:
+def disk_rates(program: StreamedTrainer, folder: Path, rounds: int) -> tuple[float, float]:
     """Median bytes/s of (reads, writes) of records of moments, alone and one after the other."""
     layout = program.stores.layouts["moments"]
     count = max(4, (1 << 28) // layout.record_bytes)

@@ -54,9 +54,9 @@ class Run:
         from jax.sharding import NamedSharding
 
         from jmoe.mesh import ACCUMULATED_BATCH
-        from jmoe.training.step import make_program
+        from jmoe.training.trainer import make_trainer
 
-        self.config, program = config, make_program(config, mesh)
+        self.config, program = config, make_trainer(config, mesh)
         p = 1 / (np.arange(config.model.vocab_size) + 2.7)
         rng = np.random.default_rng(jax.process_index())
         ids = rng.choice(p.size, (1, 1, config.sequence_length + 1), p=p / p.sum()).astype(np.int32)

@@ -118,10 +118,10 @@ class Run:
     def __init__(self, a: argparse.Namespace, mesh: Any, shape: tuple[int, ...], variant: str) -> None:
         import jax
 
-        from jmoe.training.step import make_program
+        from jmoe.training.trainer import make_trainer
 
         config = config_of(a, shape, mesh.size, VARIANTS[a.command][variant])
-        program = make_program(config, mesh)
+        program = make_trainer(config, mesh)
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         rng = np.random.default_rng(a.rank)
         local = rng.integers(0, 256, (1, config.batch_size // jax.process_count(), SEQUENCE_LENGTH + 1)).astype(

@@ -42,7 +42,7 @@ gather_local.defvjp(_gather_fwd, _gather_bwd)
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardInBuffer:
     """A parameter in a flat buffer: the shape of a device's shard, which dimension is split, the dtype of its use."""
 
     shape: tuple[int, ...]
@@ -54,23 +54,44 @@ class Part:
         return math.prod(self.shape)
 
 
-def _carrier(parts: Sequence[Part]) -> Any:
+class BufferLayout:
+    """Which arrays of a pytree travel in one flat buffer, as `parts` says (None: an array does not), and which not."""
+
+    def __init__(self, tree: Any, parts: Sequence[ShardInBuffer | None]) -> None:
+        leaves, self._structure = jax.tree.flatten(tree)
+        self._in_buffer = [i for i, part in enumerate(parts) if part is not None]
+        self._rest = [i for i, part in enumerate(parts) if part is None]
+        self.parts = [part for part in parts if part is not None]
+        self.num_layers = leaves[0].shape[0]
+
+    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """Return (the arrays that travel in the buffer, the others)."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._rest]
+
+    def join(self, in_buffer: Sequence[Any], rest: Sequence[Any]) -> Any:
+        """Undo `split`."""
+        leaves = dict(zip(self._in_buffer + self._rest, [*in_buffer, *rest], strict=True))
+        return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
+
+
+def _carrier(parts: Sequence[ShardInBuffer]) -> Any:
     """The dtype of a buffer: float32, or two-byte words if a part is used in two bytes."""
     return jnp.dtype(jnp.float32 if all(part.dtype == jnp.float32 for part in parts) else jnp.uint16)
 
 
-def _width(part: Part, carrier: Any) -> int:
+def _width(part: ShardInBuffer, carrier: Any) -> int:
     return part.size * (jnp.dtype(part.dtype).itemsize // carrier.itemsize)
 
 
-def pack(shards: Sequence[jax.Array], parts: Sequence[Part]) -> jax.Array:
+def pack(shards: Sequence[jax.Array], parts: Sequence[ShardInBuffer]) -> jax.Array:
     """[C]: a device's shards side by side, each in the dtype of its use."""
     carrier = _carrier(parts)
     rows = [lax.bitcast_convert_type(w.astype(part.dtype), carrier) for w, part in zip(shards, parts, strict=True)]
     return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
-def unpack(buffer_RC: jax.Array, parts: Sequence[Part], hierarchy: Hierarchy) -> list[jax.Array]:
+def unpack(buffer_RC: jax.Array, parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> list[jax.Array]:
     """The unsharded parameters from all devices' vectors."""
     carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
     unsharded, start = [], 0
@@ -87,7 +108,7 @@ def unpack(buffer_RC: jax.Array, parts: Sequence[Part], hierarchy: Hierarchy) ->
     return unsharded
 
 
-def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[Part], hierarchy: Hierarchy) -> jax.Array:
+def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[ShardInBuffer], hierarchy: Hierarchy) -> jax.Array:
     """float32 [R, G]: row r holds what device r's shards get."""
     sizes = _sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
@@ -99,7 +120,7 @@ def pack_gradients(grads: Sequence[jax.Array], parts: Sequence[Part], hierarchy:
     return jnp.concatenate(rows, axis=1)
 
 
-def unpack_gradients(row_G: jax.Array, parts: Sequence[Part]) -> list[jax.Array]:
+def unpack_gradients(row_G: jax.Array, parts: Sequence[ShardInBuffer]) -> list[jax.Array]:
     """A device's shards of the gradients."""
     shards, start = [], 0
     for part in parts:
@@ -112,7 +133,7 @@ def _sizes(hierarchy: Hierarchy) -> tuple[int, ...]:
     return tuple(lax.axis_size(axes) for axes in hierarchy)
 
 
-def _unsharded_shape(part: Part, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _unsharded_shape(part: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, ...]:
     shape = list(part.shape)
     shape[part.dim] *= math.prod(sizes)
     return tuple(shape)
@@ -158,17 +179,20 @@ def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
     return jax.tree.unflatten(structure, sums)
 
 
+_Parts = tuple[ShardInBuffer, ...]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_fused_local(shards: list[jax.Array], parts: tuple[Part, ...], hierarchy: Hierarchy) -> list[jax.Array]:
-    """The unsharded parameters, fetched as one buffer; their gradients are reduced as one."""
+def gather_fused_local(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> list[jax.Array]:
+    """Return the unsharded parameters, fetched as one buffer; their gradients are reduced as one."""
     return unpack(all_gather_rows_local(pack(shards, parts), hierarchy), parts, hierarchy)
 
 
-def _gather_fused_fwd(shards: list[jax.Array], parts: tuple[Part, ...], hierarchy: Hierarchy) -> tuple[Any, None]:
+def _gather_fused_fwd(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> tuple[Any, None]:
     return gather_fused_local(shards, parts, hierarchy), None
 
 
-def _gather_fused_bwd(parts: tuple[Part, ...], hierarchy: Hierarchy, _: None, grads: list[jax.Array]) -> tuple[Any]:
+def _gather_fused_bwd(parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]) -> tuple[Any]:
     row_G = reduce_scatter_rows_local(pack_gradients(grads, parts, hierarchy), hierarchy)
     return (unpack_gradients(row_G, parts),)
 

@@ -22,8 +22,8 @@ from jmoe.offload.saved_experts import SavedExperts, expert_arrays
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.finetune import TOKENIZER
-from jmoe.training.state import experts_of, without_experts
-from jmoe.training.step import TrainState, make_program
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import TrainState, experts_of, without_experts
 
 
 def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
@@ -41,8 +41,8 @@ def saved_parameters(
     checkpoints: Checkpoints, step: int, config: TrainConfig
 ) -> dict[Names, jax.Array | StoredExperts]:
     """Return the parameters of a checkpoint's step, {path: array}; experts are read one by one when they are used."""
-    program = make_program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
-    shape, names = program.saved_shape, checkpoints.arrays(step)
+    shape = ShardedDecoder(config, make_mesh((1, 1, 1), jax.devices()[:1])).saved_shape
+    names = checkpoints.arrays(step)
     experts = experts_of(shape.params)
     params = without_experts(shape.params) if experts else shape.params
     but = [*expert_arrays(names), *(name for name in names if name.startswith(("m.", "v.")))]

@@ -9,7 +9,8 @@ and the decoder with a KV cache (inference, which puts experts from slots in pla
 composes the phases.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.nnx as nnx
@@ -148,3 +149,28 @@ class Block(nnx.Module):
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
         return y_BSD, moe_stats(routing, dispatched, keep_routing=keep_routing)
+
+
+@dataclass(frozen=True)
+class ApplyBlock:
+    """Apply one of a decoder's stacked blocks to x; for its backward pass `SAVED` is kept, and with `remat` nothing.
+
+    graphs: of the blocks of each kind, as `nnx.split` makes it. gather: turns one block's parameters as they lie on
+    this device into unsharded ones. options: of `Block.__call__`.
+    """
+
+    graphs: Mapping[LayerKind, Any]
+    gather: Callable[[Any], Any]
+    remat: bool
+    options: Mapping[str, Any]
+
+    def __call__(
+        self, kind: LayerKind, state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
+    ) -> tuple[jax.Array, MoEStats | None]:
+        def apply(state: Any, key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array) -> Any:
+            return nnx.merge(self.graphs[kind], self.gather(state))(x_BSD, window, key=key, **self.options)
+
+        policy = None if self.remat else jax.checkpoint_policies.save_only_these_names(*SAVED)
+        block: Any = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        y_BSD, stats = block(state, key, window, x_BSD)
+        return y_BSD, stats

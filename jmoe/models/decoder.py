@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -20,16 +20,23 @@ from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
-from jmoe.models.block import SAVED, Block
+from jmoe.models.block import ApplyBlock, Block
 
-Gather = Callable[[Any], Any]
-Plan = list[tuple[tuple[LayerKind, ...], int]]  # see `layer_plan`
-# (kind, parameters, key, window, x) -> (x, statistics)
-Layer = Callable[[LayerKind, Any, jax.Array | None, jax.Array | None, jax.Array], tuple[jax.Array, MoEStats | None]]
-Stacks = dict[LayerKind, tuple[Any, Any, Any]]  # stacked (parameters, keys, windows)
+LayerPlan = list[tuple[tuple[LayerKind, ...], int]]  # see `layer_plan`
 
 STACKS: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers"}  # where their parameters are
-LayerScan = Callable[[Plan, Layer, Stacks, jax.Array], tuple[jax.Array, MoEStats | None]]
+
+
+class StackedLayers(NamedTuple):
+    """All layers of one kind: parameters, keys of router jitter, and attention windows with a leading dimension."""
+
+    params: Any
+    keys: jax.Array | None
+    windows: jax.Array | None
+
+
+LayerInputs = dict[LayerKind, StackedLayers]
+LayerScan = Callable[[LayerPlan, ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]]
 
 
 def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -39,7 +46,7 @@ def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
     return nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
 
 
-def layer_plan(kinds: Sequence[LayerKind]) -> Plan:
+def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
     """[(pattern, repeats), ...]: the layers' kinds as few repeated patterns, so that regular ones compile once.
 
     Greedy: at each layer the pattern that covers most layers by repeating, the shortest of those.
@@ -97,13 +104,14 @@ def _in_order(ys: tuple[jax.Array, ...], alone: list[bool]) -> jax.Array:
     return y.reshape(-1, *y.shape[2:])
 
 
-def _step(layer: Layer, kind: LayerKind, x_BSD: jax.Array, xs: Any) -> tuple[jax.Array, MoEStats | None]:
-    state, key, window = xs
-    return layer(kind, state, key, window, x_BSD)
+def _step(apply_block: ApplyBlock, kind: LayerKind, x_BSD: jax.Array, layer: StackedLayers) -> Any:
+    return apply_block(kind, layer.params, layer.keys, layer.windows, x_BSD)
 
 
-def scan_layers(plan: Plan, layer: Layer, inputs: Stacks, x_BSD: jax.Array) -> tuple[jax.Array, MoEStats | None]:
-    """All layers in order, one scan for every repeated pattern of the two kinds."""
+def scan_layers(
+    plan: LayerPlan, apply_block: ApplyBlock, inputs: LayerInputs, x_BSD: jax.Array
+) -> tuple[jax.Array, MoEStats | None]:
+    """Run all layers in order, with one scan for every repeated pattern of the two kinds."""
     used, stats = dict.fromkeys(STACKS, 0), []
     for pattern, repeats in plan:
         runs = _runs(pattern, used)
@@ -111,7 +119,7 @@ def scan_layers(plan: Plan, layer: Layer, inputs: Stacks, x_BSD: jax.Array) -> t
         def block(x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs) -> tuple[jax.Array, list[Any]]:
             found = []
             for layers, layer_xs in zip(runs, xs, strict=True):
-                step = partial(_step, layer, layers.kind)
+                step = partial(_step, apply_block, layers.kind)
                 x_BSD, ys = step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
                 found += [ys] if layers.kind == "moe" else []
             return x_BSD, found
@@ -125,11 +133,24 @@ def scan_layers(plan: Plan, layer: Layer, inputs: Stacks, x_BSD: jax.Array) -> t
     return x_BSD, jax.tree.map(lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats) if stats else None
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a decoder runs where its parameters are spread over devices, or memory is short.
+
+    layers: runs the blocks. lookup: reads the tokens' rows of the embedding table as it lies on this device. gather,
+    remat: see `ApplyBlock`.
+    """
+
+    layers: LayerScan = scan_layers
+    lookup: Lookup = lookup
+    gather: Callable[[Any], Any] = lambda params: params
+    remat: bool = False
+
+
 class Decoder(nnx.Module):
     """Tokens [B, S] -> float32 hidden states [B, S, D]; `lm_head()` turns them into logits.
 
     Layers without experts are one stack of parameters, those with experts another, each in the order of the layers.
-    They are run by `scan_layers`, or by what `layers` is given.
     """
 
     def __init__(self, config: ModelConfig, parallel: ExpertParallel | None = None, *, rngs: nnx.Rngs) -> None:
@@ -180,45 +201,33 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         train: bool = False,
         full_capacity: bool = False,
-        remat: bool = False,
-        gather: Gather = lambda tree: tree,
-        layers: LayerScan = scan_layers,
-        lookup: Lookup = lookup,
         keep_routing: bool = False,
+        execution: Execution = Execution(),
     ) -> tuple[jax.Array, MoEStats | None]:
-        """(hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None), inside `shard_map` or on one device.
+        """Return (hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None).
 
-        gather: turns one layer's parameters as they lie on this device into the whole ones. layers: what runs them all.
-        lookup: the tokens' rows of the embedding table as it lies here. key: for router jitter. keep_routing: the
-        statistics hold every token's routing.
+        Runs inside `shard_map` or on one device. key: for router jitter. keep_routing: the statistics hold every
+        token's routing.
         """
-        x_BSD = self.embed(tokens_BS, dtype, lookup)
-        options = {"dtype": dtype, "train": train, "full_capacity": full_capacity, "keep_routing": keep_routing}
-
+        x_BSD = self.embed(tokens_BS, dtype, execution.lookup)
         graphs, inputs = self._stacks(key)
-
-        def layer(
-            kind: LayerKind, state: Any, layer_key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array
-        ) -> tuple[jax.Array, MoEStats | None]:
-            def apply(state: Any, layer_key: jax.Array | None, window: jax.Array | None, x_BSD: jax.Array) -> Any:
-                return nnx.merge(graphs[kind], gather(state))(x_BSD, window, key=layer_key, **options)
-
-            policy = None if remat else jax.checkpoint_policies.save_only_these_names(*SAVED)
-            return jax.checkpoint(apply, policy=policy, prevent_cse=False)(state, layer_key, window, x_BSD)
-
+        options = {"dtype": dtype, "train": train, "full_capacity": full_capacity, "keep_routing": keep_routing}
+        apply_block = ApplyBlock(graphs, execution.gather, execution.remat, options)
         kinds, first = self.config.layer_kinds, self.config.first_k_dense_replace
-        x_BSD, stats = layers(layer_plan(kinds[:first]) + layer_plan(kinds[first:]), layer, inputs, x_BSD)
+        plan = layer_plan(kinds[:first]) + layer_plan(kinds[first:])
+        x_BSD, stats = execution.layers(plan, apply_block, inputs, x_BSD)
         return self.norm(x_BSD, dtype), stats
 
-    def _stacks(self, key: jax.Array | None) -> tuple[dict[LayerKind, Any], Stacks]:
-        """What each kind of layer is, and what its layers run on."""
+    def _stacks(self, key: jax.Array | None) -> tuple[dict[LayerKind, Any], LayerInputs]:
+        """Return (the graph of each kind's layers, what they run on)."""
         kinds = np.array(self.config.layer_kinds)
         graphs: dict[LayerKind, Any] = {}
-        inputs: Stacks = {}
+        inputs: LayerInputs = {}
         windows = None if self.config.windows is None else np.array(self.config.windows, np.int32)
         for kind, name in STACKS.items():
             if (stack := getattr(self, name)) is not None:
                 graphs[kind], state = nnx.split(stack)
                 keys = jax.random.split(key, self.config.num_moe_layers) if key is not None and kind == "moe" else None
-                inputs[kind] = (state, keys, None if windows is None else jnp.asarray(windows[kinds == kind]))
+                own = None if windows is None else jnp.asarray(windows[kinds == kind])
+                inputs[kind] = StackedLayers(state, keys, own)
         return graphs, inputs

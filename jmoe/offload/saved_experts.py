@@ -17,7 +17,7 @@ from jmoe.offload.expert_state import layouts
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.offload.train_stores import ExpertArrays
 
-OfExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> their arrays by name
+ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> their arrays by name
 PARTS = ("params", "m", "v")
 PREFIX = "moe_layers.moe.experts."  # of the names of arrays, after the part
 

@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jmoe.collectives.schedule import chunk_bytes
+from jmoe.config import CommConfig
 from jmoe.mesh import ALL, BATCH, REPLICATED
 
 PAYLOAD_BYTES = 1 << 20
@@ -16,7 +18,7 @@ ROUNDS = 3
 
 
 def gathered_bytes_per_s(mesh: Mesh) -> float:
-    """Bytes that an all-gather over all devices makes whole in a second: of the slowest process, the same on each."""
+    """Return how many bytes a second an all-gather over all devices gathers: the slowest process's, on each."""
     gather = jax.jit(
         jax.shard_map(
             lambda x: lax.all_gather(x, ALL, tiled=True),
@@ -35,3 +37,11 @@ def gathered_bytes_per_s(mesh: Mesh) -> float:
         seconds.append(time.perf_counter() - begun)
     mine = np.float32(4 * size / min(seconds[1:]))
     return float(np.min(multihost_utils.process_allgather(mine)))
+
+
+def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
+    """Return the bytes that this network takes at once; None where it need not be measured."""
+    gathers = config.shard_dense and config.fuse_dense and mesh.size > 1
+    if not gathers or config.chunk_bytes or jax.process_count() == 1:
+        return None
+    return chunk_bytes(gathered_bytes_per_s(mesh))

@@ -15,7 +15,8 @@ from jmoe.config import TrainConfig
 from jmoe.data.corpus import Corpus
 from jmoe.data.loader import held_out_windows
 from jmoe.mesh import BATCH
-from jmoe.training.step import Program, TrainState
+from jmoe.training.state import TrainState
+from jmoe.training.trainer import Trainer
 
 
 def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -23,19 +24,19 @@ def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, BATCH), lambda index: array[index])
 
 
-def held_out_loss(program: Program, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> float:
+def held_out_loss(trainer: Trainer, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> float:
     """Mean negative log-likelihood in nats over every held-out token."""
     batch = config.batch_size // config.gradient_accumulation_steps
     windows = held_out_windows(corpus, config.sequence_length, batch)
     total = 0.0
-    while some := list(islice(windows, program.evaluation_batches)):
+    while some := list(islice(windows, trainer.evaluation_batches)):
         batches = [(_put(tokens, mesh), _put(weights, mesh)) for tokens, weights in some]
-        total += sum(map(float, program.evaluate(state, batches)))
+        total += sum(map(float, trainer.evaluate(state, batches)))
     return total / (len(corpus.held_out_tokens) - 1)
 
 
 def sample_text(
-    program: Program, state: TrainState, tokenizer: Tokenizer, eot: int, config: TrainConfig, mesh: Mesh
+    trainer: Trainer, state: TrainState, tokenizer: Tokenizer, eot: int, config: TrainConfig, mesh: Mesh
 ) -> str:
     """Text sampled from the model after an end-of-text token, `evaluation.sample_tokens` tokens at most.
 
@@ -45,7 +46,7 @@ def sample_text(
     rng = np.random.default_rng(config.seed)
     tokens = np.full((mesh.size, config.sequence_length), eot, np.int32)
     for position in range(length - 1):
-        logits_V = np.asarray(program.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64)
+        logits_V = np.asarray(trainer.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64)
         logits_V = logits_V[: tokenizer.get_vocab_size()]
         if config.evaluation.sample_temperature == 0:
             choice = int(np.argmax(logits_V))

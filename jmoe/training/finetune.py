@@ -15,8 +15,8 @@ from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.train_stores import ExpertArrays
-from jmoe.training.state import without_experts
-from jmoe.training.step import Program, TrainState
+from jmoe.training.state import TrainState, experts_of, without_experts
+from jmoe.training.trainer import Trainer
 
 TOKENIZER = "tokenizer.json"
 FLOAT32 = np.dtype(np.float32)
@@ -41,19 +41,19 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=model, data=data)
 
 
-def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
+def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     """Step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it; fresh moments.
 
     Experts of other tiers are read layer by layer, and never lie on a device together.
     """
-    folder, shape = Path(config.init_from).expanduser(), program.full_shape
+    folder, shape = Path(config.init_from).expanduser(), trainer.full_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
     stored = read_headers(folder)
     wanted = parameters(shapes, config.model, read_config(folder)["model_type"])
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
-    streamed = [p for p in wanted if p.experts and program.from_layers is not None]
+    streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
         loader = Loader(stored, reader)
         arrays = {p.path: loader.load(p, FLOAT32, places[p.path].sharding) for p in wanted if p not in streamed}
@@ -74,9 +74,7 @@ def pretrained_state(program: Program, config: TrainConfig) -> TrainState:
         trees = [without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)]
         step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
         state = TrainState(owned(trees[0]), zeros(trees[1]), zeros(trees[2]), owned(shape.router_bias), step)
-        if program.from_layers is None:
-            return program.from_saved(state)
-        return program.from_layers(state, weights, lambda layer, experts: {})
+        return trainer.load_state(state, weights, lambda *_: {}) if streamed else trainer.load_state(state)
 
 
 def _of_expert(loader: Loader, parameter: Parameter, layer: int, expert: int) -> NDArray[np.float32]:

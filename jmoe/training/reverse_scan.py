@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from jmoe.collectives.fusion import (
+    BufferLayout,
     Hierarchy,
-    Part,
     all_gather_rows_local,
     pack,
     pack_gradients,
@@ -32,7 +32,8 @@ from jmoe.collectives.fusion import (
 )
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
 from jmoe.config import LayerKind
-from jmoe.models.decoder import STACKS, Layer, Plan, Stacks
+from jmoe.models.block import ApplyBlock
+from jmoe.models.decoder import STACKS, LayerInputs, LayerPlan
 from jmoe.training.vjp import with_known, without
 
 
@@ -59,7 +60,7 @@ class _Unit:
         return self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
 
 
-def _units(plan: Plan, layers_per_bucket: int) -> list[_Unit]:
+def _units(plan: LayerPlan, layers_per_bucket: int) -> list[_Unit]:
     """The plan's patterns, each repeated until it holds a whole bucket, where the number of repeats allows it."""
     units, used = [], dict.fromkeys(STACKS, 0)
     for pattern, repeats in plan:
@@ -83,25 +84,6 @@ class _Bucket:
         return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.rows_RG, rows_RG))
 
 
-class Kind:
-    """The layers of one kind: which of their parameters travel in the flat buffer, and the rest."""
-
-    def __init__(self, states: Any, parts: list[Part | None]) -> None:
-        leaves, self.structure = jax.tree.flatten(states)
-        self.fused = [i for i, part in enumerate(parts) if part is not None]
-        self.rest = [i for i, part in enumerate(parts) if part is None]
-        self.parts = [part for part in parts if part is not None]
-        self.num_layers = leaves[0].shape[0]
-
-    def split(self, states: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        leaves = jax.tree.leaves(states)
-        return [leaves[i] for i in self.fused], [leaves[i] for i in self.rest]
-
-    def join(self, fused: list[Any], rest: list[Any]) -> Any:
-        leaves = dict(zip(self.fused + self.rest, [*fused, *rest], strict=True))
-        return jax.tree.unflatten(self.structure, [leaves[i] for i in range(len(leaves))])
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Kept:
@@ -116,14 +98,13 @@ class _Kept:
 
 @dataclass(frozen=True)
 class ReverseScan:
-    """Runs a decoder's layers, as its `layers` argument, inside `shard_map`.
+    """Run a decoder's layers, as its `Execution.layers`, inside `shard_map`.
 
-    part_of: (path, stacked parameter) -> how a layer's parameter lies in the flat buffer, None for one that does not
-    travel. bucket_bytes: how many bytes of float32 gradients are reduced at once, 0 for those of one layer.
-    chunk_bytes: see `collectives.schedule`.
+    layout_of: says which stacked parameters of a layer travel in the flat buffer. bucket_bytes: how many bytes of
+    float32 gradients are reduced at once, 0 for those of one layer. chunk_bytes: see `collectives.schedule`.
     """
 
-    part_of: Callable[[tuple[Any, ...], jax.Array], Part | None]
+    layout_of: Callable[[Any], BufferLayout]
     hierarchy: Hierarchy
     schedule: Schedule
     bucket_bytes: int
@@ -165,11 +146,13 @@ class ReverseScan:
     def axes(self) -> tuple[str, ...]:
         return tuple(axis for axes in self.hierarchy for axis in axes)
 
-    def __call__(self, plan: Plan, layer: Layer, inputs: Stacks, x: jax.Array) -> tuple[jax.Array, Any]:
-        """(x after all layers, statistics of those with experts, stacked)."""
-        states = {kind: state for kind, (state, _, _) in inputs.items()}
-        extras = {kind: extra for kind, (_, *extra) in inputs.items()}
-        scan = _Scan(self, plan, layer, states)
+    def __call__(
+        self, plan: LayerPlan, apply_block: ApplyBlock, inputs: LayerInputs, x: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Return (x after all layers, statistics of those with experts, stacked)."""
+        states = {kind: stack.params for kind, stack in inputs.items()}
+        extras = {kind: (stack.keys, stack.windows) for kind, stack in inputs.items()}
+        scan = _Scan(self, plan, apply_block, states)
 
         @jax.custom_vjp
         def layers(states: Any, extras: Any, x: jax.Array) -> Any:
@@ -187,13 +170,12 @@ class ReverseScan:
 class _Scan:
     """One decoder's layers and how they are run."""
 
-    def __init__(self, config: ReverseScan, plan: Plan, layer: Layer, states: dict[LayerKind, Any]) -> None:
-        self.config, self.layer = config, layer
+    def __init__(
+        self, config: ReverseScan, plan: LayerPlan, apply_block: ApplyBlock, states: dict[LayerKind, Any]
+    ) -> None:
+        self.config, self.apply_block = config, apply_block
         self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
-        self.kinds = {}
-        for kind, state in states.items():
-            parts = [config.part_of(path, w) for path, w in jax.tree_util.tree_leaves_with_path(state)]
-            self.kinds[kind] = Kind(state, parts)
+        self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
         layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.units = _units(plan, self.layers_per_bucket)
@@ -275,7 +257,7 @@ class _Scan:
         key, window = extra
 
         def apply(params: Any, rest: Any, x: jax.Array) -> Any:
-            y, stats = self.layer(kind, layers.join(params, rest), key, window, x)
+            y, stats = self.apply_block(kind, layers.join(params, rest), key, window, x)
             return (y, [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)]), stats
 
         (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)

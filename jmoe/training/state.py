@@ -1,11 +1,22 @@
-"""What a training step changes."""
+"""What a training step changes.
 
-from dataclasses import dataclass
-from typing import Any
+Legend: B sequences, S sequence length, N layers with experts, E experts, P experts asked for.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from jmoe.mesh import EXPERTS_PATH
+from jmoe.offload.saved_experts import ReadExperts
+
+Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
 
 
 @jax.tree_util.register_dataclass
@@ -19,20 +30,57 @@ class TrainState:
     router_bias: Any
     step: jax.Array
 
+    @classmethod
+    def at_step_0(cls, params: Any, router_bias: Any) -> Self:
+        """Begin with these parameters and with moments of zero."""
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return cls(params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0))
+
+    def map(self, change: Callable[[Any], Any]) -> Self:
+        """Apply `change` to the parameters and to both moments."""
+        return replace(self, params=change(self.params), m=change(self.m), v=change(self.v))
+
+    def map_table(self, change: Callable[[Any], Any]) -> Self:
+        """Apply `change` to the embedding table and its moments."""
+        return self.map(lambda tree: tree | {"embedding": change(tree["embedding"])})
+
 
 def experts_of(tree: Any) -> Any:
-    """The experts' parameters; nothing where they are not in the tree."""
+    """Return the experts' parameters; nothing where they are not in the tree."""
     return tree["moe_layers"]["moe"].get(EXPERTS_PATH, {}) if "moe_layers" in tree else {}
 
 
 def with_experts(tree: Any, experts: Any) -> Any:
-    """The parameters with these of the experts."""
+    """Return the parameters with these of the experts."""
     layers = tree["moe_layers"]
     return tree | {"moe_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
 def without_experts(tree: Any) -> Any:
-    """The parameters but the experts'."""
+    """Return the parameters but the experts'."""
     layers = tree["moe_layers"]
     rest = {name: part for name, part in layers["moe"].items() if name != EXPERTS_PATH}
     return tree | {"moe_layers": layers | {"moe": rest}}
+
+
+def read_experts(shapes: Mapping[str, Any], read: ReadExperts, prefix: str = "") -> dict[str, jax.Array]:
+    """Return the arrays [N, E, ...] of all layers' experts where `shapes` has them; this process reads its own."""
+    leaf = next(iter(shapes.values()))
+    num_layers, num_experts = leaf.shape[:2]
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    own = np.unique(np.concatenate([np.arange(num_experts)[index[1]] for index in indices]))
+    host: dict[str, NDArray[np.float32]] = {
+        name: np.empty((num_layers, own.size, *leaf.shape[2:]), np.float32) for name, leaf in shapes.items()
+    }
+    for layer in range(num_layers):
+        arrays = read(layer, own)
+        for name, array in host.items():
+            array[layer] = arrays[f"{prefix}{name}"]
+
+    def part(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
+        return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])]
+
+    return {
+        name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, name))
+        for name, leaf in shapes.items()
+    }

@@ -29,24 +29,41 @@ from numpy.typing import NDArray
 from jmoe.config import LayerKind, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
+from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.offload.expert_state import ExpertState, ExpertStats, LocalExperts, Stacks
 from jmoe.offload.lazy_adamw import Laziness
-from jmoe.offload.saved_experts import OfExperts
+from jmoe.offload.saved_experts import ReadExperts
 from jmoe.offload.train_stores import ExpertArrays, ExpertStores, OfLayer
-from jmoe.training.gradient_reduction import Gradients
-from jmoe.training.layer_values import GradAccumulator, Layer, NextLayer, Overlapped, Routed
-from jmoe.training.state import with_experts, without_experts
-from jmoe.training.step import Batch, Program, TrainState, make_program
-from jmoe.training.streamed_programs import LayerPrograms
+from jmoe.training.gradient_reduction import StreamedGradients
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import Batch, TrainState, with_experts, without_experts
+from jmoe.training.streamed_programs import (
+    ForBackward,
+    GradAccumulator,
+    LayerIndex,
+    LayerParams,
+    LayerPrograms,
+    NeighborWork,
+    NextLayer,
+    Overlapped,
+    RoutedTokens,
+    StepResults,
+)
 
-# Beside a layer's own work: the layer whose buffer is gathered, the gradients [R, G] that are reduced.
-_Also = tuple[NextLayer | None, jax.Array | None]
+
+@dataclass(frozen=True)
+class _LayerPlace:
+    """A layer's kind, its number among those of its kind, and its program's index."""
+
+    kind: LayerKind
+    number: int
+    index: LayerIndex
 
 
 @dataclass
-class _Passed:
+class _PassedLayer:
     """A layer on the way forward, for the way back: its inputs and what it keeps, one of each accumulation step.
 
     kept: as its gradients' program takes it. choices, chosen_P: only of a layer with experts.
@@ -59,90 +76,71 @@ class _Passed:
 
 
 @dataclass
-class _Run:
-    """A pass on its way: what all layers share. unsharded_RC: the buffer of the layer that comes next.
+class _Pass:
+    """A pass over the layers on its way. unsharded_RC: the buffer of the layer that comes next.
 
     outside, flat: of `LayerPrograms.prepare`. keeps: what layers need on the way back.
     """
 
+    state: TrainState
     outside: Any
     flat: dict[LayerKind, jax.Array]
     unsharded_RC: jax.Array | None
     train: bool
     full_capacity: bool
     keeps: bool
-    passed: list[_Passed] = field(default_factory=list)
+    passed: list[_PassedLayer] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
 
+    def params(self, kind: LayerKind, experts: Stacks | None = None) -> LayerParams:
+        """Return what the next layer's program is given."""
+        bias = self.state.router_bias if kind == "moe" else None
+        return LayerParams(self.state.params[STACKS[kind]], self.unsharded_RC, bias, experts)
 
-class StreamedProgram:
-    """The functions of `Program`, for experts on several tiers; the state is then of everything but the experts.
 
-    `close` ends its threads. run: names the folder of its records, see `ExpertStores`.
+class StreamedTrainer:
+    """The `Trainer` of runs whose experts lie on several tiers; its state is of everything but the experts.
+
+    An error is for good: every later call raises it. chunk_bytes: how much the network takes at once, see
+    `ShardedDecoder.reverse_scan`. run: names the folder of its records, see `ExpertStores`.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, run: str = "run") -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None, run: str = "run") -> None:
         self.config, self.tiers, self.mesh = config, config.tiers, mesh
-        self._ordinary = make_program(config, mesh)
-        self.programs = LayerPrograms(config, mesh)
-        self._kinds = config.model.layer_kinds
-        windows = config.model.windows
-        counts = dict.fromkeys(STACKS, 0)
+        self.model = model = ShardedDecoder(config, mesh)
+        self.programs = LayerPrograms(model, chunk_bytes)
+        windows, kinds = config.model.windows, config.model.layer_kinds
         self._layers = []
-        for i, kind in enumerate(self._kinds):
-            window = None if windows is None else jnp.int32(windows[i])
-            self._layers.append(Layer(jnp.int32(counts[kind]), window))
-            counts[kind] += 1
+        for i, kind in enumerate(kinds):
+            number, window = kinds[:i].count(kind), None if windows is None else jnp.int32(windows[i])
+            self._layers.append(_LayerPlace(kind, number, LayerIndex(jnp.int32(number), window)))
         self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
-        shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
-        one = mesh.size == 1
-        self._owned = LocalExperts.of(mesh, self._num_experts)
-        self._device = mesh.devices.flat[0] if one else None
+        self._device = mesh.devices.flat[0] if mesh.size == 1 else None
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
         self._batch_place = self._device or NamedSharding(mesh, BATCH)
+        self._owned = LocalExperts.of(mesh, self._num_experts)
         self.experts: ExpertState | None = None
+        shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
         self.stores = ExpertStores(config, self._owned, shapes, run)
+        self.notes, self.full_shape = model.notes, model.saved_shape
+        self.saved_shape = self.full_shape.map(without_experts)
+        self.records: RecordCheckpoints | None = self.stores.records
+        # as many hidden states as a training step keeps of its layers' inputs
+        self.evaluation_batches = len(self._layers) * config.gradient_accumulation_steps
 
     # State
 
-    def program(self) -> Program:
-        """What the training loop uses."""
-        whole = self._ordinary.saved_shape
-        params, m, v = (without_experts(tree) for tree in (whole.params, whole.m, whole.v))
-        return replace(
-            self._ordinary,
-            init=self.init,
-            step=self.step,
-            step_full_capacity=partial(self.step, full_capacity=True),
-            evaluate=self.evaluate,
-            # as many hidden states as a training step keeps of its layers' inputs
-            evaluation_batches=len(self._layers) * self.config.gradient_accumulation_steps,
-            next_logits=self.next_logits,
-            saved_shape=TrainState(params, m, v, whole.router_bias, whole.step),
-            to_saved=self.to_saved,
-            from_layers=self.from_layers,
-            full_state=self.full_state,
-            records=self.stores.records,
-            progress=self.progress,
-            expert_stats=self.stats,
-            close=self.close,
-        )
-
     def init(self) -> TrainState:
-        """Step 0 with fresh parameters, the same as the ordinary step's; experts are drawn one layer at a time."""
+        """Draw step 0, with the fused trainer's parameters; experts are drawn one layer at a time."""
         seed, model = self.config.seed, self.config.model
         small = replace(model, moe_intermediate_size=1)  # experts are drawn last: all else is the same
 
         def rest() -> TrainState:
             split: Any = nnx.split(Decoder(small, rngs=nnx.Rngs(seed)), nnx.Param, RouterBias)
             params = without_experts(nnx.to_pure_dict(split[1]))
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            state = TrainState(params, zeros, jax.tree.map(jnp.copy, zeros), nnx.to_pure_dict(split[2]), jnp.int32(0))
-            return self._ordinary.from_saved(state)
+            return self.model.from_saved(TrainState.at_step_0(params, nnx.to_pure_dict(split[2])))
 
-        shape = self._ordinary.state_shape
-        params, m, v = (without_experts(tree) for tree in (shape.params, shape.m, shape.v))
-        places = jax.tree.map(lambda s: s.sharding, TrainState(params, m, v, shape.router_bias, shape.step))
+        places = jax.tree.map(lambda s: s.sharding, self.model.state_shape.map(without_experts))
         state: TrainState = jax.jit(rest, out_shardings=None if self.mesh.size == 1 else places)()
         draw = jax.jit(lambda layer: nnx.to_pure_dict(nnx.state(Decoder.experts_of(model, layer, nnx.Rngs(seed)))))
 
@@ -152,30 +150,48 @@ class StreamedProgram:
         self._open(self.stores.up_to_date(0), weights, lambda layer: {})
         return state
 
-    def to_saved(self, state: TrainState) -> TrainState:
-        """The state as it is saved, without the experts: those are records, durable where they are on the tier nvme.
+    def save_state(self, state: TrainState) -> TrainState:
+        """Return what a checkpoint holds besides records, which are durable then where they are on the tier nvme.
 
         With moments there, experts are saved as they stand, else up to date.
         """
-        with self._state.guard():
-            self.stores.save(self._state)
-            return self._ordinary.to_saved(state)
+        with self._opened.guard():
+            self.stores.save(self._opened)
+            return self.model.to_saved(state)
+
+    def load_state(
+        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+    ) -> TrainState:
+        """Return the state; experts go to their tiers layer by layer. None: they are there already."""
+        step = int(saved.step)
+        of_layer = [None if read is None else partial(_of_mine, read, self._owned) for read in (weights, moments)]
+        laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
+        self._open(laziness, *of_layer)
+        return jax.device_put(saved, self._device) if self._device else self.model.from_saved(saved)
+
+    def _open(self, laziness: Laziness, weights: OfLayer | None, moments: OfLayer | None) -> None:
+        if self.experts is not None:
+            self.experts.close()
+        self.experts = self.stores.fill(laziness, weights, moments)
+
+    @property
+    def _opened(self) -> ExpertState:
+        if self.experts is None:
+            raise ValueError("the experts are nowhere yet: init or load_state comes first")
+        return self.experts
 
     def full_state(self, state: TrainState) -> TrainState:
-        """The state as the ordinary step has it, with all experts in memory."""
-        with self._state.guard():
-            experts = self._state
+        """Return the state as the fused trainer saves it, with all experts in memory."""
+        with self._opened.guard():
+            experts = self._opened
             experts.flush_updates()
-            state = self._ordinary.to_saved(state)
-            params = with_experts(state.params, self._everyones(experts.weights()))
-            m, v = (
-                with_experts(tree, self._everyones(experts.moments(part)))
-                for part, tree in (("m", state.m), ("v", state.v))
-            )
-            return TrainState(params, m, v, state.router_bias, state.step)
+            saved = self.model.to_saved(state)
+            arrays = (experts.weights(), experts.moments("m"), experts.moments("v"))
+            params, m, v = map(with_experts, (saved.params, saved.m, saved.v), map(self._everyones, arrays))
+            return TrainState(params, m, v, saved.router_bias, saved.step)
 
     def _everyones(self, arrays: ExpertArrays) -> Any:
-        """Arrays [N, E, ...] of all processes, from those [N, P, ...] of each."""
+        """Return arrays [N, E, ...] of all processes, from those [N, P, ...] of each."""
         if self.mesh.size == 1:
             return arrays
         parts = [
@@ -185,7 +201,7 @@ class StreamedProgram:
         return self._joined(parts, axis=1)
 
     def _joined(self, parts: Sequence[Stacks], axis: int = 0) -> Stacks:
-        """One array of all devices from the parts of this process's devices, joined in dimension `axis`."""
+        """Return arrays of all devices from the parts of this process's devices, joined in dimension `axis`."""
         if self.mesh.size == 1:
             return parts[0]
         sharding = NamedSharding(self.mesh, split_over(EXPERT, axis))
@@ -199,36 +215,16 @@ class StreamedProgram:
         return {name: join(name) for name in parts[0]}
 
     def _mine(self, array: jax.Array) -> list[jax.Array]:
-        """The parts of an array that lie on this process's devices, in their order."""
+        """Return the parts of an array that lie on this process's devices, in their order."""
         parts = {shard.device: shard.data for shard in array.addressable_shards}
         return [parts[device] for device in self._owned.devices]
 
-    def from_layers(self, rest: TrainState, weights: OfExperts | None, moments: OfExperts | None) -> TrainState:
-        """The state without its experts, which go to their tiers layer by layer; None: they are there already."""
-        mine, step = self._owned.experts, int(rest.step)
-        of_layer = [None if read is None else partial(_of_mine, read, mine) for read in (weights, moments)]
-        laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
-        self._open(laziness, *of_layer)
-        state: TrainState = jax.device_put(rest, self._device) if self._device else self._ordinary.from_saved(rest)
-        return state
-
-    def _open(self, laziness: Laziness, weights: OfLayer | None, moments: OfLayer | None) -> None:
-        if self.experts is not None:
-            self.experts.close()
-        self.experts = self.stores.fill(laziness, weights, moments)
-
-    @property
-    def _state(self) -> ExpertState:
-        if self.experts is None:
-            raise ValueError("the experts are nowhere yet: init or from_layers comes first")
-        return self.experts
-
-    def stats(self) -> ExpertStats:
-        """Of the experts' tiers."""
-        return self._state.stats()
+    def expert_stats(self) -> ExpertStats:
+        """Return what moved between the experts' tiers."""
+        return self._opened.stats()
 
     def progress(self) -> tuple[int, ...]:
-        """What changes as long as records are moved or brought up to date."""
+        """Return what changes as long as records are moved or brought up to date."""
         return (*self.stores.progress(), 0 if self.experts is None else self.experts.stats().updates)
 
     def close(self) -> None:
@@ -243,20 +239,16 @@ class StreamedProgram:
     # Passes
 
     def step(
-        self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool = False
+        self, state: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step; `metrics["ok"]` is False, and nothing has changed, if the loss or gradient norm is not finite.
-
-        Or if a buffer overflowed (`overflow`; there are no other metrics then), unless `full_capacity`. After an error
-        there are no more steps: every call raises it.
-        """
-        with self._state.guard():
-            return self._step(state, tokens_ABS, full_capacity=full_capacity)
+        """Take one step; where a buffer overflowed there are no metrics but `overflow` and `ok`."""
+        with self._opened.guard():
+            return self._step(state, tokens_ABS, full_capacity)
 
     def _step(
-        self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool
+        self, state: TrainState, tokens_ABS: jax.Array, full_capacity: bool
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        programs, params, experts = self.programs, state.params, self._state
+        programs, experts = self.programs, self._opened
         tokens = programs.unstack(jax.device_put(tokens_ABS, self._tokens_place))
         inputs, labels = (list(part) for part in zip(*(programs.split(t) for t in tokens), strict=True))
         down = list(range(self._num_layers))
@@ -266,16 +258,16 @@ class StreamedProgram:
         if self.config.model.capacity_factor is None and np.any(np.asarray(totals[1])):
             experts.stop()
             return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
-        grads = programs.zeros(params, run.outside)
+        grads = programs.zeros(state.params, run.outside)
         losses, outside = [], grads.outside
         for a, part in enumerate(labels):
             loss, xs[a], outside = self._done(programs.loss_gradients(run.outside, xs[a], part, outside))
             losses.append(loss)
-        dxs, squares = self._backward(state, run, xs, grads, totals[0])
+        dxs, squares = self._backward(run, xs, grads, totals[0])
         for part, dx in zip(inputs, dxs, strict=True):
             outside = self._done(programs.embed_gradients(run.outside, part, dx, outside))
-        grads = grads._replace(outside=outside)
-        state, metrics = self._done(programs.finish(state, grads, squares, losses, run.stats, totals))
+        results = StepResults(grads._replace(outside=outside), squares, losses, run.stats, *totals)
+        state, metrics = self._done(programs.finish(state, results))
         values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
         if values["ok"]:
             experts.commit(float(values["learning_rate"]), float(values["clip"]))
@@ -284,106 +276,112 @@ class StreamedProgram:
         return state, metrics
 
     def _done(self, result: Any) -> Any:
-        """On CPU collectives of two programs under way at once may wait for each other for ever."""
+        """Wait: on CPU collectives of two programs under way at once may wait for each other for ever."""
         return result if self.mesh.size == 1 else jax.block_until_ready(result)
 
-    def _ahead(self, run: _Run, i: int) -> NextLayer | None:
-        """Layer i, where there is one and its parameters have to be gathered."""
+    def _next_layer(self, run: _Pass, i: int) -> NextLayer | None:
+        """Return layer i, where there is one and its parameters have to be gathered."""
         if not run.flat or not 0 <= i < len(self._layers):
             return None
-        return NextLayer(run.flat[self._kinds[i]], self._layers[i].number)
+        return NextLayer(run.flat[self._layers[i].kind], self._layers[i].index.number)
+
+    # Forwards
 
     def _forward(
         self, state: TrainState, inputs: Sequence[jax.Array], *, train: bool, full_capacity: bool
-    ) -> tuple[_Run, list[jax.Array]]:
-        """(what the way back needs, hidden states)."""
+    ) -> tuple[_Pass, list[jax.Array]]:
+        """Return (what the way back needs, hidden states)."""
         programs = self.programs
-        outside, flat, unsharded_RC = self._done(programs.prepare(state.params, first=self._kinds[0]))
-        # buffers for the worst case are as large as all devices' tokens: too much to keep of every layer
+        outside, flat, unsharded_RC = self._done(programs.prepare(state.params, first=self._layers[0].kind))
+        # buffers for full capacity are as large as all devices' tokens: too much to keep of every layer
         keeps = train and not full_capacity and self.config.remat == "none"
-        run = _Run(outside, flat, unsharded_RC, train, full_capacity, keeps)
+        run = _Pass(state, outside, flat, unsharded_RC, train, full_capacity, keeps)
         xs = [self._done(programs.embed(run.outside, tokens)) for tokens in inputs]
-        for i, kind in enumerate(self._kinds):
+        for i, place in enumerate(self._layers):
             if not train:
                 run.passed.clear()  # there is no way back
-            run.passed.append(_Passed(xs))
-            xs = (self._forward_experts if kind == "moe" else self._forward_dense)(state, run, i, xs)
+            run.passed.append(_PassedLayer(xs))
+            ys = list(xs) if train else xs  # the inputs of an evaluation are needed no more
+            (self._forward_experts if place.kind == "moe" else self._forward_dense)(run, i, ys)
+            xs = ys
         return run, xs
 
-    def _forward_dense(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
-        stack, unsharded_RC, ahead = state.params[STACKS["dense"]], run.unsharded_RC, self._ahead(run, i + 1)
-        ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
+    def _forward_dense(self, run: _Pass, i: int, xs: list[jax.Array]) -> None:
+        """Run a layer, in place of its inputs."""
+        params, next_layer = run.params("dense"), self._next_layer(run, i + 1)
         for a, x in enumerate(xs):
-            args = stack, unsharded_RC, x, self._layers[i], ahead
-            y, kept, beside = self._done(self.programs.dense(*args, keeps=run.keeps))
-            if ahead is not None:
-                run.unsharded_RC, ahead = beside.unsharded_RC, None
-            ys[a] = y
+            work = NeighborWork(None if a else next_layer)
+            xs[a], kept, overlapped = self._done(
+                self.programs.dense(params, self._layers[i].index, x, work, keeps=run.keeps)
+            )
             run.passed[-1].kept.append(kept)
-        return ys
+            if work.next_layer is not None:
+                run.unsharded_RC = overlapped.unsharded_RC
 
-    def _forward_experts(self, state: TrainState, run: _Run, i: int, xs: list[jax.Array]) -> list[jax.Array]:
-        """Experts are fetched for all accumulation steps at once, but for one of the many batches of an evaluation."""
-        unsharded_RC, each = run.unsharded_RC, len(xs) if run.train else 1
-        ys = list(xs) if run.train else xs  # the inputs of an evaluation are needed no more
-        for first in range(0, len(xs), each):
-            group = slice(first, first + each)
-            ys[group] = self._forward_group(state, run, i, unsharded_RC, xs[group], first)
-        self._state.release()
-        return ys
+    def _forward_experts(self, run: _Pass, i: int, xs: list[jax.Array]) -> None:
+        """Run a layer, in place of its inputs.
+
+        Experts are fetched for all accumulation steps at once, but for one of the many batches of an evaluation.
+        """
+        params, size = run.params("moe"), len(xs) if run.train else 1
+        for first in range(0, len(xs), size):
+            group = slice(first, first + size)
+            xs[group] = self._forward_group(run, i, params, xs[group], first)
+        self._opened.release()
 
     def _forward_group(
-        self, state: TrainState, run: _Run, i: int, unsharded_RC: jax.Array | None, xs: Sequence[jax.Array], first: int
+        self, run: _Pass, i: int, params: LayerParams, xs: Sequence[jax.Array], first: int
     ) -> list[jax.Array]:
-        """Of a layer with experts, for those of its inputs from number `first` on."""
-        programs, experts, stack = self.programs, self._state, state.params[STACKS["moe"]]
-        here, options = run.passed[-1], {"train": run.train, "full_capacity": run.full_capacity, "keeps": run.keeps}
-        layers = [self._layers[i]._replace(step=state.step, accumulation=jnp.int32(first + a)) for a in range(len(xs))]
-        aheads = [self._ahead(run, i + 1) if first + a == 0 else None for a in range(len(xs))]
-        found = [
-            self._done(programs.route(stack, unsharded_RC, x, layer, state.router_bias, ahead, **options))
-            for x, layer, ahead in zip(xs, layers, aheads, strict=True)
+        """Run a layer with experts on those of its inputs from number `first` on."""
+        programs, place, passed = self.programs, self._layers[i], run.passed[-1]
+        options = {"train": run.train, "full_capacity": run.full_capacity, "keeps": run.keeps}
+        layers = [place.index._replace(step=run.state.step, accumulation=jnp.int32(first + a)) for a in range(len(xs))]
+        works = [NeighborWork(None if first + a else self._next_layer(run, i + 1)) for a in range(len(xs))]
+        each = [
+            self._done(programs.route(params, layer, x, work, **options))
+            for x, layer, work in zip(xs, layers, works, strict=True)
         ]
-        routed: list[Routed] = [r for r, _, _ in found]
-        run.stats.append([r.stats for r in routed])
-        here.choices = [r.topk_idx_TK for r in routed]
-        here.chosen_P = np.any([self._on_host(r.arrived_E) > 0 for r in routed], axis=0)
-        number = self._kinds[:i].count("moe")
-        slot = self._joined(experts.fetch_more(here.chosen_P) if first else experts.fetch(number, here.chosen_P))
+        routed: list[RoutedTokens] = [tokens for tokens, _, _ in each]
+        run.stats.append([tokens.stats for tokens in routed])
+        passed.choices = [tokens.topk_idx_TK for tokens in routed]
+        passed.chosen_P = np.any([self._on_host(tokens.arrived_E) > 0 for tokens in routed], axis=0)
+        fetch = self._opened.fetch_more if first else partial(self._opened.fetch, place.number)
+        params = params._replace(experts=self._joined(fetch(passed.chosen_P)))
         ys = []
-        for (r, before, begun), layer, ahead in zip(found, layers, aheads, strict=True):
-            args = stack, unsharded_RC, slot, r, layer, ahead, begun
-            y, kept, beside = self._done(programs.add_experts(*args, keeps=run.keeps))
-            if ahead is not None:
-                run.unsharded_RC = beside.unsharded_RC
+        for (tokens, of_route, gathered), layer, work in zip(each, layers, works, strict=True):
+            work = work._replace(gathered=gathered)
+            y, kept, overlapped = self._done(programs.add_experts(params, tokens, layer, work, keeps=run.keeps))
+            if work.next_layer is not None:
+                run.unsharded_RC = overlapped.unsharded_RC
             ys.append(y)
-            here.kept.append((r, before, kept) if run.keeps else None)
+            passed.kept.append((tokens, of_route, kept) if run.keeps else None)
         return jax.block_until_ready(ys)  # the slot may change then
 
     def _on_host(self, array: jax.Array) -> NDArray[Any]:
-        """What lies on this process's devices."""
+        """Return what lies on this process's devices."""
         return np.concatenate([np.asarray(part) for part in self._mine(array)])
 
+    # Backwards
+
     def _backward(
-        self, state: TrainState, run: _Run, dxs: list[jax.Array], grads: Gradients, counts_NAE: jax.Array
+        self, run: _Pass, dxs: list[jax.Array], grads: StreamedGradients, counts_NAE: jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """(gradients of the first layer's inputs, squared norms of each layer's experts' gradients); fills `grads`."""
+        """Return (gradients of the first layer's inputs, squared norms of each layer's experts'); fills `grads`."""
         squares: list[jax.Array] = []
         pending: tuple[LayerKind, jax.Array] | None = None  # a layer's kind and gradients, not summed over devices yet
-        for i in reversed(range(len(self._kinds))):
-            kind, before = self._kinds[i], self._ahead(run, i - 1)
-            sums = GradAccumulator(None, grads.rest[kind])
-            args = state, run, i, dxs, sums, (before, None if pending is None else pending[1])
-            if kind == "moe":
-                sums, beside, square = self._backward_experts(*args, counts_NAE)
+        for i, place in reversed(list(enumerate(self._layers))):
+            sums = GradAccumulator(None, grads.rest[place.kind])
+            work = NeighborWork(self._next_layer(run, i - 1), None if pending is None else pending[1])
+            if place.kind == "moe":
+                sums, overlapped, square = self._backward_experts(run, i, dxs, sums, work, counts_NAE)
                 squares.append(square)
             else:
-                sums, beside = self._backward_dense(*args)
-            grads.rest[kind] = sums.rest
-            if pending is not None and beside.sum_G is not None:
-                grads.rows_G[pending[0]].append(beside.sum_G)
-            run.unsharded_RC = beside.unsharded_RC
-            pending = None if sums.rows_RG is None else (kind, sums.rows_RG)
+                sums, overlapped = self._backward_dense(run, i, dxs, sums, work)
+            grads.rest[place.kind] = sums.rest
+            if pending is not None and overlapped.sum_G is not None:
+                grads.rows_G[pending[0]].append(overlapped.sum_G)
+            run.unsharded_RC = overlapped.unsharded_RC
+            pending = None if sums.rows_RG is None else (place.kind, sums.rows_RG)
             run.passed.pop()  # what it kept is needed no more
         if pending is not None:
             grads.rows_G[pending[0]].append(self._done(self.programs.reduce(pending[1])))
@@ -392,54 +390,60 @@ class StreamedProgram:
         return dxs, squares[::-1]
 
     def _backward_dense(
-        self, state: TrainState, run: _Run, i: int, dxs: list[jax.Array], sums: GradAccumulator, also: _Also
+        self, run: _Pass, i: int, dxs: list[jax.Array], sums: GradAccumulator, work: NeighborWork
     ) -> tuple[GradAccumulator, Overlapped]:
-        """Of one layer; changes `dxs`."""
-        found, stack = Overlapped(None, None), state.params[STACKS["dense"]]
-        for a, (x, kept) in enumerate(zip(run.passed[i].xs, run.passed[i].kept, strict=True)):
-            args = stack, run.unsharded_RC, x, dxs[a], sums, self._layers[i], *also, kept
-            dxs[a], sums, beside = self._done(self.programs.dense_gradients(*args))
-            found, also = (found if a else beside), (None, None)
-        return sums, found
+        """Run one layer backwards; changes `dxs`."""
+        params, results, passed = run.params("dense"), Overlapped(), run.passed[i]
+        for a, (x, kept) in enumerate(zip(passed.xs, passed.kept, strict=True)):
+            inputs = ForBackward(x, dxs[a], None, kept)
+            args = params, self._layers[i].index, inputs, sums, NeighborWork() if a else work
+            dxs[a], sums, overlapped = self._done(self.programs.dense_gradients(*args))
+            results = results if a else overlapped
+        return sums, results
 
     def _backward_experts(
         self,
-        state: TrainState,
-        run: _Run,
+        run: _Pass,
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
-        also: _Also,
+        work: NeighborWork,
         counts_NAE: jax.Array,
     ) -> tuple[GradAccumulator, Overlapped, jax.Array]:
-        """Of one layer, with the squared norm of its experts' gradients, which go to their tier; changes `dxs`."""
-        programs, experts, here, stack = self.programs, self._state, run.passed[i], state.params[STACKS["moe"]]
-        number = self._kinds[:i].count("moe")
-        slot = self._joined(experts.fetch(number, here.chosen_P))
-        found, square = Overlapped(None, None), None
-        for a, (x, idx, kept) in enumerate(zip(here.xs, here.choices, here.kept, strict=True)):
-            layer = self._layers[i]._replace(step=state.step, accumulation=jnp.int32(a))
-            args = stack, run.unsharded_RC, slot, x, dxs[a], sums, layer, state.router_bias, counts_NAE, *also
-            options = {"full_capacity": run.full_capacity, "last": a == len(here.xs) - 1}
-            dxs[a], sums, beside, square = self._done(programs.moe_gradients(*args, idx, kept, **options))
-            found, also = (found if a else beside), (None, None)
+        """Run one layer backwards, whose experts' gradients go to their tier; changes `dxs`.
+
+        Returns (the other gradients, the neighbours' results, the squared norm of the experts' gradients).
+        """
+        experts, place, passed = self._opened, self._layers[i], run.passed[i]
+        params = run.params("moe", self._joined(experts.fetch(place.number, passed.chosen_P)))
+        results, square = Overlapped(), None
+        for a, (x, idx, kept) in enumerate(zip(passed.xs, passed.choices, passed.kept, strict=True)):
+            layer = place.index._replace(step=run.state.step, accumulation=jnp.int32(a))
+            inputs = ForBackward(x, dxs[a], idx, kept)
+            args = params, layer, inputs, sums, counts_NAE, NeighborWork() if a else work
+            options = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
+            dxs[a], sums, overlapped, square = self._done(self.programs.moe_gradients(*args, **options))
+            results = results if a else overlapped
         assert square is not None and sums.experts is not None
         jax.block_until_ready(dxs)
-        del slot
+        del params, args
         experts.release()
         by_device = zip(*(self._mine(g) for g in sums.experts.values()), strict=True)
-        experts.keep(number, here.chosen_P, [dict(zip(sums.experts, parts, strict=True)) for parts in by_device])
-        return sums._replace(experts=None), found, square
+        arrays = [dict(zip(sums.experts, parts, strict=True)) for parts in by_device]
+        experts.keep(place.number, passed.chosen_P, arrays)
+        return sums._replace(experts=None), results, square
+
+    # Without gradients
 
     def _hidden(self, state: TrainState, inputs: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
-        """(what is outside the layers, unsharded; the last hidden states)."""
-        with self._state.guard():
-            self._state.begin(range(self._num_layers))
+        """Return (what is outside the layers, unsharded; the last hidden states)."""
+        with self._opened.guard():
+            self._opened.begin(range(self._num_layers))
             run, xs = self._forward(state, inputs, train=False, full_capacity=True)
             return run.outside, xs
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        """Summed negative log-likelihood of each batch in nats; the experts are fetched once for all of them."""
+        """Return the summed negative log-likelihood of each batch; experts are fetched once for all of them."""
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
         inputs, labels = zip(*(self._done(self.programs.split(tokens)) for tokens, _ in batches), strict=True)
         outside, xs = self._hidden(state, inputs)
@@ -447,16 +451,11 @@ class StreamedProgram:
         return [self._done(self.programs.nll(outside, *args)) for args in each]
 
     def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
-        """[V], after the token at `position` of the first sequence."""
+        """Return logits [V] after the token at `position` of the first sequence."""
         outside, (x_BSD,) = self._hidden(state, [jax.device_put(tokens_BS, self._batch_place)])
         logits_V: jax.Array = self._done(self.programs.logits(outside, x_BSD, position))
         return logits_V
 
 
-def _of_mine(read: OfExperts, mine: NDArray[np.int64], layer: int) -> ExpertArrays:
-    return read(layer, mine)
-
-
-def make_tiered_program(config: TrainConfig, mesh: Mesh, run: str = "run") -> Program:
-    """`make_program`, with experts where `config.tiers` wants them. run: its name in `tiers.path`."""
-    return make_program(config, mesh) if config.tiers.on_device else StreamedProgram(config, mesh, run).program()
+def _of_mine(read: ReadExperts, owned: LocalExperts, layer: int) -> ExpertArrays:
+    return read(layer, owned.experts)

@@ -279,7 +279,7 @@ def slow(*args):
     copy(*args)
 record_checkpoint._copy = slow
 checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=records, timeout_s=5)
-moves = SimpleNamespace(to_saved=lambda state: state, progress=records.progress)
+moves = SimpleNamespace(save_state=lambda state: state, progress=records.progress)
 batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=30)
 with distributed.Watchdog(5) as watchdog, out, checkpoints:

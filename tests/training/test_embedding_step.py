@@ -24,7 +24,8 @@ from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.pretrained import load_pretrained
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.finetune import pretrained_state
-from jmoe.training.step import Program, TrainState, make_program
+from jmoe.training.state import TrainState
+from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import assert_trees_close
 from tests.model_configs import OPTIMIZER, mesh_of
 
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @functools.cache
 def program(
     shape: tuple[int, int, int], embedding: str = "replicated", tied: bool = True, shard_dense: bool = True, **more: Any
-) -> Program:
+) -> Trainer:
     config = TrainConfig(
         model=dataclasses.replace(MODEL, tie_word_embeddings=tied),
         optimizer=OPTIMIZER,
@@ -58,20 +59,20 @@ def program(
         comm=CommConfig(embedding=embedding, shard_dense=shard_dense),  # type: ignore[arg-type]
         **({"batch_size": B, "sequence_length": S, "num_steps": 10, "compute_dtype": "float32"} | more),
     )
-    return make_program(config, mesh_of(*shape))
+    return make_trainer(config, mesh_of(*shape))
 
 
-def tokens_of(ours: Program, seed: int) -> jax.Array:
+def tokens_of(ours: Trainer, seed: int) -> jax.Array:
     mesh = ours.state_shape.step.sharding.mesh  # type: ignore[union-attr]
     tokens = np.random.default_rng(seed).integers(0, V, (1, B, S + 1)).astype(np.int32)
     tokens[:, :3] = 7  # a frequent one
     return jax.device_put(tokens, NamedSharding(mesh, ACCUMULATED_BATCH))
 
 
-def from_host(saved: Any, ours: Program) -> TrainState:
+def from_host(saved: Any, ours: Trainer) -> TrainState:
     """A saved state on the host as `ours` keeps it."""
     placed = jax.tree.map(lambda x, s: jax.device_put(np.array(x), s.sharding), saved, ours.saved_shape)
-    return jax.block_until_ready(ours.from_saved(placed))
+    return jax.block_until_ready(ours.load_state(placed))
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def steps(shape: tuple[int, int, int], embedding: str, tied: bool, shard_dense: 
     for i in range(2):
         state, values = jax.block_until_ready(ours.step(state, tokens_of(ours, i)))
         metrics.append(jax.device_get(values))
-    return metrics, jax.device_get(ours.to_saved(state))
+    return metrics, jax.device_get(ours.save_state(state))
 
 
 @pytest.mark.parametrize(("embedding", "tied", "shard_dense"), [(*case, case[1]) for case in CASES])
@@ -94,7 +95,7 @@ def test_the_same_steps(embedding: str, tied: bool, shard_dense: bool) -> None:
     assert_trees_close(state, expected, 3e-5)
 
 
-def reduced_tables(ours: Program) -> list[str]:
+def reduced_tables(ours: Trainer) -> list[str]:
     """Instructions of the step that add up or gather, over devices, as many values as the table or the head has."""
     text = ours.step.lower(ours.state_shape, tokens_of(ours, 0)).compile().as_text()  # type: ignore[attr-defined]
     found = re.findall(r"= \(?f32\[([\d,]+)\].* (?:all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text)
@@ -138,9 +139,9 @@ def test_initial_state_and_saved_form() -> None:
     for embedding in ("replicated", "columns", "rows"):
         ours = program(EIGHT, embedding)
         state = ours.init()
-        saved = ours.to_saved(state)
+        saved = ours.save_state(state)
         assert_trees_close(jax.device_get(saved), one, 1e-6)
-        back = ours.from_saved(saved)
+        back = ours.load_state(saved)
         for a, b, c in zip(jax.tree.leaves(back), jax.tree.leaves(state), jax.tree.leaves(ours.state_shape)):
             np.testing.assert_array_equal(a, b)
             assert a.sharding.is_equivalent_to(c.sharding, a.ndim)
@@ -150,7 +151,7 @@ def test_initial_state_and_saved_form() -> None:
 
 def test_stripes_are_saved_without_a_whole_table_anywhere() -> None:
     ours = program(EIGHT, "rows")
-    text = jax.jit(lambda s: ours.to_saved(s).params["embedding"]).lower(ours.state_shape).compile().as_text()
+    text = jax.jit(lambda s: ours.save_state(s).params["embedding"]).lower(ours.state_shape).compile().as_text()
     assert "all-to-all" in text and "all-gather" not in text
 
 
@@ -166,8 +167,8 @@ def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, ti
                 state = from_host(saved, ours)
             else:
                 stored, _, _ = checkpoints.restore(i - 1, ours.saved_shape)
-                state = ours.from_saved(stored)
-            checkpoints.save(i, ours.to_saved(state), {}, "{}")
+                state = ours.load_state(stored)
+            checkpoints.save(i, ours.save_state(state), {}, "{}")
             checkpoints.wait()
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), saved)
 
@@ -179,12 +180,12 @@ def test_export_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     config = TrainConfig(model=dataclasses.replace(MODEL, tie_word_embeddings=True), init_from=str(folder))
     saved = steps(ONE, "replicated", True)[1]
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        checkpoints.save(2, ours.to_saved(from_host(saved, ours)), {}, config.to_json())
+        checkpoints.save(2, ours.save_state(from_host(saved, ours)), {}, config.to_json())
     export_run(run_dir, folder)
     decoder = load_pretrained(folder).decoder
     np.testing.assert_array_equal(decoder.embedding[...], saved.params["embedding"])
 
-    begun = ours.to_saved(pretrained_state(ours, config))
+    begun = ours.save_state(pretrained_state(ours, config))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(begun.params), saved.params)
     assert not any(leaf.any() for leaf in jax.tree.leaves((begun.m, begun.v, begun.step)))
 
@@ -203,6 +204,6 @@ def test_gradient_accumulation_and_bfloat16() -> None:
 
 
 def test_a_program_says_how_its_table_is_split() -> None:
-    assert program(ONE, "auto").embedding == ""
-    assert program(EIGHT, "rows").embedding == "rows embedding: as configured"
-    assert program(EIGHT, "auto").embedding.startswith("columns embedding: a device sends 0.0 MB to other nodes")
+    assert program(ONE, "auto").notes == []
+    assert program(EIGHT, "rows").notes[-1] == "rows embedding: as configured"
+    assert program(EIGHT, "auto").notes[-1].startswith("columns embedding: a device sends 0.0 MB to other nodes")

@@ -27,9 +27,9 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
-from jmoe.training.step import Program, TrainState
+from jmoe.training.state import TrainState
 from jmoe.training.streamed_programs import LayerPrograms
-from jmoe.training.streamed_step import StreamedProgram
+from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing
 from tests.model_configs import mesh_of
 
@@ -62,13 +62,13 @@ class Training:
     def __init__(self, folder: Path) -> None:
         tiers = TiersConfig("nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000)
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(CONFIG, tiers=tiers)
-        self.streamed = StreamedProgram(self.config, mesh_of(1, 1, 1))
-        self.program: Program = self.streamed.program()
+        self.streamed = StreamedTrainer(self.config, mesh_of(1, 1, 1))
+        self.program = self.streamed
         state = self.program.init()
         for step in range(FIRST):
             state, _ = self.program.step(state, batch(self.config, step))
         checkpoints = self.open()
-        checkpoints.save(FIRST, self.program.to_saved(state), 0, "{}")
+        checkpoints.save(FIRST, self.program.save_state(state), 0, "{}")
         checkpoints.close()
         self.losses: dict[int, float] = {}
         self.expected = self.go_on(FIRST)
@@ -112,9 +112,9 @@ class Training:
             held_out = [float(nll) for nll in self.program.evaluate(state, held_out_batches(self.config))]
             checkpoints.check()
             if now + 1 == SAVED and step < SAVED:
-                checkpoints.save(SAVED, self.program.to_saved(state), 0, "{}")
+                checkpoints.save(SAVED, self.program.save_state(state), 0, "{}")
         checkpoints.close()
-        self.program.to_saved(state)
+        self.program.save_state(state)
         whole = jax.tree.map(lambda x: x.copy(), jax.device_get(self.program.full_state(state)))
         return self.losses, held_out, whole
 
@@ -224,7 +224,7 @@ def check_that_it_stays(training: Training) -> None:
     for call in (
         lambda: program.step(state, batch(training.config, LAST)),
         lambda: program.evaluate(state, held_out_batches(training.config)),
-        lambda: program.to_saved(state),
+        lambda: program.save_state(state),
         lambda: program.full_state(state),
     ):
         with pytest.raises(OSError, match=WORDS):

@@ -16,7 +16,7 @@ from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
 from jmoe.training.finetune import pretrained_state, with_pretrained_model
-from jmoe.training.step import make_program
+from jmoe.training.trainer import make_trainer
 from tests.model_configs import CHECKPOINTS, mesh_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -32,7 +32,7 @@ def config_of(name: str, **options: object) -> TrainConfig:
 def test_first_steps(name: str) -> None:
     """The first loss is that of transformers; the state is the step's own, to write over as it likes."""
     config = config_of(name)
-    program = make_program(config, mesh_of(1, 1, 1))
+    program = make_trainer(config, mesh_of(1, 1, 1))
     state = pretrained_state(program, config)
     with np.load(CHECKPOINTS / name / "reference.npz") as reference:
         tokens = jnp.asarray(reference["input_ids"].astype(np.int32))[None]
@@ -54,7 +54,7 @@ def test_first_steps(name: str) -> None:
 
 def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
     config = config_of("mixtral", batch_size=8)
-    one, many = (make_program(config, mesh) for mesh in (mesh_of(1, 1, 1), make_mesh((2, 2, 2))))
+    one, many = (make_trainer(config, mesh) for mesh in (mesh_of(1, 1, 1), make_mesh((2, 2, 2))))
     a, b = pretrained_state(one, config), pretrained_state(many, config)
     for x, y, place in zip(*map(jax.tree.leaves, (a, b, many.state_shape)), strict=True):
         assert y.sharding.is_equivalent_to(place.sharding, y.ndim) and y.dtype == place.dtype

@@ -19,8 +19,8 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
-from jmoe.training.step import TrainState
-from jmoe.training.streamed_step import StreamedProgram
+from jmoe.training.state import TrainState
+from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing
 from tests.model_configs import mesh_of
 
@@ -37,8 +37,8 @@ class Opened:
         tiers = dataclasses.replace(tiers, path=str(folder / "records"))
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(config, tiers=tiers)
         shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
-        self.streamed = StreamedProgram(self.config, mesh_of(*shape))
-        self.program = self.streamed.program()
+        self.streamed = StreamedTrainer(self.config, mesh_of(*shape))
+        self.program = self.streamed
         self.losses: list[float] = []
 
     def __enter__(self) -> "Opened":
@@ -59,7 +59,7 @@ class Opened:
     def save(self, state: TrainState) -> None:
         with self.checkpoints() as checkpoints:
             if int(state.step) not in checkpoints.steps():
-                checkpoints.save(int(state.step), self.program.to_saved(state), 0, "{}")
+                checkpoints.save(int(state.step), self.program.save_state(state), 0, "{}")
 
     def restore(self, step: int) -> TrainState:
         with self.checkpoints() as checkpoints:
@@ -148,7 +148,7 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
             assert {int(n.split(".")[0]) for n in versions[-1]["gradients"]} <= used
         stores = run.streamed.stores._versions.values()
         writes = [store.stats().writes for store in stores]
-        run.program.to_saved(state)
+        run.program.save_state(state)
         assert [store.stats().writes for store in stores] == writes  # also those of gradients that still wait
 
 

@@ -25,8 +25,8 @@ from jmoe.offload.train_stores import ExpertStores
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.finetune import pretrained_state
 from jmoe.training.resume import restored
-from jmoe.training.step import Program, TrainState, make_program
-from jmoe.training.streamed_step import make_tiered_program
+from jmoe.training.state import TrainState
+from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing
 from tests.model_configs import mesh_of
 
@@ -41,11 +41,11 @@ TIERS = {"device": DEVICE, "mixed": MIXED, "host": HOST, "half": HALF, "nvme": N
 
 
 @contextlib.contextmanager
-def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple[Program, Checkpoints]]:
+def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple[Trainer, Checkpoints]]:
     """The program of a run in this folder and its checkpoints, as train.py opens them."""
     tiers = dataclasses.replace(tiers, path=str(folder / "records"))
     config = dataclasses.replace(CONFIG, tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(folder))
-    program = make_tiered_program(config, mesh_of(1, devices, 1))
+    program = make_trainer(config, mesh_of(1, devices, 1))
     try:
         with Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints:
             yield program, checkpoints
@@ -70,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
                 for step in range(3):
                     state, values = program.step(state, batch(CONFIG, step))
                     assert values["ok"]
-                checkpoints.save(3, program.to_saved(state), {"at": 3}, CONFIG.to_json())
+                checkpoints.save(3, program.save_state(state), {"at": 3}, CONFIG.to_json())
                 made[name] = folder, on_host(program.full_state(state))
         return made[name]
 
@@ -89,7 +89,7 @@ def test_experts_move_to_other_tiers(
         state, data = restored(program, checkpoints, 3)
         assert data == {"at": 3}
         assert differing(expected, on_host(program.full_state(state))) == []
-        checkpoints.save(4, program.to_saved(state), {"at": 4}, "{}")
+        checkpoints.save(4, program.save_state(state), {"at": 4}, "{}")
     with opened(TIERS[after], tmp_path) as (program, checkpoints):  # what it saves is its own again
         state, data = restored(program, checkpoints, 4)
         assert data == {"at": 4}
@@ -163,7 +163,7 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
         with ExpertsOnDevices() as count:
             counted.append(count)
             state = program.init()
-            saved = program.to_saved(state)
+            saved = program.save_state(state)
             count.look()
             checkpoints.save(1, saved, {}, "{}")
             checkpoints.wait()
@@ -184,9 +184,9 @@ def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, d
     tiers = dataclasses.replace(TIERS[name], device_layers=1, path=str(tmp_path / "records"))
     config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
     mesh = mesh_of(1, devices, 1)
-    ordinary = make_program(dataclasses.replace(config, tiers=DEVICE), mesh)
+    ordinary = make_trainer(dataclasses.replace(config, tiers=DEVICE), mesh)
     expected = on_host(ordinary.full_state(pretrained_state(ordinary, config)))
-    program = make_tiered_program(config, mesh)
+    program = make_trainer(config, mesh)
     try:
         with ExpertsOnDevices(config.model) as count:
             state = pretrained_state(program, config)

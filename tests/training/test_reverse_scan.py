@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from jmoe.config import MeshConfig, ModelConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH
-from jmoe.training.step import make_program
+from jmoe.training.trainer import make_trainer
 from tests.compiled import Op, operations
 from tests.model_configs import mesh_of, spread_over
 
@@ -44,7 +44,7 @@ def compiled(*shape: int, model: ModelConfig = MODEL, tokens: int = 16, **comm: 
     config = TrainConfig(model=model, batch_size=8, sequence_length=tokens, compute_dtype="float32")
     config = spread_over(config, *shape, embedding="replicated", **comm)
     devices = mesh_of(*shape)
-    program = make_program(config, devices)
+    program = make_trainer(config, devices)
     sharding = NamedSharding(devices, ACCUMULATED_BATCH)
     batch = jax.ShapeDtypeStruct((1, 8, tokens + 1), jnp.int32, sharding=sharding)
     return program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_number_of_collectives_of_larger_buckets() -> None:
 def test_parameters_that_no_number_of_devices_divides() -> None:
     """Nothing travels in the buffer; the state keeps its shapes."""
     config = TrainConfig(model=MODEL, mesh=MeshConfig(7), batch_size=7, sequence_length=8)
-    program = make_program(config, mesh_of(7, 1, 1))
+    program = make_trainer(config, mesh_of(7, 1, 1))
     state, metrics = jax.eval_shape(program.step, program.state_shape, jax.ShapeDtypeStruct((1, 7, 9), jnp.int32))
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, program.state_shape)
     assert metrics["counts"].shape == (4, 8)

@@ -15,8 +15,9 @@ from test_streamed_step import CONFIG, HOST, E, Trained, batch, close, train
 
 from jmoe.config import CommConfig, MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.run.planner import trained_model
-from jmoe.training.step import make_program
-from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
+from jmoe.training.streamed_programs import ForBackward
+from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.trainer import make_trainer
 from tests.arrays import differing
 from tests.compiled import operations
 from tests.model_configs import MODEL, mesh_of, spread_over
@@ -97,7 +98,7 @@ def test_hierarchy_accumulation_and_all_else_at_once() -> None:
 def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
     def steered(config: TrainConfig) -> tuple[Any, Any, Any]:
         """A program whose state sends all tokens to the first device, and its first step."""
-        program = make_tiered_program(config, mesh_of(1, 1, 4))
+        program = make_trainer(config, mesh_of(1, 1, 4))
         state = program.init()
         push = jax.tree.map(lambda b: b + 10.0 * (np.arange(E) < E // 4).astype(np.float32), state.router_bias)
         state = dataclasses.replace(state, router_bias=push)
@@ -110,8 +111,8 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
         assert other["overflow"] and metrics["overflow"] and not metrics["ok"]
         assert int(state.step) == 0
         for step in range(2):
-            state, metrics = program.step_full_capacity(state, batch(config, step))
-            theirs, other = ordinary.step_full_capacity(theirs, batch(config, step))
+            state, metrics = program.step(state, batch(config, step), full_capacity=True)
+            theirs, other = ordinary.step(theirs, batch(config, step), full_capacity=True)
             assert metrics["ok"] and not metrics["overflow"]
             np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-5)
     finally:
@@ -138,14 +139,15 @@ def test_dense_parameters_on_every_device() -> None:
 
 
 class Spy:
-    """Stands for a compiled function: counts its all-to-alls, and the bytes of its last argument."""
+    """Stands for a compiled function: counts its all-to-alls, and the bytes of the residuals it is given."""
 
     def __init__(self, function: Any) -> None:
-        self.function, self.all_to_alls, self.last_bytes = function, 0, 0
+        self.function, self.all_to_alls, self.kept_bytes = function, 0, 0
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.all_to_alls += all_to_alls(self.function.lower(*args, **options))
-        self.last_bytes += sum(a.nbytes for a in jax.tree.leaves(args[-1]))
+        kept = args[2].kept if isinstance(args[2], ForBackward) else None
+        self.kept_bytes += sum(a.nbytes for a in jax.tree.leaves(kept))
         return self.function(*args, **options)
 
 
@@ -173,7 +175,7 @@ def test_nothing_is_sent_twice(shape: Any, comm: dict[str, Any], remat: Any, for
     config = spread_over(config, *shape, embedding="replicated", **comm)
     devices = mesh_of(*shape)
     layers = config.model.num_moe_layers
-    program = StreamedProgram(config, devices)
+    program = StreamedTrainer(config, devices)
     spies = {name: Spy(getattr(program.programs, name)) for name in ("route", "add_experts", "moe_gradients")}
     for name, spy in spies.items():
         setattr(program.programs, name, spy)
@@ -185,6 +187,6 @@ def test_nothing_is_sent_twice(shape: Any, comm: dict[str, Any], remat: Any, for
     assert spies["route"].all_to_alls + spies["add_experts"].all_to_alls == layers * forward
     assert spies["moe_gradients"].all_to_alls == layers * backward
     planned_bytes = trained_model(config).kept_bytes
-    assert 0.7 * planned_bytes <= spies["moe_gradients"].last_bytes <= 1.15 * planned_bytes
-    ordinary: Any = make_program(dataclasses.replace(config, tiers=TiersConfig()), devices)
+    assert 0.7 * planned_bytes <= spies["moe_gradients"].kept_bytes <= 1.15 * planned_bytes
+    ordinary: Any = make_trainer(dataclasses.replace(config, tiers=TiersConfig()), devices)
     assert all_to_alls(ordinary.step.lower(ordinary.state_shape, batch(config, 0))) == layers * (forward + backward)

@@ -17,8 +17,9 @@ from jmoe.config import CheckpointConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
-from jmoe.training.step import Batch, Program, TrainState
-from jmoe.training.streamed_step import StreamedProgram, make_tiered_program
+from jmoe.training.state import Batch, TrainState
+from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing
 from tests.model_configs import MODEL, OPTIMIZER, mesh_of
 
@@ -69,16 +70,16 @@ def train(
     """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
     shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
-    program = make_tiered_program(config, mesh_of(*shape))
+    program = make_trainer(config, mesh_of(*shape))
     state, metrics = program.init(), []
     try:
         for step in range(steps):
             state, values = program.step(state, batch(config, step))
             if values["overflow"]:
-                state, values = program.step_full_capacity(state, batch(config, step))
+                state, values = program.step(state, batch(config, step), full_capacity=True)
             metrics.append(jax.device_get(values))
             if flush_updates:
-                program.to_saved(state)
+                program.save_state(state)
             if step + 1 == reopen_after:
                 state = saved_and_restored(program, state, step + 1)
         held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
@@ -88,11 +89,11 @@ def train(
         program.close()
 
 
-def saved_and_restored(program: Program, state: TrainState, step: int) -> TrainState:
+def saved_and_restored(program: Trainer, state: TrainState, step: int) -> TrainState:
     """The state from a checkpoint that is made of it."""
     with tempfile.TemporaryDirectory() as folder:
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
-            checkpoints.save(step, program.to_saved(state), {}, "{}")
+            checkpoints.save(step, program.save_state(state), {}, "{}")
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
             return restored(program, checkpoints, step)[0]
 
@@ -185,7 +186,7 @@ def test_only_chosen_experts_move(on_host: Trained) -> None:
 
 def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
     tiers = dataclasses.replace(HOST, device_layers=1)
-    program = make_tiered_program(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))
+    program = make_trainer(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))
     try:
         state, batches = program.init(), held_out_batches(CONFIG)
 
@@ -209,7 +210,7 @@ def test_a_cache_that_is_too_small_is_refused_by_its_name(tmp_path: Path) -> Non
     tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path / "tiers"), host_cache_bytes=1000)
     config = dataclasses.replace(CONFIG, tiers=tiers)
     with pytest.raises(ValueError, match=r"tiers.host_cache_bytes = 1000: must be 0 or hold two records of every kind"):
-        make_tiered_program(config, mesh_of(1, 1, 1))
+        make_trainer(config, mesh_of(1, 1, 1))
     assert not (tmp_path / "tiers").exists()
 
 
@@ -221,7 +222,7 @@ def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     config = dataclasses.replace(CONFIG, tiers=HOST)
-    program = StreamedProgram(config, mesh_of(1, 1, 1))
+    program = StreamedTrainer(config, mesh_of(1, 1, 1))
     try:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
@@ -250,7 +251,7 @@ def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("the disk is gone")
 
     config = dataclasses.replace(CONFIG, tiers=HOST)
-    program = StreamedProgram(config, mesh_of(1, 1, 1))
+    program = StreamedTrainer(config, mesh_of(1, 1, 1))
     try:
         state = program.init()
         monkeypatch.setattr(ExpertState, "_catch_up", fails)

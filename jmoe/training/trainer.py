@@ -1,0 +1,80 @@
+"""What trains a run's model, wherever its experts lie.
+
+Legend: A accumulation steps, B batch, S sequence, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from jmoe.config import TrainConfig
+from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.offload.saved_experts import ReadExperts
+from jmoe.training.bandwidth import measured_chunk_bytes
+from jmoe.training.state import Batch, TrainState
+from jmoe.training.step import FusedTrainer
+from jmoe.training.streamed_step import StreamedTrainer
+
+
+class Trainer(Protocol):
+    """The compiled functions of one run.
+
+    saved_shape: what `save_state` returns; full_shape: the same with all experts, which are no part of the state where
+    they are streamed. notes: what was planned, and why. records: what a checkpoint holds in files of its own.
+    evaluation_batches: how many batches `evaluate` is best given at once.
+    """
+
+    saved_shape: TrainState
+    full_shape: TrainState
+    notes: list[str]
+    records: RecordCheckpoints | None
+    evaluation_batches: int
+
+    @property
+    def progress(self) -> Callable[[], object] | None:
+        """Changes as long as records are moved, for limits on waits."""
+
+    def init(self) -> TrainState:
+        """Draw step 0."""
+
+    def step(
+        self, state: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Take one step on tokens [A, B, S + 1]; the state's memory is used again.
+
+        `metrics["ok"]` is False, and the state unchanged, if the loss or gradient norm is not finite or a dropless
+        buffer overflowed (`overflow`; the step is then repeated with `full_capacity`, which has room for every token).
+        """
+
+    def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+        """Return the summed negative log-likelihood of each batch in nats."""
+
+    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+        """Return logits [V] after the token at `position` of the first sequence."""
+
+    def save_state(self, state: TrainState) -> TrainState:
+        """Return what a checkpoint holds, the same whatever the mesh; streamed experts are records then."""
+
+    def load_state(
+        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+    ) -> TrainState:
+        """Return the state from a saved one; experts that it lacks are read, or are in their records already."""
+
+    def expert_stats(self) -> Any:
+        """Return what moved between tiers (`ExpertStats`); None where nothing does."""
+
+    def close(self) -> None:
+        """End the run's threads."""
+
+
+def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> Trainer:
+    """Make the trainer of a run on `mesh`, with experts where `config.tiers` wants them.
+
+    Compiles nothing yet, but may measure the network. run: names the folder of the experts' records in `tiers.path`.
+    """
+    chunk_bytes = measured_chunk_bytes(config.comm, mesh)
+    if config.tiers.on_device:
+        return FusedTrainer(config, mesh, chunk_bytes)
+    return StreamedTrainer(config, mesh, chunk_bytes, run)
