@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
-from kernels_pallas.grouped_mlp import grouped_mlp
+from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
@@ -55,8 +55,8 @@ def experts_forward(
 ) -> jax.Array:
     """SwiGLU experts over sorted rows."""
     slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
-    weights = w_up, w_down, None, None
-    return grouped_mlp(x_ND, sizes_E, *weights, activation="swiglu", slots=slots, implementation=implementation)
+    weights = MLPWeights(w_up, w_down)
+    return grouped_mlp(x_ND, sizes_E, weights, activation="swiglu", slots=slots, implementation=implementation)
 
 
 def moe_loss(

@@ -1,4 +1,4 @@
-"""The embedding table and the output head, whole on every device or each device's part of them.
+"""The embedding table, unsharded on every device or each device's part of it.
 
 Legend: T local tokens, R devices, V vocabulary, D hidden, U rounds, C rows of a round to each device.
 
@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
-from jmoe.collectives.fusion import gather_local
-from jmoe.layers.loss import VocabularyShard, cross_entropy, parallel_cross_entropy
+from jmoe.layers.loss import OutputHead
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
 
 Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -132,7 +131,7 @@ def lookup_rows_local(table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, axes
 
 @dataclass(frozen=True)
 class Embedding:
-    """The planned lookup, head and loss of the parameters `embedding` [V, D] and, if not tied, `head` [D, V].
+    """The planned lookup in the parameter `embedding` [V, D].
 
     axes: of all devices; the last is inside a node. Rows are kept as [V / R, R, D]: an entry [i, r] is row i R + r.
     """
@@ -167,32 +166,7 @@ class Embedding:
             x_TD = lookup_columns_local(table, tokens_T, dtype, self.axes)
         return x_TD.reshape(*tokens_BS.shape, -1)
 
-    def head(self, table: jax.Array, head: jax.Array | None, dtype: Any) -> jax.Array:
-        """[D, V] in `dtype`, or this device's part of V columns; the head, or the table if there is none."""
-        if head is not None:
-            return head.astype(dtype)
-        if self.plan.kind == "replicated":
-            return table.T.astype(dtype)
-        if not self.plan.parallel_head:
-            unsharded = gather_local(table, 1, dtype, self.axes)
-            return unsharded.reshape(-1, unsharded.shape[-1]).T
-        if self.striped:
-            return table.reshape(table.shape[0], -1).T.astype(dtype)
-        blocks_RVD = table.astype(dtype).reshape(self.plan.num_devices, -1, table.shape[1])
-        blocks_RVD = make_all_to_all(self.axes)(blocks_RVD)
-        return blocks_RVD.swapaxes(0, 1).reshape(blocks_RVD.shape[1], -1).T
-
     @property
-    def _shard(self) -> VocabularyShard:
-        return VocabularyShard(self.axes, self.striped and self.tied)
-
-    def cross_entropy(self, x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> jax.Array:
-        """The sum over this device's tokens, or its part of that over all devices'; w_DV as `head` made it."""
-        if self.plan.parallel_head:
-            return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._shard)
-        return cross_entropy(x_TD, w_DV, labels_T, weights_T)
-
-    def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
-        """float32 [V] of a hidden state that is the same on all devices."""
-        logits_V = jnp.dot(x_D.astype(jnp.float32), w_DV.astype(jnp.float32))
-        return self._shard.all_gather(logits_V) if self.plan.parallel_head else logits_V
+    def output_head(self) -> OutputHead:
+        """The head and loss that go with it."""
+        return OutputHead(self.plan, self.axes, self.tied)

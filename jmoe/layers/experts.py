@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config import check
-from kernels_pallas.grouped_mlp import activate, grouped_mlp
+from kernels_pallas.grouped_mlp import MLPWeights, activate, grouped_mlp
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 from kernels_pallas.token_permute import RowMap
@@ -65,18 +65,10 @@ class Experts(nnx.Module):
 
         rows: x is [T, D], tokens that are not dispatched.
         """
-        w_up, w_down = self.w_up[...].astype(x_ND.dtype), self.w_down[...].astype(x_ND.dtype)
-        return grouped_mlp(
-            x_ND,
-            group_sizes_L,
-            w_up,
-            w_down,
-            None if self.b_up is None else self.b_up[...],
-            None if self.b_down is None else self.b_down[...],
-            activation=self.activation,
-            slots=slots_per_expert(expected_rows, group_sizes_L.shape[0]),
-            rows=rows,
-        )
+        biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
+        weights = MLPWeights(self.w_up[...].astype(x_ND.dtype), self.w_down[...].astype(x_ND.dtype), *biases)
+        slots = slots_per_expert(expected_rows, group_sizes_L.shape[0])
+        return grouped_mlp(x_ND, group_sizes_L, weights, activation=self.activation, slots=slots, rows=rows)
 
 
 class MLP(nnx.Module):

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy that never holds the logits of more than one chunk of tokens.
+"""The output head, and next-token cross-entropy that never holds the logits of more than one chunk of tokens.
 
 Legend: T local tokens, R devices, M = R T tokens of all devices, C tokens of a chunk, D hidden, V vocabulary or this
 device's part of it.
@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmoe.collectives.all_to_all import make_all_to_all
+from jmoe.collectives.fusion import gather_local
 from jmoe.collectives.rows import all_gather_rows_local, sum_scatter_rows_local
+from jmoe.planning.embedding import EmbeddingPlan
 from kernels_pallas.matmul import dot, transposed
 
 CHUNK_LOGITS = 2**22  # logits of a chunk: 16 MiB in float32
@@ -158,3 +161,45 @@ def _parallel_bwd(shard: VocabularyShard, residuals: Any, g: jax.Array) -> Any:
 
 
 parallel_cross_entropy.defvjp(_parallel_fwd, _parallel_bwd)
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The planned head and loss of the parameters `embedding` [V, D] and, if not tied, `head` [D, V].
+
+    axes: of all devices; the last is inside a node.
+    """
+
+    plan: EmbeddingPlan
+    axes: tuple[str, ...]
+    tied: bool
+
+    @property
+    def _shard(self) -> VocabularyShard:
+        return VocabularyShard(self.axes, self.plan.kind == "rows" and self.tied)
+
+    def weight(self, table: jax.Array, head: jax.Array | None, dtype: Any) -> jax.Array:
+        """Return [D, V] in `dtype`, or this device's part of V columns, from the head, or the table if it is None."""
+        if head is not None:
+            return head.astype(dtype)
+        if self.plan.kind == "replicated":
+            return table.T.astype(dtype)
+        if not self.plan.parallel_head:
+            unsharded = gather_local(table, 1, dtype, self.axes)
+            return unsharded.reshape(-1, unsharded.shape[-1]).T
+        if self.plan.kind == "rows":
+            return table.reshape(table.shape[0], -1).T.astype(dtype)
+        blocks_RVD = table.astype(dtype).reshape(self.plan.num_devices, -1, table.shape[1])
+        blocks_RVD = make_all_to_all(self.axes)(blocks_RVD)
+        return blocks_RVD.swapaxes(0, 1).reshape(blocks_RVD.shape[1], -1).T
+
+    def cross_entropy(self, x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> jax.Array:
+        """Return the sum over this device's tokens, or its part of all devices' sum; w_DV as `weight` made it."""
+        if self.plan.parallel_head:
+            return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._shard)
+        return cross_entropy(x_TD, w_DV, labels_T, weights_T)
+
+    def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
+        """Return float32 [V] of a hidden state that is the same on all devices."""
+        logits_V = jnp.dot(x_D.astype(jnp.float32), w_DV.astype(jnp.float32))
+        return self._shard.all_gather(logits_V) if self.plan.parallel_head else logits_V

@@ -185,11 +185,6 @@ def balance_loss_local(
     return num_experts * jnp.sum(share_E * probs_sum_E / tokens, axis=-1)
 
 
-def z_loss_local(z_sum: jax.Array, num_tokens_global: int | jax.Array) -> jax.Array:
-    """This device's part of the z-loss, the mean of logsumexp(logits)^2 over the global batch (arXiv:2202.08906)."""
-    return z_sum / jnp.asarray(num_tokens_global, jnp.float32)
-
-
 def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array) -> jax.Array:
     """Loss-free balancing (arXiv:2408.15664): bias + speed * sign(mean load - load), after every step.
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.grouped_mlp.xla import Weights, expert_mlp
+from kernels_pallas.grouped_mlp import MLPWeights
+from kernels_pallas.grouped_mlp.xla import expert_mlp
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
@@ -67,7 +68,7 @@ def _combine(out: jax.Array, routed: Routed, by_expert: _Sorted) -> jax.Array:
 
 
 def _tile(
-    out: jax.Array, h_TD: jax.Array, by_expert: _Sorted, row: jax.Array, expert: Weights, activation: str
+    out: jax.Array, h_TD: jax.Array, by_expert: _Sorted, row: jax.Array, expert: MLPWeights, activation: str
 ) -> jax.Array:
     """`out` with one expert's rows from `row` on; rows past its end are overwritten by the next tile."""
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
@@ -101,18 +102,20 @@ def table_mlp(
     return _combine(lax.fori_loop(0, ends_E[-1], tile, out), routed, by_expert)
 
 
-def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> Weights:
+def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
     def pick(name: str) -> jax.Array:
         return lax.bitcast_convert_type(lax.dynamic_index_in_dim(slots[name], slot, 0, keepdims=False), dtype)
 
     biased = "b_up" in slots
-    return Weights(pick("w_up"), pick("w_down"), pick("b_up") if biased else None, pick("b_down") if biased else None)
+    return MLPWeights(
+        pick("w_up"), pick("w_down"), pick("b_up") if biased else None, pick("b_down") if biased else None
+    )
 
 
 # From the arrays of single experts, a bundle at a time
 
 
-def bundled_mlp(routed: Routed, experts: Sequence[Weights], activation: str) -> jax.Array:
+def bundled_mlp(routed: Routed, experts: Sequence[MLPWeights], activation: str) -> jax.Array:
     """float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
 
     experts: all E; what no token chose may be anything.
@@ -131,7 +134,7 @@ def bundled_mlp(routed: Routed, experts: Sequence[Weights], activation: str) -> 
     return _end(out, routed, by_expert)
 
 
-def _bundles(idx_TK: jax.Array, experts: Sequence[Weights]) -> Iterator[tuple[np.ndarray, tuple[Weights, ...]]]:
+def _bundles(idx_TK: jax.Array, experts: Sequence[MLPWeights]) -> Iterator[tuple[np.ndarray, tuple[MLPWeights, ...]]]:
     """(numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of experts.
 
     All experts where the tokens will choose most of them; else those chosen, which the host has to read.
@@ -160,7 +163,7 @@ def _few_tokens(
     idx_TK: jax.Array,
     weights_TK: jax.Array,
     numbers_A: jax.Array,
-    experts: Sequence[Weights],
+    experts: Sequence[MLPWeights],
 ) -> jax.Array:
     """y + the outputs of a bundle's experts, each run on all tokens."""
     for a, expert in enumerate(experts):
@@ -185,14 +188,14 @@ def _many_tokens(
     h_TD: jax.Array,
     by_expert: _Sorted,
     numbers_A: jax.Array,
-    experts: Sequence[Weights],
+    experts: Sequence[MLPWeights],
 ) -> jax.Array:
     """`out` with the rows of a bundle's experts."""
     for a, expert in enumerate(experts):
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]
 
-        def tile(i: jax.Array, out: jax.Array, expert: Weights = expert, start: jax.Array = start) -> jax.Array:
+        def tile(i: jax.Array, out: jax.Array, expert: MLPWeights = expert, start: jax.Array = start) -> jax.Array:
             return _tile(out, h_TD, by_expert, start + i * tile_rows, expert, activation)
 
         out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, tile, out)

@@ -17,7 +17,7 @@ from jax import lax
 
 from jmoe.layers.slot_experts import Routed, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
-from kernels_pallas.grouped_mlp.xla import Weights
+from kernels_pallas.grouped_mlp import MLPWeights
 
 TABLE_TILE_ROWS = 64
 
@@ -64,7 +64,7 @@ class HostSlots(ExpertSlots):
     def mlp(self, routed: Routed, table_E: np.ndarray, activation: str) -> jax.Array:
         return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
 
-    def weights(self, slot: int) -> Weights:
+    def weights(self, slot: int) -> MLPWeights:
         """A slot's arrays: the slot's memory, not a copy."""
         return self._weights[slot]
 
@@ -118,5 +118,5 @@ def _as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
     return array
 
 
-def _weights(arrays: Mapping[str, jax.Array]) -> Weights:
-    return Weights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))
+def _weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
+    return MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))

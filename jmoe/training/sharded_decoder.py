@@ -62,6 +62,7 @@ class ShardedDecoder:
         self._structures = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self._bias_shapes = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
         self.embedding = _plan_embedding(config, mesh)
+        self.head = self.embedding.output_head
         self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
         self.specs |= {name: split_over(ALL, dim) for name, dim in self.embedding.split.items()}
         self._shard_dims = dict(self._sharded_over_all())  # path inside a layer -> dimension split over all devices
@@ -154,7 +155,7 @@ class ShardedDecoder:
         remat: bool = False,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return (hidden [B, S, D], the head's weight as `Embedding.head` makes it, statistics) of local tokens.
+        """Return (hidden [B, S, D], the head's weight as `OutputHead.weight` makes it, statistics) of local tokens.
 
         layers: what runs the layers; None: a plain scan, which gathers each by itself. options: of `Decoder`.
         """
@@ -169,7 +170,7 @@ class ShardedDecoder:
             execution = Execution(layers, self.embedding.lookup, remat=remat)
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
         head = None if model.head is None else model.head[...]
-        return hidden, self.embedding.head(model.embedding[...], head, self.dtype), stats
+        return hidden, self.head.weight(model.embedding[...], head, self.dtype), stats
 
     # The state of training
 

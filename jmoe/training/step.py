@@ -114,7 +114,7 @@ class FusedTrainer:
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32)
-            nll = self.model.embedding.cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
+            nll = self.model.head.cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
         if stats is None:
             return nll + 0.0, lax.stop_gradient({"loss": nll})
         with jax.named_scope("auxiliary_losses"):
@@ -135,7 +135,7 @@ class FusedTrainer:
     def _nll_local(self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
         hidden, head, _ = self.model(state.params, state.router_bias, tokens_BS[:, :-1], full_capacity=True)
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
-        return lax.psum(self.model.embedding.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
+        return lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch in nats."""
@@ -145,7 +145,7 @@ class FusedTrainer:
         hidden, head, _ = self.model(state.params, state.router_bias, tokens_BS, full_capacity=True)
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
-        return self.model.embedding.logits(last, head)
+        return self.model.head.logits(last, head)
 
     # Checkpoints
 

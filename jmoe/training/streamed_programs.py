@@ -53,7 +53,7 @@ from jmoe.training.update import (
 )
 from jmoe.training.vjp import apply_vjp, vjp_with_residuals
 
-ExpertWeights = Mapping[str, jax.Array]  # of one layer, [E, ...] each
+ExpertStacks = Mapping[str, jax.Array]  # of one layer, [E, ...] each
 
 
 class LayerIndex(NamedTuple):
@@ -79,7 +79,7 @@ class LayerParams(NamedTuple):
     stack: Any
     unsharded_RC: jax.Array | None
     router_bias: Any = None
-    experts: ExpertWeights | None = None
+    experts: ExpertStacks | None = None
 
 
 class RoutedTokens(NamedTuple):
@@ -130,7 +130,7 @@ class GradAccumulator(NamedTuple):
 
     rows_RG: jax.Array | None
     rest: list[jax.Array]
-    experts: ExpertWeights | None = None
+    experts: ExpertStacks | None = None
 
 
 class ForBackward(NamedTuple):
@@ -404,7 +404,7 @@ class LayerPrograms:
         (y_BSD, kept), overlapped = self._overlap(run, args, routed.x_BSD, work)
         return y_BSD, kept, overlapped
 
-    def _run_experts(self, params: Any, experts: ExpertWeights, routed: RoutedTokens) -> jax.Array:
+    def _run_experts(self, params: Any, experts: ExpertStacks, routed: RoutedTokens) -> jax.Array:
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)  # it has done its work
         block: Block = self._moe(self._model.cast(params), bias)
         assert block.moe is not None
@@ -418,15 +418,15 @@ class LayerPrograms:
         return over_devices(self.mesh.size, (counts_NAE, dropped_N))
 
     def _head(self, outside: Any, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (the last norm's output [T, D], the head as `Embedding` makes it)."""
-        module, embedding = self._outside(self._model.cast(outside)), self._model.embedding
+        """Return (the last norm's output [T, D], the head's weight)."""
+        module = self._outside(self._model.cast(outside))
         x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
         head = None if module.head is None else module.head[...]
-        return x_TD, embedding.head(module.embedding[...], head, self.dtype)
+        return x_TD, self._model.head.weight(module.embedding[...], head, self.dtype)
 
     def _nll_local(self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
         head = self._head(outside, x_BSD)
-        return self._model.embedding.cross_entropy(*head, labels_BS.reshape(-1), weights_BS.reshape(-1))
+        return self._model.head.cross_entropy(*head, labels_BS.reshape(-1), weights_BS.reshape(-1))
 
     def _nll(self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
         nll: jax.Array = over_devices(self.mesh.size, self._nll_local(outside, x_BSD, labels_BS, weights_BS))
@@ -437,7 +437,7 @@ class LayerPrograms:
         last_D = lax.dynamic_index_in_dim(x_TD, position, 0, keepdims=False).astype(jnp.float32)
         if self.mesh.size > 1:
             last_D = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last_D, 0), ALL)
-        return self._model.embedding.logits(last_D, head)
+        return self._model.head.logits(last_D, head)
 
     # Backward
 
@@ -494,19 +494,19 @@ class LayerPrograms:
         counts_E, bias = counts_NAE[layer.number, layer.accumulation], _at(params.router_bias, layer.number)
         losses = partial(self._auxiliary, counts_E)
 
-        def pull(params: Any, experts: ExpertWeights, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
+        def pull(params: Any, experts: ExpertStacks, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
             routed, of_route, of_experts = kept
             dparams, dexperts, drouted = apply_vjp(of_experts, (params, experts, routed), dy_BSD)
             drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
             dparams_before, dx_BSD = apply_vjp(of_route, (params, bias, layer, x_BSD), drouted)
             return jax.tree.map(jnp.add, dparams_before, dparams), dexperts, dx_BSD
 
-        def run(idx: jax.Array, params: Any, experts: ExpertWeights, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def run(idx: jax.Array, params: Any, experts: ExpertStacks, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
             route = partial(self._run_route, train=True, full_capacity=full_capacity, topk_idx_TK=idx)
             routed = route(params, bias, layer, x_BSD)
             return self._run_experts(params, experts, routed), losses(routed.stats)
 
-        def again(params: Any, experts: ExpertWeights, x_BSD: jax.Array, dy_BSD: jax.Array, idx: jax.Array) -> Any:
+        def again(params: Any, experts: ExpertStacks, x_BSD: jax.Array, dy_BSD: jax.Array, idx: jax.Array) -> Any:
             _, pull = jax.vjp(partial(run, idx), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 

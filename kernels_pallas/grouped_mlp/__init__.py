@@ -1,4 +1,5 @@
 """The expert MLP over ragged groups of rows."""
 
 from kernels_pallas.grouped_mlp.api import grouped_mlp as grouped_mlp
+from kernels_pallas.grouped_mlp.reference import MLPWeights as MLPWeights
 from kernels_pallas.grouped_mlp.reference import activate as activate

@@ -5,6 +5,7 @@ Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hid
 
 import jax
 
+from kernels_pallas.grouped_mlp.reference import MLPWeights
 from kernels_pallas.implementations import Name, run
 from kernels_pallas.token_permute import RowMap
 
@@ -17,17 +18,14 @@ MODULES: dict[Name, str] = {
 def grouped_mlp(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
-    w_up_LDU: jax.Array,
-    w_down_LFD: jax.Array,
-    b_up_LU: jax.Array | None,
-    b_down_LD: jax.Array | None,
+    weights: MLPWeights,
     *,
     activation: str,
     slots: int,
     rows: RowMap | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups hold anything.
+    """Apply group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l], to its rows; others hold anything.
 
     slots: rows of each group that `xla` takes in one batched product; rows beyond them are exact but slower. A fair
     share of the rows plus an eighth is a good value.
@@ -35,5 +33,5 @@ def grouped_mlp(
     """
     if rows is not None:
         rows.check(x_ND.shape[0])
-    operands = x_ND, group_sizes_L, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD
-    return run(MODULES, implementation, "grouped_mlp", *operands, activation=activation, slots=slots, rows=rows)
+    options = {"activation": activation, "slots": slots, "rows": rows}
+    return run(MODULES, implementation, "grouped_mlp", x_ND, group_sizes_L, weights, **options)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, mosaic_gpu
-from kernels_pallas.grouped_mlp.reference import activate, activate_gated
+from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
 from kernels_pallas.implementations import first_supported
 from kernels_pallas.saved import saved
 from kernels_pallas.token_permute import RowMap, dispatch
@@ -47,18 +47,15 @@ _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 
 class _Operands(NamedTuple):
-    """What is differentiated. Biases may be None."""
+    """What is differentiated."""
 
     x_ND: jax.Array
-    w_up_LDU: jax.Array
-    w_down_LFD: jax.Array
-    b_up_LU: jax.Array | None
-    b_down_LD: jax.Array | None
+    weights: MLPWeights
 
 
 def _in_passes(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
     """The pre-activations, which the backward pass needs, are written; XLA adds the biases and activates them."""
-    x_ND, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD = operands
+    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     ends_L = jnp.cumsum(group_sizes_L)
     group_N = (jnp.arange(x_ND.shape[0], dtype=jnp.int32)[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
@@ -85,7 +82,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
 def _fused(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
     """Biases and activation in the kernels: the pre-activations never leave the registers."""
-    x_ND, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD = operands
+    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     gated = activation != "gelu"
     epilogue = partial(activate_gated, activation=activation) if gated else gelu
     up = {"bias_EF": b_up_LU, "epilogue": epilogue, "gated": gated}
@@ -116,10 +113,7 @@ _grouped_mlp.defvjp(_forward, _backward)
 def grouped_mlp(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
-    w_up_LDU: jax.Array,
-    w_down_LFD: jax.Array,
-    b_up_LU: jax.Array | None,
-    b_down_LD: jax.Array | None,
+    weights: MLPWeights,
     *,
     activation: str,
     slots: int = 0,
@@ -134,5 +128,4 @@ def grouped_mlp(
     del slots
     if rows is not None:
         x_ND = dispatch(x_ND, rows.src_M, rows.slot_TK, rows.complete)
-    operands = _Operands(x_ND, w_up_LDU, w_down_LFD, b_up_LU, b_down_LD)
-    return _grouped_mlp(operands, group_sizes_L, activation, matmul)
+    return _grouped_mlp(_Operands(x_ND, weights), group_sizes_L, activation, matmul)

@@ -3,6 +3,8 @@
 Legend: N rows sorted by group, D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU), L groups (local experts).
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,15 @@ from kernels_pallas.token_permute.api import RowMap
 from kernels_pallas.token_permute.reference import take_any_rows
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+
+
+class MLPWeights(NamedTuple):
+    """The weights of one expert, [D, U], [F, D], [U], [D], or of all, [L, D, U], ...; biases may be None."""
+
+    w_up: jax.Array
+    w_down: jax.Array
+    b_up: jax.Array | None = None
+    b_down: jax.Array | None = None
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -34,26 +45,23 @@ def activate_gated(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Ar
 def grouped_mlp(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
-    w_up_LDU: jax.Array,
-    w_down_LFD: jax.Array,
-    b_up_LU: jax.Array | None,
-    b_down_LD: jax.Array | None,
+    weights: MLPWeights,
     *,
     activation: str,
     rows: RowMap | None = None,
 ) -> jax.Array:
-    """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups are zero."""
+    """Apply group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l], to its rows; those beyond are zero."""
     x_ND = x_ND if rows is None else take_any_rows(x_ND, rows.src_M)
     num_groups = group_sizes_L.shape[0]
     ends_L = jnp.cumsum(group_sizes_L)
     group_N = (jnp.arange(x_ND.shape[0])[:, None] >= ends_L).sum(axis=-1)
     inside_N1 = (group_N < num_groups)[:, None]
     group_N = jnp.minimum(group_N, num_groups - 1)
-    h_NU = lax.ragged_dot(x_ND, w_up_LDU, group_sizes_L, preferred_element_type=jnp.float32)
-    if b_up_LU is not None:
-        h_NU = h_NU + b_up_LU[group_N].astype(jnp.float32)
+    h_NU = lax.ragged_dot(x_ND, weights.w_up, group_sizes_L, preferred_element_type=jnp.float32)
+    if weights.b_up is not None:
+        h_NU = h_NU + weights.b_up[group_N].astype(jnp.float32)
     a_NF = activate(h_NU, activation).astype(x_ND.dtype)
-    y_ND = lax.ragged_dot(a_NF, w_down_LFD, group_sizes_L, preferred_element_type=jnp.float32)
-    if b_down_LD is not None:
-        y_ND = y_ND + b_down_LD[group_N].astype(jnp.float32)
+    y_ND = lax.ragged_dot(a_NF, weights.w_down, group_sizes_L, preferred_element_type=jnp.float32)
+    if weights.b_down is not None:
+        y_ND = y_ND + weights.b_down[group_N].astype(jnp.float32)
     return jnp.where(inside_N1, y_ND, 0).astype(x_ND.dtype)

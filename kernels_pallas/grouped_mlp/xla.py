@@ -9,13 +9,13 @@ loop, and any routing is exact. Forward and backward keep the ragged rows and th
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.grouped_mlp.reference import activate
+from kernels_pallas.grouped_mlp.reference import MLPWeights, activate
 from kernels_pallas.groups import Layout, pick, slot_layout
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import bits, saved_residual
@@ -23,15 +23,6 @@ from kernels_pallas.token_permute.api import RowMap, sum_rows
 from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
 TILE_ROWS = 64
-
-
-class Weights(NamedTuple):
-    """One expert's, or all experts', weights. Biases may be None."""
-
-    w_up: jax.Array
-    w_down: jax.Array
-    b_up: jax.Array | None
-    b_down: jax.Array | None
 
 
 def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
@@ -49,7 +40,7 @@ def _tile(layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots
     return group, jnp.where(rows_B < layout.ends_L[group], rows_B, num_rows)
 
 
-def _of(weights: Weights, group: jax.Array) -> Weights:
+def _of(weights: MLPWeights, group: jax.Array) -> MLPWeights:
     """One group's weights."""
     return jax.tree.map(lambda w: pick(w, group), weights)
 
@@ -59,28 +50,28 @@ def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Arr
     return bits_ND.at[rows_B].set(bits(x_BD), mode="drop")
 
 
-def _up(x: jax.Array, weights: Weights) -> jax.Array:
+def _up(x: jax.Array, weights: MLPWeights) -> jax.Array:
     h = dot(x, weights.w_up)
     if weights.b_up is not None:
         h = h + weights.b_up[..., None, :].astype(jnp.float32)
     return h.astype(x.dtype)
 
 
-def _down(h: jax.Array, weights: Weights, activation: str) -> jax.Array:
+def _down(h: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
     y = dot(activate(h.astype(jnp.float32), activation).astype(h.dtype), weights.w_down)
     if weights.b_down is not None:
         y = y + weights.b_down[..., None, :].astype(jnp.float32)
     return y.astype(h.dtype)
 
 
-def expert_mlp(x: jax.Array, weights: Weights, activation: str) -> jax.Array:
+def expert_mlp(x: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
     """activate(x w_up + b_up) w_down + b_down in x's dtype: [..., B, D] -> [..., B, D] by one expert's weights."""
     return _down(_up(x, weights), weights, activation)
 
 
 def _backward(
-    x: jax.Array, h: jax.Array, dy: jax.Array, weights: Weights, activation: str
-) -> tuple[jax.Array, Weights]:
+    x: jax.Array, h: jax.Array, dy: jax.Array, weights: MLPWeights, activation: str
+) -> tuple[jax.Array, MLPWeights]:
     """Gradients of one batched MLP, (dx, dweights), from its input, pre-activation and output gradient."""
     a, activate_vjp = jax.vjp(lambda h: activate(h, activation), h.astype(jnp.float32))
     da = dot(dy, weights.w_down, b_transposed=True)
@@ -91,18 +82,18 @@ def _backward(
     dx = dot(dh, weights.w_up, b_transposed=True).astype(x.dtype)
     db_up = None if weights.b_up is None else dh32.sum(axis=-2)
     db_down = None if weights.b_down is None else dy.astype(jnp.float32).sum(axis=-2)
-    return dx, Weights(dw_up, dw_down, db_up, db_down)
+    return dx, MLPWeights(dw_up, dw_down, db_up, db_down)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped_mlp(
-    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: Weights, activation: str, slots: int
+    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights, activation: str, slots: int
 ) -> jax.Array:
     return _forward(x, group_sizes_L, rows, weights, activation, slots)[0]
 
 
 def _forward(
-    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: Weights, activation: str, slots: int
+    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights, activation: str, slots: int
 ) -> Any:
     src_N = None if rows is None else rows.src_M
     num_rows = (x if src_N is None else src_N).shape[0]
@@ -133,7 +124,7 @@ def _grouped_mlp_bwd(activation: str, slots: int, residuals: Any, dy_ND: jax.Arr
     if slots < num_rows:
         tiles_L = _overflow_tiles(layout, slots)
 
-        def tile(i: jax.Array, carry: tuple[jax.Array, Weights]) -> tuple[jax.Array, Weights]:
+        def tile(i: jax.Array, carry: tuple[jax.Array, MLPWeights]) -> tuple[jax.Array, MLPWeights]:
             bits_ND, dweights = carry
             group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
             mine, x_BD = _of(weights, group), take_mapped_rows(x, src_N, rows_B)
@@ -156,20 +147,12 @@ _grouped_mlp.defvjp(_forward, _grouped_mlp_bwd)
 def grouped_mlp(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
-    w_up_LDU: jax.Array,
-    w_down_LFD: jax.Array,
-    b_up_LU: jax.Array | None,
-    b_down_LD: jax.Array | None,
+    weights: MLPWeights,
     *,
     activation: str,
     slots: int,
     rows: RowMap | None = None,
 ) -> jax.Array:
-    """Row n of group l -> activate(x w_up[l] + b_up[l]) w_down[l] + b_down[l]; rows beyond the groups hold anything.
-
-    slots: rows of each group that take the batched product; rows beyond them are exact but slower. A fair share of
-    the rows plus an eighth is a good value. rows: x is [T, D]; see `grouped_matmul`.
-    """
-    weights = Weights(w_up_LDU, w_down_LFD, b_up_LU, b_down_LD)
+    """See `grouped_mlp.api`. slots: rows of each group that take the batched product."""
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
     return _grouped_mlp(x_ND, group_sizes_L, rows, weights, activation, min(slots, num_rows))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.grouped_mlp import grouped_mlp, reference
+from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp, reference
 from kernels_pallas.token_permute import RowMap, dispatch
 
 N, L, D, F = 400, 4, 12, 20
@@ -44,8 +44,8 @@ def run(slots: int | None, activation: str, operands: list[Any], sizes_L: jax.Ar
 
     def f(x: jax.Array, *weights: Any) -> jax.Array:
         if slots is None:
-            return reference.grouped_mlp(x, sizes_L, *weights, activation=activation)
-        return grouped_mlp(x, sizes_L, *weights, activation=activation, slots=slots)
+            return reference.grouped_mlp(x, sizes_L, MLPWeights(*weights), activation=activation)
+        return grouped_mlp(x, sizes_L, MLPWeights(*weights), activation=activation, slots=slots)
 
     y, vjp = jax.vjp(f, *operands)
     return y, vjp(dy_ND)
@@ -110,7 +110,7 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
         def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
             x = dispatch(x, rows.src_M, rows.slot_TK, True) if dispatched else x
             at = None if dispatched else rows
-            return grouped_mlp(x, sizes_L, *weights, None, None, activation="swiglu", slots=slots, rows=at)
+            return grouped_mlp(x, sizes_L, MLPWeights(*weights), activation="swiglu", slots=slots, rows=at)
 
         y, vjp = jax.vjp(f, x, w_up, w_down)
         return y, *vjp(dy_ND)
@@ -125,7 +125,7 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
 def test_one_group() -> None:
     x, w_up, w_down, _, _ = arrays("swiglu", False, jnp.float32)
     assert x is not None and w_up is not None and w_down is not None
-    y = grouped_mlp(x, jnp.array([N], jnp.int32), w_up[:1], w_down[:1], None, None, activation="swiglu", slots=64)
+    y = grouped_mlp(x, jnp.array([N], jnp.int32), MLPWeights(w_up[:1], w_down[:1]), activation="swiglu", slots=64)
     expected = reference.activate(x @ w_up[0], "swiglu") @ w_down[0]
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 

@@ -21,6 +21,7 @@ from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
 from kernels_pallas.grouped_matmul import mosaic_gpu as gm_mosaic
 from kernels_pallas.grouped_matmul import reference as gm_reference
+from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp import mosaic_gpu as mlp_mosaic
 from kernels_pallas.grouped_mlp import reference as mlp_reference
 from kernels_pallas.token_permute import mosaic_gpu as tp_mosaic
@@ -143,10 +144,10 @@ def test_activation_as_epilogue(activation: str, bias: bool, caplog: pytest.LogC
     operands, sizes = mlp_operands(activation, bias), jnp.asarray(SIZES, jnp.int32)
     x, *weights = operands
     with caplog.at_level(logging.WARNING):
-        ours = mlp_mosaic.grouped_mlp(x, sizes, *weights, activation=activation, matmul=MATMUL)
+        ours = mlp_mosaic.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation, matmul=MATMUL)
     assert not caplog.records  # the fused form was taken
     x, *weights = in_float32(operands)
-    expected = mlp_reference.grouped_mlp(x, sizes, *weights, activation=activation)
+    expected = mlp_reference.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation)
     assert_close(ours[:INSIDE], expected[:INSIDE], 2e-2)
 
 
@@ -166,10 +167,10 @@ def test_grouped_mlp_gradients(activation: str) -> None:
     dy = normal(9, (NUM_ROWS, 128)).at[INSIDE:].set(0)
 
     def ours(x: jax.Array, *weights: Any) -> jax.Array:
-        return mlp_mosaic.grouped_mlp(x, sizes, *weights, activation=activation, matmul=MATMUL)
+        return mlp_mosaic.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation, matmul=MATMUL)
 
     def expected(x: jax.Array, *weights: Any) -> jax.Array:
-        return mlp_reference.grouped_mlp(x, sizes, *weights, activation=activation)
+        return mlp_reference.grouped_mlp(x, sizes, MLPWeights(*weights), activation=activation)
 
     y, vjp = jax.vjp(ours, *operands)
     y_expected, vjp_expected = jax.vjp(expected, *in_float32(operands))

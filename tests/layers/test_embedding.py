@@ -119,16 +119,16 @@ def test_head_and_loss(
     weights = jnp.asarray(rng.uniform(size=R * T) * (rng.uniform(size=R * T) > 0.2), jnp.float32)
 
     def head(weight: jax.Array) -> jax.Array:
-        return embedding.head(weight, None if tied else weight, jnp.float32)
+        return embedding.output_head.weight(weight, None if tied else weight, jnp.float32)
 
     def ours(weight: jax.Array, x: jax.Array, labels: jax.Array, weights: jax.Array) -> Any:
-        f = lambda x, weight: 0.5 * embedding.cross_entropy(x, head(weight), labels, weights)  # noqa: E731
+        f = lambda x, weight: 0.5 * embedding.output_head.cross_entropy(x, head(weight), labels, weights)  # noqa: E731
         value, gradients = jax.value_and_grad(f, (0, 1))(x, weight)
-        alone = embedding.cross_entropy(x, head(weight), labels, weights)
+        alone = embedding.output_head.cross_entropy(x, head(weight), labels, weights)
         return (
             jax.lax.psum(jnp.stack([value, 0.5 * alone]), ALL),
             gradients,
-            embedding.logits(x[0] * 0 + 1, head(weight)),
+            embedding.output_head.logits(x[0] * 0 + 1, head(weight)),
         )
 
     place = split_over(ALL, 1)
@@ -156,7 +156,7 @@ def test_bfloat16_loss() -> None:
         (2, 2, 2),
         lambda *a: jax.tree.map(
             lambda v: jax.lax.psum(v, ALL) if v.ndim == 0 else v,
-            jax.value_and_grad(embedding.cross_entropy, (0, 1))(*a),
+            jax.value_and_grad(embedding.output_head.cross_entropy, (0, 1))(*a),
         ),
         (BATCH, split_over(ALL, 1), BATCH, BATCH),
         (REPLICATED, (BATCH, split_over(ALL, 1))),
@@ -178,7 +178,7 @@ def test_large_logits_do_not_overflow() -> None:
     embedding = make("rows", (1, 1, 8), tied=False)
     run = sharded(
         (1, 1, 8),
-        lambda *a: jax.lax.psum(embedding.cross_entropy(*a), ALL),
+        lambda *a: jax.lax.psum(embedding.output_head.cross_entropy(*a), ALL),
         (BATCH, split_over(ALL, 1), BATCH, BATCH),
         REPLICATED,
     )

@@ -23,7 +23,6 @@ from jmoe.layers.router import (
     route,
     top_k_indices,
     updated_bias,
-    z_loss_local,
 )
 
 T, D, E = 96, 24, 16
@@ -290,7 +289,7 @@ def test_local_losses_of_shards_sum_to_the_global_loss_and_gradient() -> None:
 
     def local(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
         routing = route(x_TD @ kernel_DE, k)
-        return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + z_loss_local(routing.z_sum, T)
+        return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + routing.z_sum / T
 
     step = jax.jit(jax.value_and_grad(local, (0, 1)))
     parts = [step(part, kernel) for part in jnp.split(x, shards)]
@@ -313,7 +312,7 @@ def test_losses_under_shard_map(check_vma: bool) -> None:
         def loss(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
             routing = route(x_TD @ kernel_DE, k)
             counts_E = lax.psum(routing.counts_E, "data")
-            return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + z_loss_local(routing.z_sum, T)
+            return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + routing.z_sum / T
 
         value, (d_x, d_kernel) = jax.value_and_grad(loss, (0, 1))(x_TD, kernel_DE)
         return lax.psum(value, "data"), d_x, lax.psum(d_kernel, "data")
