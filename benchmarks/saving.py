@@ -37,6 +37,7 @@ from jmoe.config import (
     TrainConfig,
 )
 from jmoe.memory.version_store import Version, VersionStore
+from jmoe.training.session import Session
 from jmoe.training.state import TrainState
 
 LIBRARY = Path(argparse.__file__).parent
@@ -63,14 +64,14 @@ def config_of(a: argparse.Namespace, folder: Path) -> TrainConfig:
 
 
 class Measured:
-    """Stands for `Run.save`; what it costs."""
+    """Stands for `Session.save`; what it costs."""
 
     def __init__(self) -> None:
-        self.save, self.rows = train.Run.save, list[dict[str, Any]]()
+        self.save, self.rows = Session.save, list[dict[str, Any]]()
         self.versions: dict[str, set[str]] = {}
 
-    def __call__(self, run: train.Run, step: int, state: TrainState) -> None:
-        stores = run.program.records.stores if run.program.records is not None else {}
+    def __call__(self, run: Session, step: int, state: TrainState) -> None:
+        stores = run.trainer.records.stores if run.trainer.records is not None else {}
         written = sum(store.stats().written_bytes for store in stores.values())
         begun = time.perf_counter()
         self.save(run, step, state)
@@ -115,15 +116,15 @@ def main() -> int:
     parser.add_argument("--cache", type=float, default=0.25, help="share of the records that host memory holds")
     parser.add_argument("--gradients", choices=("host", "nvme"), default="host")
     a = parser.parse_args()
-    measured, start = Measured(), train.start_or_resume
+    measured, start = Measured(), Session.start_or_resume
 
-    def start_with_idle_experts(*arguments: Any) -> TrainState:
-        state = start(*arguments)
+    def start_with_idle_experts(run: Session) -> TrainState:
+        state = start(run)
         away = AWAY * (np.arange(a.experts) % 2).astype(np.float32)
         return dataclasses.replace(state, router_bias=jax.tree.map(lambda b: b + away, state.router_bias))
 
-    train.start_or_resume = start_with_idle_experts
-    train.Run.save = lambda run, step, state: measured(run, step, state)  # type: ignore[method-assign]
+    Session.start_or_resume = start_with_idle_experts  # type: ignore[method-assign]
+    Session.save = lambda run, step, state: measured(run, step, state)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         train.run_all(config_of(a, Path(folder)))
     options = {name: value for name, value in vars(a).items() if name != "folder"}

@@ -171,16 +171,16 @@ def failing_in_the_folder(real):
 
 for name in ("fsync", "fdatasync", "pwritev", "posix_fallocate"):
     setattr(os, name, failing_in_the_folder(getattr(os, name)))
-run_step = train.run_step
+train_step = train.train_step
 
 
-def from_step_7_on(run, state, step):
+def from_step_7_on(trainer, state, tokens):
     global failing
-    failing = step >= 7
-    return run_step(run, state, step)
+    failing = int(state.step) >= 7
+    return train_step(trainer, state, tokens)
 
 
-train.run_step = from_step_7_on
+train.train_step = from_step_7_on
 try:
     train.main(sys.argv[2:])
 except (ValueError, OSError, FloatingPointError) as error:

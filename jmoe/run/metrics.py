@@ -36,6 +36,7 @@ from typing import Any, Final, TextIO, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 from jax import monitoring
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -436,6 +437,17 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
     loads, _ = read_run(path, lambda record: np.asarray(record.get("expert_load") or [], np.float32))
     last = [load_LE.astype(np.float64) for load_LE in list(loads.values())[-steps:] if load_LE.size]
     return np.mean(last, axis=0) if last else None
+
+
+def progress_line(config: TrainConfig, mesh: Mesh) -> ProgressLine:
+    """Return the progress line of a run on `mesh`."""
+    return ProgressLine(
+        num_steps=config.num_steps,
+        tokens_per_step=config.batch_size * config.sequence_length,
+        flops_per_token=config.model.flops_per_token(config.sequence_length),
+        num_devices=mesh.size,
+        device_kind=mesh.devices.flat[0].device_kind,
+    )
 
 
 class ProgressLine:

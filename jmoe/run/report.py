@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ _LOAD_TICKS: Final = {0.25: "¼", 0.5: "½", 1.0: "1", 2.0: "2", 4.0: "4"}
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Curves:
     """Series of a run, one value a step: [S]; not finite where a step has none."""
 
     step: np.ndarray
@@ -54,7 +54,7 @@ class _Run:
     resumes: list[int]
 
 
-def _load_run(path: Path) -> _Run:
+def _load_run(path: Path) -> _Curves:
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
     def convert(record: dict[str, Any]) -> tuple[list[float], np.ndarray]:
@@ -68,7 +68,7 @@ def _load_run(path: Path) -> _Run:
     loss, tokens_per_s, dropped_fraction = np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
     evaluations = {int(e["step"]): e for e in events if e["event"] == "evaluation"}
     resumes = sorted({int(e["step"]) for e in events if e["event"] == "resume" and int(e["step"]) > 0})
-    return _Run(
+    return _Curves(
         np.array(list(steps), np.int64),
         loss,
         tokens_per_s,
@@ -118,7 +118,7 @@ def _priced(loss: float, bits_per_byte: float) -> str:
     return f"{loss:.3f}" + (f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else "")
 
 
-def _headline(run: _Run) -> str:
+def _headline(run: _Curves) -> str:
     """The run in one line."""
     if not run.step.size:
         return "no step yet"
@@ -136,7 +136,7 @@ def _headline(run: _Run) -> str:
     return "   ·   ".join(parts)
 
 
-def _style(ax: Axes, title: str, unit: str, run: _Run) -> None:
+def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
     """Title and unit at the left, thin grid, no box; where the run was resumed a dotted line."""
     ax.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=10)
     ax.set_title(unit, loc="right", fontsize=9.5, color=_GREY, pad=10)
@@ -192,7 +192,7 @@ def _mean_at(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _draw_curve(
-    ax: Axes, run: _Run, y: np.ndarray, color: str, label: str, smooth: Callable[[np.ndarray], np.ndarray] = _smooth
+    ax: Axes, run: _Curves, y: np.ndarray, color: str, label: str, smooth: Callable[[np.ndarray], np.ndarray] = _smooth
 ) -> None:
     """Every step light, the smoothed curve strong; a short run as points."""
     if not np.isfinite(y).any():
@@ -214,7 +214,7 @@ def _draw_curve(
     ax.plot(x, smooth(mean), color=color, linewidth=2.0, label=label, zorder=3, solid_capstyle="round")
 
 
-def _draw_loss(ax: Axes, run: _Run) -> None:
+def _draw_loss(ax: Axes, run: _Curves) -> None:
     _draw_curve(ax, run, run.loss, _BLUE, "training")
     points = [(int(e["step"]), e["loss"], e["bits_per_byte"]) for e in run.evaluations if math.isfinite(e["loss"])]
     if points:
@@ -240,7 +240,7 @@ def _draw_loss(ax: Axes, run: _Run) -> None:
         ax.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
 
 
-def _draw_rate(ax: Axes, run: _Run) -> None:
+def _draw_rate(ax: Axes, run: _Curves) -> None:
     _draw_curve(ax, run, run.tokens_per_s, _TEAL, "tokens/s", _running_median)
     known = run.tokens_per_s[np.isfinite(run.tokens_per_s)]
     # Single fast steps are far above the rest: they may not set the scale.
@@ -248,7 +248,7 @@ def _draw_rate(ax: Axes, run: _Run) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 or y == 0 else f"{y:.3g}"))
 
 
-def _draw_dropped(ax: Axes, run: _Run) -> None:
+def _draw_dropped(ax: Axes, run: _Curves) -> None:
     percent = 100 * run.dropped_fraction
     _draw_curve(ax, run, percent, _RED, "dropped")
     highest = float(np.nanmax(percent)) if np.isfinite(percent).any() else 0.0
@@ -258,7 +258,7 @@ def _draw_dropped(ax: Axes, run: _Run) -> None:
         ax.text(0.5, 0.5, "no token dropped", transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
 
 
-def _load_map(run: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map.
 
     Columns are means of neighbouring records. One strip of rows per layer, with a row without values between strips.
@@ -285,7 +285,7 @@ def _load_map(run: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values.reshape(-1, num_columns), np.append(steps[starts], run.step[-1] + 1), y_edges
 
 
-def _draw_load(ax: Axes, run: _Run) -> None:
+def _draw_load(ax: Axes, run: _Curves) -> None:
     ax.grid(visible=False)
     ax.spines["bottom"].set_visible(False)
     if not run.loads:
@@ -325,62 +325,61 @@ def _against(ours: float, theirs: float) -> str:
     return f"the model is {abs(percent):.1f} % {'below' if percent < 0 else 'above'}"
 
 
-def _comparison(
-    before: tuple[float, float] | None,
-    after: tuple[float, float],
-    unigram_bits_per_byte: float,
-    xz_bits_per_byte: float,
-) -> Table:
+class HeldOut(NamedTuple):
+    """What the held-out text costs: nats per token, and bits per byte, nan where the text is unknown."""
+
+    loss: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run has learned.
+
+    before: None where it was not measured. unigram_bits_per_byte, xz_bits_per_byte: nan: not shown. expert_load
+    [num_moe_layers, num_experts]: fractions or counts (`recent_expert_load`); None without MoE layers. sample: a text
+    that the model wrote; empty: none.
+    """
+
+    before: HeldOut | None
+    after: HeldOut
+    unigram_bits_per_byte: float
+    xz_bits_per_byte: float
+    expert_load: np.ndarray | None = None
+    sample: str = ""
+
+
+def _comparison(run: Summary) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("held-out text")
     table.add_column("loss", justify="right")
     table.add_column("bits per byte", justify="right")
     table.add_column("")
-    if before is not None:
-        table.add_row("before training", f"{before[0]:.4f}", f"{before[1]:.4f}", "")
-    table.add_row("after training", f"{after[0]:.4f}", f"{after[1]:.4f}", "", style="bold")
-    for name, bits in (("unigram model, same tokens", unigram_bits_per_byte), ("xz -9, same bytes", xz_bits_per_byte)):
+    if run.before is not None:
+        table.add_row("before training", f"{run.before.loss:.4f}", f"{run.before.bits_per_byte:.4f}", "")
+    table.add_row("after training", f"{run.after.loss:.4f}", f"{run.after.bits_per_byte:.4f}", "", style="bold")
+    others = {"unigram model, same tokens": run.unigram_bits_per_byte, "xz -9, same bytes": run.xz_bits_per_byte}
+    for name, bits in others.items():
         if math.isfinite(bits):
-            table.add_row(name, "", f"{bits:.4f}", _against(after[1], bits))
+            table.add_row(name, "", f"{bits:.4f}", _against(run.after.bits_per_byte, bits))
     return table
 
 
-def print_final_summary(
-    *,
-    output_dir: Path,
-    checkpoint_dir: Path,
-    before: tuple[float, float] | None,
-    after: tuple[float, float],
-    unigram_bits_per_byte: float,
-    xz_bits_per_byte: float,
-    expert_load: np.ndarray | None = None,
-    prompt: str = "",
-    sample: str = "",
-    stream: TextIO | None = None,
-) -> None:
-    """Prints the lines that end a run.
-
-    before, after: (nats per token, bits per byte) of the held-out text; before = None where it was not measured.
-    unigram_bits_per_byte, xz_bits_per_byte: not shown where they are nan.
-    expert_load [num_moe_layers, num_experts]: fractions or counts (`recent_expert_load`); None without MoE layers.
-    prompt, sample: what the sample began with and what the model wrote after it; both empty: no sample.
-    stream: by default stdout; colours only on a terminal, paths never wrapped.
-    """
+def print_final_summary(run: Summary, output_dir: Path, stream: TextIO | None = None) -> None:
+    """Print the lines that end a run. stream: by default stdout; colours only on a terminal, paths never wrapped."""
     console = Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = 80
     console.print()
-    console.print(_comparison(before, after, unigram_bits_per_byte, xz_bits_per_byte))
-    if expert_load is not None:
-        share, layer, expert = least_loaded(expert_load)
+    console.print(_comparison(run))
+    if run.expert_load is not None:
+        share, layer, expert = least_loaded(run.expert_load)
         console.print(f"\nleast loaded expert: {share:.2f} of its fair share (layer {layer}, expert {expert})")
-    if prompt or sample:
-        text = Text(_printable(prompt, console.encoding), style="bold")
-        text.append(_printable(sample, console.encoding), style="not bold")
+    if run.sample:
         console.print("\nsample")
-        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+        console.print(Padding(Text(_printable(run.sample, console.encoding)), (0, 0, 0, 2), expand=False))
     files = (
-        ("checkpoints", f"{checkpoint_dir}"),
+        ("checkpoints", f"{output_dir / 'checkpoints'}"),
         ("metrics", f"{output_dir / METRICS_FILE}"),
         ("TensorBoard", f"{output_dir / TENSORBOARD_DIR}"),
         ("report", f"{output_dir / REPORT_FILE}"),

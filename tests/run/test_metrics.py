@@ -1,5 +1,6 @@
 """metrics.jsonl, TensorBoard events, the progress line, report.png and the last lines of a run."""
 
+import dataclasses
 import io
 import json
 import math
@@ -29,7 +30,7 @@ from jmoe.run.metrics import (
     read_metrics,
     recent_expert_load,
 )
-from jmoe.run.report import print_final_summary, write_report
+from jmoe.run.report import HeldOut, Summary, print_final_summary, write_report
 
 
 def metrics(step: int = 0, *, layers: int = 2, experts: int = 4, **changes: object) -> dict[str, Any]:
@@ -546,21 +547,16 @@ def test_a_strip_shows_load_by_colour(tmp_path: Path) -> None:
     assert np.argmax(blue) < np.argmax(red)  # expert 0 on top
 
 
-def summary_text(stream: Any, folder: Path, **changes: object) -> None:
-    arguments: dict[str, Any] = {
-        "output_dir": folder,
-        "checkpoint_dir": folder / "checkpoints",
-        "before": (8.31, 3.6),
-        "after": (2.9012, 1.31),
-        "unigram_bits_per_byte": 2.62,
-        "xz_bits_per_byte": 1.25,
-        "expert_load": np.array([[0.25, 0.75], [0.5, 0.5]]),
-        "prompt": "def read(",
-        "sample": "self):\n\treturn [bold]\x1b[31m é",
-        "stream": stream,
-        **changes,
-    }
-    print_final_summary(**arguments)
+def summary_text(stream: Any, folder: Path, **changes: Any) -> None:
+    summary = Summary(
+        before=HeldOut(8.31, 3.6),
+        after=HeldOut(2.9012, 1.31),
+        unigram_bits_per_byte=2.62,
+        xz_bits_per_byte=1.25,
+        expert_load=np.array([[0.25, 0.75], [0.5, 0.5]]),
+        sample="def read(self):\n\treturn [bold]\x1b[31m é",
+    )
+    print_final_summary(dataclasses.replace(summary, **changes), folder, stream)
 
 
 def test_final_summary(tmp_path: Path) -> None:
@@ -585,7 +581,7 @@ def test_final_summary(tmp_path: Path) -> None:
 def test_final_summary_of_a_dense_resumed_run_in_ascii(tmp_path: Path) -> None:
     data = io.BytesIO()
     stream = io.TextIOWrapper(data, encoding="ascii")
-    summary_text(stream, tmp_path, before=None, expert_load=None, prompt="", sample="é")
+    summary_text(stream, tmp_path, before=None, expert_load=None, sample="é")
     stream.flush()
     text = data.getvalue().decode("ascii")
     assert "before training" not in text and "expert" not in text and "\\xe9" in text

@@ -264,7 +264,7 @@ from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
 from jmoe.run import distributed
 from jmoe.training.run_folder import RunFolder
-import train as program
+from jmoe.training.session import Session
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
 distributed.start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
                                     start_timeout_s=60, heartbeat_timeout_s=60))
@@ -284,7 +284,7 @@ batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=30)
 with distributed.Watchdog(5) as watchdog, out, checkpoints:
     config = TrainConfig(checkpoint=CheckpointConfig(drain_timeout_s=5))
-    run = program.Run(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, {}, None)
+    run = Session(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, {}, None)
     for step in (1, 2):
         train(store, step)
         run.save(step, make(np.float32(step)))

@@ -1,0 +1,160 @@
+"""What a run has beside its steps: its batches, evaluations, checkpoints, log and last words."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jmoe.config import TrainConfig
+from jmoe.data.corpus import Corpus
+from jmoe.data.loader import COMPARABLE_BYTES, TrainBatches, baselines
+from jmoe.mesh import ACCUMULATED_BATCH
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.compatibility import check_compatible
+from jmoe.run.distributed import Watchdog
+from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
+from jmoe.run.planner import tier_totals, tiers_summary
+from jmoe.run.report import HeldOut, Summary, print_final_summary, write_report
+from jmoe.status import status
+from jmoe.training.evaluation import held_out_loss, sample_text
+from jmoe.training.finetune import pretrained_state
+from jmoe.training.resume import restored
+from jmoe.training.run_folder import RunFolder
+from jmoe.training.state import TrainState
+from jmoe.training.trainer import Trainer
+
+
+def say(text: str) -> None:
+    """Print a line on process 0's screen."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+@dataclass
+class Session:
+    """What stays the same from the first step to the last.
+
+    resolved: the configuration as it is saved, with the data's fingerprint. tokenizer: its file, which every
+    checkpoint has; empty where the tokens came without one. log: process 0 has one.
+    """
+
+    config: TrainConfig
+    resolved: dict[str, Any]
+    mesh: Mesh
+    corpus: Corpus
+    batches: TrainBatches
+    trainer: Trainer
+    checkpoints: Checkpoints
+    watchdog: Watchdog
+    folder: RunFolder
+    tokenizer: dict[str, bytes]
+    log: MetricsLog | None = None
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.output_dir)
+
+    def next_batch(self) -> jax.Array:
+        """Return this process's rows [b, S + 1] as its part of a global [accumulation steps, B, S + 1]."""
+        rows = next(self.batches)
+        local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ACCUMULATED_BATCH), local)
+
+    def start_or_resume(self) -> TrainState:
+        """Return the newest checkpoint's state, with the data at its position, or a fresh one."""
+        config, checkpoints = self.config, self.checkpoints
+        doing = status("restoring or initialising the state", say)
+        with self.watchdog.waiting_for("restore or initialisation", progress=self.trainer.progress), doing:
+            step = checkpoints.latest_step()
+            if step is None:
+                say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
+                return pretrained_state(self.trainer, config) if config.init_from else self.trainer.init()
+            for note in check_compatible(checkpoints.saved_config(step), self.resolved):
+                say(note)
+            state, data_state = restored(self.trainer, checkpoints, step)
+            self.batches.set_state(data_state)
+            say(f"resuming from step {step} of {checkpoints.directory}")
+            return state
+
+    def evaluate(self, state: TrainState) -> HeldOut:
+        """Say, log and return what the held-out text costs."""
+        step, begun = int(state.step), time.perf_counter()
+        doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
+        with self.watchdog.waiting_for("evaluation after step", step), doing:
+            loss = held_out_loss(self.trainer, state, self.corpus, self.config, self.mesh)
+        bits = self.corpus.bits_per_byte(loss) if self.corpus.held_out_bytes else float("nan")
+        per_byte = f", {bits:.4f} bits per byte" if self.corpus.held_out_bytes else ""
+        say(f"held-out loss after {step} steps: {loss:.4f}{per_byte} ({time.perf_counter() - begun:.1f} s)")
+        if self.log is not None:
+            self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
+        return HeldOut(loss, bits)
+
+    def evaluate_first(self, state: TrainState) -> HeldOut | None:
+        """Return the held-out loss of step 0: measured now, or by the run that began in this folder."""
+        if int(state.step) == 0:
+            return self.evaluate(state)
+        events = read_events(self.log.path) if self.log is not None else []
+        first = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
+        return HeldOut(first[0]["loss"], first[0]["bits_per_byte"]) if first else None
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begin the checkpoint of `step`, once the one before is complete."""
+        with self.watchdog.waiting_for("the checkpoint before step", step, timeout_s=self.checkpoints.limit_s):
+            self.checkpoints.wait()
+        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.trainer.progress
+        what = "the drain of records before step"
+        option = "checkpoint.drain_timeout_s"
+        with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress, option=option):
+            self.checkpoints.wait_for_records()
+        with self.watchdog.waiting_for("checkpoint of step", step, progress=progress):
+            self.folder.check()
+            if self.log is not None:
+                self.log.sync()
+            saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
+            self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
+
+    def check_finite(self, step: int, values: dict[str, Any]) -> None:
+        """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not finite."""
+        if values["ok"]:
+            return
+        bad = []
+        for name, norm in values["grad_norms"].items():
+            layers = np.flatnonzero(~np.isfinite(np.atleast_1d(norm))).tolist()
+            if layers:
+                bad.append(f"{name} {', '.join(map(str, layers))}" if np.ndim(norm) else name)
+        where = f"not finite in {'; '.join(bad)}" if bad else "finite"
+        self.checkpoints.wait()
+        # One of this very step holds the parameters that have just failed.
+        good = [self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps() if saved < step]
+        last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
+        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; {last}")
+
+    def finish(self, state: TrainState, before: HeldOut | None) -> None:
+        """Evaluate, then print what the run learned and where its files are."""
+        corpus, after = self.corpus, self.evaluate(state)
+        sample = ""
+        if corpus.tokenizer is not None and self.config.evaluation.sample_tokens:
+            with self.watchdog.waiting_for("sample"), status("sampling a text", say):
+                sample = sample_text(self.trainer, state, corpus.tokenizer, corpus.eot, self.config, self.mesh)
+        totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
+        if self.log is None:
+            return
+        with status("drawing the report", say):
+            write_report(self.output_dir)
+        unigram, xz = baselines(corpus)
+        if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
+            say(
+                f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz and a unigram model\n"
+                f"({COMPARABLE_BYTES:,}; see data.held_out_bytes and data.held_out_fraction)"
+            )
+        summary = Summary(before, after, unigram, xz, recent_expert_load(self.log.path), sample)
+        print_final_summary(summary, self.output_dir)
+        if totals:
+            say(tiers_summary(self.config, totals, self.log))
