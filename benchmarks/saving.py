@@ -1,9 +1,9 @@
 """What a save costs a run whose experts are on NVMe: python benchmarks/saving.py --folder /mnt/nvme/scratch
 
 Runs `train.py` in this process with a router that sends nothing to half of the experts, and a checkpoint every
---every steps. Of each save: seconds that training waits in `Session.save`, bytes of records written meanwhile, bytes of
-the records whose weights or moments have another version than in the save before, and bytes of all records. The first
-save follows steps like all others, but everything has changed since the start.
+--every steps. Of each save: seconds that training waits in `Run.save`, bytes of records written meanwhile, bytes of the
+records whose weights or moments have another version than in the save before, and bytes of all records. The first save
+follows steps like all others, but everything has changed since the start.
 
 Prints one JSON object as its last line.
 """

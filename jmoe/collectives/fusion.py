@@ -139,7 +139,7 @@ def _unsharded_shape(part: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, 
     return tuple(shape)
 
 
-def all_gather_rows_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array:
+def all_gather_buffer_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array:
     """[R, C]: every device's vector, level by level, the slowest first: what crosses there crosses once."""
     rows = row_C[None]
     for axes in hierarchy:
@@ -147,8 +147,8 @@ def all_gather_rows_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array:
     return rows
 
 
-def reduce_scatter_rows_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax.Array:
-    """[G]: this device's row of the sum over devices; the transpose of `all_gather_rows_local`."""
+def reduce_scatter_buffer_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax.Array:
+    """[G]: this device's row of the sum over devices; the transpose of `all_gather_buffer_local`."""
     for axes in reversed(hierarchy):
         rows_RG = rows_RG.reshape(lax.axis_size(axes), -1)
         rows_RG = lax.psum_scatter(rows_RG, axes, scatter_dimension=0)
@@ -185,7 +185,7 @@ _Parts = tuple[ShardInBuffer, ...]
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_fused_local(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> list[jax.Array]:
     """Return the unsharded parameters, fetched as one buffer; their gradients are reduced as one."""
-    return unpack(all_gather_rows_local(pack(shards, parts), hierarchy), parts, hierarchy)
+    return unpack(all_gather_buffer_local(pack(shards, parts), hierarchy), parts, hierarchy)
 
 
 def _gather_fused_fwd(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarchy) -> tuple[Any, None]:
@@ -193,7 +193,7 @@ def _gather_fused_fwd(shards: list[jax.Array], parts: _Parts, hierarchy: Hierarc
 
 
 def _gather_fused_bwd(parts: _Parts, hierarchy: Hierarchy, _: None, grads: list[jax.Array]) -> tuple[Any]:
-    row_G = reduce_scatter_rows_local(pack_gradients(grads, parts, hierarchy), hierarchy)
+    row_G = reduce_scatter_buffer_local(pack_gradients(grads, parts, hierarchy), hierarchy)
     return (unpack_gradients(row_G, parts),)
 
 

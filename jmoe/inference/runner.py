@@ -119,7 +119,7 @@ class RingDecoder:
         dtype: Any,
         estimator: Estimator | None = None,
     ) -> None:
-        """ends, layers: of `without_experts`."""
+        """ends, layers: of `split_decoder`."""
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups

@@ -48,7 +48,7 @@ class EmbedAndHead(nnx.Module):
         return dot(h_TD, self.head[...].astype(h_TD.dtype))
 
 
-def without_experts(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
+def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
     """(`EmbedAndHead`, the layers in order, those with experts without them)."""
     config, layers, next_of = decoder.config, [], dict.fromkeys(STACKS, 0)
     for kind in config.layer_kinds:
@@ -161,7 +161,7 @@ class LazyCheckpoint:
         for p in self._parameters:
             dtype = self._dtypes[p.path]
             arrays[p.path] = jnp.zeros((p.shape[0], 0), dtype) if p.experts else self._loader.load(p, dtype, None)
-        return without_experts(decoder_of(self.config, arrays))
+        return split_decoder(decoder_of(self.config, arrays))
 
     def close(self) -> None:
         self._reader.__exit__()

@@ -31,7 +31,7 @@ from jmoe.memory.ring import Ring, RingStats
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.lazy_adamw import Laziness, constants, decaying
-from jmoe.optim.adamw import catch_up
+from jmoe.optim.adamw import MissedSteps, catch_up
 
 MOST_BEHIND = 1024  # steps that an expert may be behind in a checkpoint
 Arguments = ParamSpec("Arguments")
@@ -89,11 +89,11 @@ def _update(
     m: Mapping[str, jax.Array],
     v: Mapping[str, jax.Array],
     g: Mapping[str, jax.Array],
-    window: Mapping[str, Any],
+    missed: MissedSteps,
 ) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """`catch_up` of one expert of a slot: (slot, w, m, v). window: of `History.windows`."""
+    """`catch_up` of one expert of a slot: (slot, w, m, v)."""
     w = {name: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False) for name, stack in stacks.items()}
-    w, m, v = catch_up(w, m, v, g, config=config, decay={name: name in decays for name in stacks}, **window)
+    w, m, v = catch_up(w, m, v, g, missed, config=config, decay={name: name in decays for name in stacks})
     stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], expert, 0) for name, stack in stacks.items()}
     return stacks, w, m, v
 

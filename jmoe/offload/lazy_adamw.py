@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
-from jmoe.optim.adamw import catch_up
+from jmoe.optim.adamw import MissedSteps, catch_up
 
 WINDOW_STEPS = 64  # steps taken by one call of the program
 NO_GRADIENT = -1
@@ -52,20 +52,20 @@ class History:
         del self.clip[: step - self.first]
         self.first = step
 
-    def windows(self, steps: range, *, pending: bool) -> Iterator[dict[str, Any]]:
+    def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
         """What `catch_up` takes besides arrays, for one call after the other; pending: the first has a gradient."""
         assert self.first <= steps.start and steps.stop <= self.end, (self.first, steps, self.end)
         for first in range(steps.start, steps.stop, WINDOW_STEPS):
             count = min(WINDOW_STEPS, steps.stop - first)
             lr_W = np.zeros(WINDOW_STEPS, np.float32)
             lr_W[:count] = self.lr[first - self.first : first - self.first + count]
-            yield {
-                "lr_W": lr_W,
-                "step": np.int32(first),
-                "num_steps": np.int32(count),
-                "gradient_at": np.int32(0 if pending and first == steps.start else NO_GRADIENT),
-                "clip": np.float32(self.clip[first - self.first]),
-            }
+            yield MissedSteps(
+                clip=np.float32(self.clip[first - self.first]),
+                gradient_at=np.int32(0 if pending and first == steps.start else NO_GRADIENT),
+                lr_W=lr_W,
+                num_steps=np.int32(count),
+                step=np.int32(first),
+            )
 
 
 def decaying(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
@@ -79,8 +79,10 @@ def constants(config: OptimizerConfig) -> OptimizerConfig:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _catch_up(config: OptimizerConfig, decays: frozenset[str], w: Any, m: Any, v: Any, g: Any, window: Any) -> Any:
-    return catch_up(w, m, v, g, config=config, decay={name: name in decays for name in w}, **window)
+def _catch_up(
+    config: OptimizerConfig, decays: frozenset[str], w: Any, m: Any, v: Any, g: Any, missed: MissedSteps
+) -> Any:
+    return catch_up(w, m, v, g, missed, config=config, decay={name: name in decays for name in w})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """AdamW on the shards a device owns, with the learning-rate schedule of optax; one step at a time, or those missed."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,33 +30,46 @@ def decays(path: tuple[Any, ...], w: jax.Array) -> bool:
     return w.ndim - stack_dims(path) - is_expert(path) >= 2
 
 
+class StepValues(NamedTuple):
+    """What all parameters share in a step: gradients are scaled by `clip`, and nothing changes unless `ok`."""
+
+    lr: jax.Array
+    step: jax.Array
+    clip: jax.Array
+    ok: jax.Array
+
+
+class MissedSteps(NamedTuple):
+    """Steps of one parameter that are taken together: `num_steps` from `step` on.
+
+    clip: the factor of the gradient. gradient_at: which of them has one, 0 ... num_steps - 1, or -1 for none. lr_W:
+    learning rates of the steps from `step` on, float32 [W >= num_steps].
+    """
+
+    clip: Any
+    gradient_at: Any
+    lr_W: Any
+    num_steps: Any
+    step: Any
+
+
 def advance(
-    w: jax.Array,
-    m: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    *,
-    config: OptimizerConfig,
-    decay: bool,
-    lr: jax.Array,
-    step: jax.Array,
-    clip: jax.Array,
-    ok: jax.Array,
+    w: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array, *, config: OptimizerConfig, decay: bool, now: StepValues
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One AdamW step (arXiv 1711.05101) of one float32 parameter; returns (w, m, v), unchanged unless `ok`.
+    """Take one AdamW step (arXiv 1711.05101) of one float32 parameter; returns (w, m, v).
 
     m' = b1 m + (1 - b1) g;  v' = b2 v + (1 - b2) g^2;
     w' = w - lr (m' / (1 - b1^t) / (sqrt(v' / (1 - b2^t)) + eps) + weight_decay w),  g scaled by `clip`, t = step + 1.
     """
-    t = (step + 1).astype(jnp.float32)
-    g = g.astype(jnp.float32) * clip
+    t = (now.step + 1).astype(jnp.float32)
+    g = g.astype(jnp.float32) * now.clip
     m_new = config.beta1 * m + (1 - config.beta1) * g
     v_new = config.beta2 * v + (1 - config.beta2) * g * g
-    m_new, v_new = lax.optimization_barrier((jnp.where(ok, m_new, m), jnp.where(ok, v_new, v)))
+    m_new, v_new = lax.optimization_barrier((jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v)))
     update = (m_new / (1 - config.beta1**t)) / (jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps)
     if decay:
         update = update + config.weight_decay * w
-    return jnp.where(ok, w - lr * update, w), m_new, v_new
+    return jnp.where(now.ok, w - now.lr * update, w), m_new, v_new
 
 
 def catch_up(
@@ -64,39 +77,27 @@ def catch_up(
     m: Mapping[str, jax.Array],
     v: Mapping[str, jax.Array],
     g: Mapping[str, jax.Array],
+    missed: MissedSteps,
     *,
     config: OptimizerConfig,
     decay: Mapping[str, bool],
-    lr_W: jax.Array,
-    step: jax.Array,
-    num_steps: jax.Array,
-    gradient_at: jax.Array,
-    clip: jax.Array,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """`num_steps` AdamW steps of parameters by name, from `step` on; step i has gradient g if i = gradient_at, else 0.
+    """Take the missed AdamW steps of parameters by name; the gradient is 0 but for that of `missed.gradient_at`.
 
     What an expert misses that no token came to: dense AdamW decays its moments and moves its weight all the same.
     One loop body serves every number of steps, so that missed steps replayed later give the bits that taking them
     one by one gives (two programs of the same formula differ by rounding: what is contracted to fused multiply-adds
     is the compiler's choice).
-
-    lr_W: learning rates of the steps from `step` on, float32 [W >= num_steps]. gradient_at: 0 … num_steps - 1, or -1
-    for none; g is then anything of the right shape. clip: the factor of g.
     """
 
     def one(i: jax.Array, state: Any) -> Any:
         w, m, v = state
-        options: dict[str, Any] = {
-            "config": config,
-            "lr": lax.dynamic_index_in_dim(lr_W, i, 0, keepdims=False),
-            "step": step + i,
-            "clip": clip,
-            "ok": jnp.bool_(True),
-        }
-        grads = {name: jnp.where(i == gradient_at, g[name].astype(jnp.float32), 0) for name in w}
-        new = {n: advance(w[n], m[n], v[n], grads[n], decay=decay[n], **options) for n in w}
+        lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
+        now = StepValues(lr, missed.step + i, missed.clip, jnp.bool_(True))
+        grads = {name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w}
+        new = {n: advance(w[n], m[n], v[n], grads[n], config=config, decay=decay[n], now=now) for n in w}
         return tuple({name: moved[part] for name, moved in new.items()} for part in range(3))
 
     result: tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]
-    result = lax.fori_loop(0, num_steps, one, (dict(w), dict(m), dict(v)))
+    result = lax.fori_loop(0, missed.num_steps, one, (dict(w), dict(m), dict(v)))
     return result

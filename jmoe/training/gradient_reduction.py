@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.collectives.fusion import all_reduce_local, pack_gradients, reduce_scatter_rows_local, unpack_gradients
+from jmoe.collectives.fusion import all_reduce_local, pack_gradients, reduce_scatter_buffer_local, unpack_gradients
 from jmoe.config import LayerKind
 from jmoe.mesh import DATA, is_expert, path_names
 from jmoe.models.decoder import STACKS
@@ -77,7 +77,7 @@ def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: Streamed
     if model.mesh.size > 1:
         everywhere = all_reduce_local(everywhere, model.hierarchy)
     if layout.parts:
-        row_G = reduce_scatter_rows_local(pack_gradients(fused, layout.parts, model.hierarchy), model.hierarchy)
+        row_G = reduce_scatter_buffer_local(pack_gradients(fused, layout.parts, model.hierarchy), model.hierarchy)
         fused = unpack_gradients(row_G, layout.parts)
     others = iter(everywhere.pop(""))
     reduced = layout.join(fused, [g if done else next(others) for g, done in zip(rest, summed, strict=True)])

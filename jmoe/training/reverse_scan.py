@@ -23,10 +23,10 @@ from jax import lax
 from jmoe.collectives.fusion import (
     BufferLayout,
     Hierarchy,
-    all_gather_rows_local,
+    all_gather_buffer_local,
     pack,
     pack_gradients,
-    reduce_scatter_rows_local,
+    reduce_scatter_buffer_local,
     unpack,
     unpack_gradients,
 )
@@ -122,7 +122,7 @@ class ReverseScan:
 
         def gather(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope("gather"):
-                return all_gather_rows_local(after(row_C[start:end]), self.hierarchy)
+                return all_gather_buffer_local(after(row_C[start:end]), self.hierarchy)
 
         return [partial(gather, start=start, end=end) for start, end in chunks]
 
@@ -138,7 +138,7 @@ class ReverseScan:
 
         def reduce(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope("reduce"):
-                return reduce_scatter_rows_local(after(rows_RG[:, start:end]), self.hierarchy)
+                return reduce_scatter_buffer_local(after(rows_RG[:, start:end]), self.hierarchy)
 
         return [partial(reduce, start=start, end=end) for start, end in chunks]
 

@@ -28,10 +28,10 @@ from jax import lax
 
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.collectives.fusion import (
-    all_gather_rows_local,
+    all_gather_buffer_local,
     pack,
     pack_gradients,
-    reduce_scatter_rows_local,
+    reduce_scatter_buffer_local,
     unpack,
 )
 from jmoe.collectives.schedule import interleave
@@ -282,7 +282,7 @@ class LayerPrograms:
         layout = self._model.layout(outside)
         shards, rest = layout.split(outside)
         if shards:
-            rows_RC = all_gather_rows_local(pack(shards, layout.parts), scan.hierarchy)
+            rows_RC = all_gather_buffer_local(pack(shards, layout.parts), scan.hierarchy)
             outside = layout.join(unpack(rows_RC, layout.parts, scan.hierarchy), rest)
         row_C = flat[first][0]
         return outside, flat, scan.unsharded([gather(lambda row: row) for gather in scan.gathers(row_C)], row_C)
@@ -309,7 +309,7 @@ class LayerPrograms:
         return result, Overlapped(unsharded_RC, sum_G)
 
     def _reduce(self, rows_RG: jax.Array) -> jax.Array:
-        return reduce_scatter_rows_local(rows_RG, self._model.hierarchy)
+        return reduce_scatter_buffer_local(rows_RG, self._model.hierarchy)
 
     # Forward
 

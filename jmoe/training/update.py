@@ -3,6 +3,7 @@
 Legend: N MoE layers, E experts.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jmoe.config import TrainConfig
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL
-from jmoe.optim.adamw import advance, decays, learning_rate
+from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
 from jmoe.training.state import TrainState
 
 
@@ -61,11 +62,12 @@ def finish_step(
     clip = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0)
     schedule = learning_rate(config.optimizer, config.num_steps)
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
-    options: dict[str, Any] = {"config": config.optimizer, "lr": lr, "step": state.step, "clip": clip, "ok": ok}
+    now = StepValues(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):
         leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
         old = zip(leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True)
-        new = [advance(w, m, v, g, decay=decays(path, w), **options) for (path, w), m, v, g in old]
+        step = partial(advance, config=config.optimizer, now=now)
+        new = [step(w, m, v, g, decay=decays(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
     speed = config.model.router.bias_update_speed
     bias = jax.tree.map(lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias)

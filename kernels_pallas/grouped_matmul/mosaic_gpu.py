@@ -16,6 +16,7 @@ tensor cores are at work on the step before. Their scales, one a column, are fac
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -173,12 +174,19 @@ def _multiplying(
     plgpu.wait_smem_to_gmem(0)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel runs: on how many multiprocessors, and, without a GPU, how it is interpreted."""
+
+    num_sms: int = NUM_SMS
+    interpret: Any = None
+
+
 def _launch(
     body: Callable[..., None],
     out_type: jax.ShapeDtypeStruct,
     scratch: list[Any],
-    num_sms: int,
-    interpret: Any,
+    launch: Launch,
     num_copies: int = 2,
     num_stages: int = STAGES,
 ) -> Callable[..., jax.Array]:
@@ -188,12 +196,12 @@ def _launch(
         body,
         out_type=out_type,
         scratch_types=[*scratch, *barriers],
-        grid=(num_sms,),
+        grid=(launch.num_sms,),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(),
-        **({} if interpret is None else {"interpret": interpret}),
+        **({} if launch.interpret is None else {"interpret": launch.interpret}),
     )
 
 
@@ -210,6 +218,18 @@ def _widened(w: jax.Array, dtype: Any) -> jax.Array:
     return w.astype(dtype)
 
 
+@dataclass(frozen=True)
+class Epilogue:
+    """What is done to float32 sums before they are stored.
+
+    bias_EF: added to the columns. activate: with `gated`, of (gate, up), the columns' halves: [N, F / 2].
+    """
+
+    bias_EF: jax.Array | None = None
+    activate: Callable[..., jax.Array] | None = None
+    gated: bool = False
+
+
 def grouped_matmul(
     x_ND: jax.Array,
     w: jax.Array,
@@ -218,18 +238,15 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
-    bias_EF: jax.Array | None = None,
-    epilogue: Callable[..., jax.Array] | None = None,
-    gated: bool = False,
-    num_sms: int = NUM_SMS,
-    interpret: Any = None,
+    epilogue: Epilogue = Epilogue(),
+    launch: Launch = Launch(),
 ) -> jax.Array:
     """[N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold anything.
 
     src_N: row n is token src_N[n] of x, which is then [T, D].
-    scale_EF: factors of the columns of int8 or float8_e4m3fn weights. bias_EF: added to the columns.
-    epilogue: float32 sums -> what is stored; with `gated`, of (gate, up), the two halves of the columns: [N, F / 2].
+    scale_EF: factors of the columns of int8 or float8_e4m3fn weights.
     """
+    bias_EF, activate, gated = epilogue.bias_EF, epilogue.activate, epilogue.gated
     num_rows, inner = (x_ND if src_N is None else src_N).shape[0], x_ND.shape[1]
     num_columns, parts = w.shape[1 if transpose_rhs else 2], 2 if gated else 1
     narrow, gathered = scale_EF is not None, src_N is not None
@@ -267,10 +284,10 @@ def grouped_matmul(
         out, x_smem, w_smem, out_smem, *own_smem, full, empty = refs
         wg = lax.axis_index("wg")
         top, left = (wg * height, 0) if by_rows else (0, wg * columns)
-        num_mine = _mine(count[0] * num_n, num_sms)
+        num_mine = _mine(count[0] * num_n, launch.num_sms)
 
         def steps_of(i: jax.Array) -> Any:
-            m, n = _snake(lax.axis_index("sm") + i * num_sms, count[0], num_n)
+            m, n = _snake(lax.axis_index("sm") + i * launch.num_sms, count[0], num_n)
             return num_steps, (m, n)
 
         def copy(where: Any, k: jax.Array, stage: jax.Array, barrier: Any) -> None:
@@ -320,7 +337,7 @@ def grouped_matmul(
                     if ref is not None:
                         row = plgpu.layout_cast(ref[group, at], plgpu.Layout.WGMMA.reduce(0))
                         sums[part] = apply(sums[part], lax.broadcast_in_dim(row, sums[part].shape, (1,)))
-            return (sums[0] if epilogue is None else epilogue(*sums)).astype(out.dtype)
+            return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 
         def store(sums: list[jax.Array], where: Any) -> None:
             m, n = where
@@ -366,8 +383,8 @@ def grouped_matmul(
         scratch.append(plgpu.SMEM((2, 2, height, INNER), x_ND.dtype, transforms=TILED))
     out_type = jax.ShapeDtypeStruct((whole_rows, num_columns // parts), x_ND.dtype)
     num_copies = (ROWS if gathered else 1) + parts
-    launch = _launch(grouped_matmul_kernel, out_type, scratch, num_sms, interpret, num_copies, num_stages)
-    return launch(count, tiles_4M, x_ND, w, *by_index, *by_column)[:num_rows]
+    kernel = _launch(grouped_matmul_kernel, out_type, scratch, launch, num_copies, num_stages)
+    return kernel(count, tiles_4M, x_ND, w, *by_index, *by_column)[:num_rows]
 
 
 def weight_gradient(
@@ -376,12 +393,11 @@ def weight_gradient(
     group_sizes_E: jax.Array,
     *,
     src_N: jax.Array | None = None,
-    num_sms: int = NUM_SMS,
-    interpret: Any = None,
+    launch: Launch = Launch(),
 ) -> jax.Array:
     """[E, D, F] in x's dtype: x^T dy of each group's rows. src_N: as for `grouped_matmul`; its rows are written."""
     if src_N is not None:
-        x_ND = gather_rows(x_ND, src_N, num_sms=num_sms, interpret=interpret)
+        x_ND = gather_rows(x_ND, src_N, num_sms=launch.num_sms, interpret=launch.interpret)
     (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
     _check((x_ND, dy_NF), d, ROWS)
     columns = _columns(num_columns)
@@ -390,12 +406,13 @@ def weight_gradient(
     num_rows = x_ND.shape[0]
     bounds_3E = jnp.stack(_bounds(group_sizes_E))
 
-    def weight_gradient_kernel(bounds, x, dy, out, x_smem, dy_smem, out_smem, masked, full, empty):  # type: ignore[no-untyped-def]
+    def weight_gradient_kernel(bounds, x, dy, out, *refs):  # type: ignore[no-untyped-def]
+        x_smem, dy_smem, out_smem, masked, full, empty = refs
         wg = lax.axis_index("wg")
-        num_mine = _mine(num_groups * num_m * num_n, num_sms)
+        num_mine = _mine(num_groups * num_m * num_n, launch.num_sms)
 
         def steps_of(i: jax.Array) -> Any:
-            index = lax.axis_index("sm") + i * num_sms
+            index = lax.axis_index("sm") + i * launch.num_sms
             group = index // (num_m * num_n)
             m, n = _snake(index - group * (num_m * num_n), num_m, num_n)
             start, end, aligned = bounds[0, group], bounds[1, group], bounds[2, group]
@@ -456,4 +473,4 @@ def weight_gradient(
         plgpu.Barrier(num_arrivals=2),
     ]
     out_type = jax.ShapeDtypeStruct((num_groups, d, num_columns), x_ND.dtype)
-    return _launch(weight_gradient_kernel, out_type, scratch, num_sms, interpret)(bounds_3E, x_ND, dy_NF)
+    return _launch(weight_gradient_kernel, out_type, scratch, launch)(bounds_3E, x_ND, dy_NF)

@@ -84,10 +84,10 @@ def _fused(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmu
     """Biases and activation in the kernels: the pre-activations never leave the registers."""
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     gated = activation != "gelu"
-    epilogue = partial(activate_gated, activation=activation) if gated else gelu
-    up = {"bias_EF": b_up_LU, "epilogue": epilogue, "gated": gated}
-    a_NF = matmul.grouped_matmul(x_ND, w_up_LDU, group_sizes_L, **up)
-    return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, bias_EF=b_down_LD)
+    function = partial(activate_gated, activation=activation) if gated else gelu
+    up, down = mosaic_gpu.Epilogue(b_up_LU, function, gated), mosaic_gpu.Epilogue(b_down_LD)
+    a_NF = matmul.grouped_matmul(x_ND, w_up_LDU, group_sizes_L, epilogue=up)
+    return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, epilogue=down)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -20,7 +20,7 @@ from jmoe.collectives.exchange import OneDevice, make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
-from jmoe.planning.exchange import ExchangePlan, buffer_rows, nodes_per_token, plan_exchange, traffic
+from jmoe.planning.exchange import ExchangePlan, buffer_rows, exchange_traffic, nodes_per_token, plan_exchange
 
 SPLITS = [(2, 4), (4, 2)]  # (nodes, devices of a node)
 AXES = ("node", "gpu")
@@ -267,7 +267,7 @@ def test_the_program_sends_what_the_formula_says(
             across += sent * (nodes - 1)
         else:
             inside += sent * (devices - 1)
-    expected = traffic(
+    expected = exchange_traffic(
         planned(kind, split, k),
         num_tokens=T,
         num_experts=E,

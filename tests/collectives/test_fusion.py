@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jmoe.collectives.fusion import (
-    Part,
-    all_gather_rows_local,
+    ShardInBuffer,
+    all_gather_buffer_local,
     all_reduce_local,
     gather_fused_local,
     gather_local,
-    reduce_scatter_rows_local,
+    reduce_scatter_buffer_local,
 )
 from jmoe.mesh import ALL, BATCH, REPLICATED, hierarchy, make_mesh, split_over
 
@@ -48,7 +48,7 @@ def test_one_buffer_is_all_parameters(over: Any, dtype: Any) -> None:
         return sum((jnp.sin(w.astype(jnp.float32) * (1 + rank)).sum() for w in whole.values()), jnp.float32(0))
 
     def fused(shards: dict[str, jax.Array]) -> Any:
-        parts = tuple(Part(w.shape, SHAPES[name][1], dtypes[name]) for name, w in shards.items())
+        parts = tuple(ShardInBuffer(w.shape, SHAPES[name][1], dtypes[name]) for name, w in shards.items())
         gather = lambda w: dict(zip(w, gather_fused_local(list(w.values()), parts, over), strict=True))  # noqa: E731
         return gather(shards), jax.grad(lambda w: loss(gather(w)))(shards)
 
@@ -73,8 +73,8 @@ def test_rows_gathered_and_reduced(over: Any) -> None:
     x = jnp.arange(40, dtype=jnp.float32)
 
     def body(row_C: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = all_gather_rows_local(row_C, over)
-        return jnp.sort(rows[:, 0]), reduce_scatter_rows_local(rows, over)
+        rows = all_gather_buffer_local(row_C, over)
+        return jnp.sort(rows[:, 0]), reduce_scatter_buffer_local(rows, over)
 
     firsts, back = run(body, (x,), BATCH, (REPLICATED, BATCH))
     np.testing.assert_array_equal(firsts, np.arange(0, 40, 5))

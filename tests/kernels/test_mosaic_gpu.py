@@ -37,8 +37,9 @@ needs_new_interpreter = pytest.mark.skipif(
 )
 needs_quick_interpreter = pytest.mark.skipif(old_interpreter, reason="this JAX's interpreter is several times slower")
 INTERPRET = {"num_sms": 2, "interpret": InterpretGPUParams(detect_races=not old_interpreter)}
+LAUNCH = gm_mosaic.Launch(**INTERPRET)
 MATMUL = gm.Implementation(
-    partial(gm_mosaic.grouped_matmul, **INTERPRET), partial(gm_mosaic.weight_gradient, **INTERPRET)
+    partial(gm_mosaic.grouped_matmul, launch=LAUNCH), partial(gm_mosaic.weight_gradient, launch=LAUNCH)
 )
 PERMUTE = tp.Implementation(partial(tp_mosaic.gather_rows, **INTERPRET), partial(tp_mosaic.gather_sum, **INTERPRET))
 # groups that neither begin nor end on a tile, an empty one, rows beyond: one of the tiles has two groups' rows

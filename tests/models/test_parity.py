@@ -24,7 +24,7 @@ from jmoe.layers.router import RouterBias
 from jmoe.mesh import path_names
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.weights import parameters
-from jmoe.optim.adamw import advance
+from jmoe.optim.adamw import StepValues, advance
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -102,8 +102,8 @@ def loss_and_gradients(graph: Any, params: Any, rest: Any, tokens_BS: jax.Array,
 def adamw(state: tuple[Any, Any, Any], grads: Any, step: jax.Array) -> tuple[Any, Any, Any]:
     """The optimizer of the training step, with decay on every parameter."""
     config = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    options = {"lr": jnp.float32(1e-3), "step": step, "clip": jnp.float32(1.0), "ok": jnp.bool_(True)}
-    new = jax.tree.map(lambda w, m, v, g: advance(w, m, v, g, config=config, decay=True, **options), *state, grads)
+    now = StepValues(jnp.float32(1e-3), step, jnp.float32(1.0), jnp.bool_(True))
+    new = jax.tree.map(lambda w, m, v, g: advance(w, m, v, g, config=config, decay=True, now=now), *state, grads)
     return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), new)
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jmoe.config import OptimizerConfig
-from jmoe.optim.adamw import catch_up, learning_rate
+from jmoe.optim.adamw import MissedSteps, catch_up, learning_rate
 
 T, W = 40, 64
 SHAPES = [{"w_up": (7, 13), "w_down": (5, 3), "b_up": (11,)}, {"w_up": (16, 64), "w_down": (32, 16)}]
@@ -44,17 +44,14 @@ def run(
         until = min(later, default=T)
         lr_W = np.zeros(W, np.float32)
         lr_W[: until - step] = lr_T[step:until]
-        w, m, v = update(
-            w,
-            m,
-            v,
-            gradients.get(step, none),
-            lr_W=lr_W,
-            step=np.int32(step),
-            num_steps=np.int32(until - step),
-            gradient_at=np.int32(0 if step in gradients else -1),
+        missed = MissedSteps(
             clip=clips[step],
+            gradient_at=np.int32(0 if step in gradients else -1),
+            lr_W=lr_W,
+            num_steps=np.int32(until - step),
+            step=np.int32(step),
         )
+        w, m, v = update(w, m, v, gradients.get(step, none), missed)
         step = until
     return jax.device_get((w, m, v))
 

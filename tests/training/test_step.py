@@ -23,7 +23,7 @@ from jmoe.config import CommConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import advance, decays, learning_rate
+from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests import model_configs
@@ -200,7 +200,7 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
     w2, s2 = w, theirs.init(w)
     update = jax.jit(
         lambda w, m, v, g, step, ok: advance(
-            w, m, v, g, config=config, decay=decay, lr=jnp.float32(0.01), step=step, clip=jnp.float32(0.5), ok=ok
+            w, m, v, g, config=config, decay=decay, now=StepValues(jnp.float32(0.01), step, jnp.float32(0.5), ok)
         )
     )
     for i in range(5):
