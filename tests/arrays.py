@@ -1,9 +1,12 @@
-"""Comparisons of pytrees of arrays."""
+"""Arrays that tests draw, and comparisons of arrays and of pytrees of them."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from kernels_pallas.token_permute import RowMap
 
 
 def assert_trees_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -20,3 +23,22 @@ def differing(a: Any, b: Any) -> list[str]:
     """Return the paths of the arrays that are not equal bit for bit."""
     pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True)
     return [jax.tree_util.keystr(path) for (path, x), (_, y) in pairs if x.tobytes() != y.tobytes()]
+
+
+def assert_close(ours: Any, expected: Any, tolerance: float, message: str = "") -> None:
+    """Check that the shapes are the same and the largest error is within `tolerance` of the largest value."""
+    ours, expected = np.asarray(ours, np.float32), np.asarray(expected, np.float32)
+    assert ours.shape == expected.shape, message
+    limit = tolerance * max(1e-3, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=limit, err_msg=message)
+
+
+def random_row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_dropped: int = 0) -> RowMap:
+    """Assign the choices, but the `num_dropped` last, to any of the first `num_inside` rows; the others stay empty."""
+    rng = np.random.default_rng(num_tokens + num_inside)
+    num_choices = num_tokens * k
+    kept = rng.permutation(num_choices)[: min(num_choices - num_dropped, num_inside)]
+    row_of = rng.permutation(num_inside)[: kept.size]
+    src_M, slot_N = np.full(num_rows, num_tokens, np.int32), np.full(num_choices, num_rows, np.int32)
+    src_M[row_of], slot_N[kept] = kept // k, row_of
+    return RowMap(jnp.asarray(src_M), jnp.asarray(slot_N.reshape(num_tokens, k)), kept.size == num_choices)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, reference, xla
 from kernels_pallas.shapes import MODELS, ROUTINGS, group_sizes
 from kernels_pallas.token_permute import RowMap, dispatch
+from tests.arrays import assert_close, random_row_map
 
 ORACLE = Implementation(reference.grouped_matmul, reference.weight_gradient)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # of the largest value; bfloat16 is rounded once
@@ -40,15 +41,12 @@ def run(implementation: Any, transpose_rhs: bool, x: jax.Array, w: jax.Array, dy
     return y, *vjp(dy)
 
 
-def assert_close(ours: Any, expected: Any, num_inside: int, tolerance: float, message: str) -> None:
-    """The largest error of each array is within `tolerance` of its largest value; rows beyond the groups may differ."""
+def assert_same(ours: Any, expected: Any, num_inside: int, tolerance: float, message: str) -> None:
+    """Compare (y, dx, dw); rows of y and dx beyond the groups may differ."""
     for name, a, b in zip(("y", "dx", "dw"), ours, expected, strict=True):
         assert a.dtype == b.dtype
-        a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        if name != "dw":
-            a32, b32 = a32[:num_inside], b32[:num_inside]
-        limit = tolerance * max(1e-3, np.abs(b32).max(initial=0))
-        np.testing.assert_allclose(a32, b32, rtol=0, atol=limit, err_msg=f"{message} {name}")
+        a, b = (a, b) if name == "dw" else (a[:num_inside], b[:num_inside])
+        assert_close(a, b, tolerance, f"{message} {name}")
 
 
 @dtypes
@@ -61,19 +59,7 @@ def test_named_shapes(name: str, dtype: Any) -> None:
     for routing in ROUTINGS:
         sizes = jnp.asarray(group_sizes(routing, n, e))
         ours, expected = (run(i, False, x, w, dy, sizes) for i in (None, ORACLE))
-        assert_close(ours, expected, n, TOLERANCE[dtype], routing)
-
-
-def row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_dropped: int = 0) -> RowMap:
-    """Any assignment of the choices but the `num_dropped` last to rows inside the groups; the other rows are empty."""
-    rng = np.random.default_rng(num_tokens + num_inside)
-    num_choices = num_tokens * k
-    kept = rng.permutation(num_choices)[: min(num_choices - num_dropped, num_inside)]
-    row_of = rng.permutation(num_inside)[: kept.size]
-    src_M, slot_N = np.full(num_rows, num_tokens, np.int32), np.full(num_choices, num_rows, np.int32)
-    src_M[row_of], slot_N[kept] = kept // k, row_of
-    complete = kept.size == num_choices
-    return RowMap(jnp.asarray(src_M), jnp.asarray(slot_N.reshape(num_tokens, k)), complete)
+        assert_same(ours, expected, n, TOLERANCE[dtype], routing)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -112,12 +98,12 @@ def test_named_shapes_of_tokens(name: str, dtype: Any) -> None:
     shape = MODELS[name].scaled(width=32, experts=16, rows=600)
     n, e = shape.num_rows, shape.num_experts
     _, w, dy = operands(n, shape.hidden_size, shape.moe_intermediate_size, e, dtype)
-    rows = row_map(shape.num_tokens, shape.num_experts_per_tok, n, n)
+    rows = random_row_map(shape.num_tokens, shape.num_experts_per_tok, n, n)
     x = tokens_of(rows, shape.hidden_size, dtype)
     for routing in ROUTINGS:
         sizes = jnp.asarray(group_sizes(routing, n, e))
         ours, expected = (run_tokens(i, False, False, x, w, dy, sizes, rows) for i in ("xla", ORACLE))
-        assert_close(ours, expected, n, TOLERANCE[dtype], routing)
+        assert_same(ours, expected, n, TOLERANCE[dtype], routing)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -129,15 +115,15 @@ def test_named_shapes_of_tokens(name: str, dtype: Any) -> None:
 def test_any_group_sizes_of_tokens(sizes: list[int], num_dropped: int, transpose_rhs: bool) -> None:
     """As a dispatch and the product of its rows; dropped choices, empty rows and rows beyond the groups too."""
     _, w, dy = operands(400, 8, 16, 5, jnp.float32, transpose_rhs)
-    rows = row_map(90, 3, sum(sizes), 400, num_dropped)
+    rows = random_row_map(90, 3, sum(sizes), 400, num_dropped)
     x, sizes_E = tokens_of(rows, 8, jnp.float32), jnp.asarray(sizes, jnp.int32)
     ours, expected = (run_tokens("xla", d, transpose_rhs, x, w, dy, sizes_E, rows) for d in (False, True))
-    assert_close(ours, expected, 400, 1e-5, str(sizes))
+    assert_same(ours, expected, 400, 1e-5, str(sizes))
 
 
 def test_gradient_of_tokens_has_no_scatter() -> None:
     """XLA:CPU scatters row by row, and float scatters on GPU add in no fixed order."""
-    rows, sizes = row_map(20, 3, 60, 60), jnp.array([40, 20], jnp.int32)
+    rows, sizes = random_row_map(20, 3, 60, 60), jnp.array([40, 20], jnp.int32)
     f = lambda x, w: grouped_matmul(x, w, sizes, rows=rows).sum()  # noqa: E731
     jaxpr = str(jax.make_jaxpr(jax.grad(f))(jnp.ones((20, 8)), jnp.ones((2, 8, 8))))
     assert "f32[20,8]" in jaxpr
@@ -164,7 +150,7 @@ def test_transposed(dtype: Any) -> None:
     for routing in ROUTINGS:
         sizes = jnp.asarray(group_sizes(routing, 300, 5))
         ours, expected = (run(i, True, x, w, dy, sizes) for i in ("xla", ORACLE))
-        assert_close(ours, expected, 300, TOLERANCE[dtype], routing)
+        assert_same(ours, expected, 300, TOLERANCE[dtype], routing)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -173,7 +159,7 @@ def test_any_group_sizes(sizes: list[int]) -> None:
     """Rows beyond the groups too."""
     x, w, dy = operands(700, 8, 16, 6, jnp.float32)
     ours, expected = (run(i, False, x, w, dy, jnp.asarray(sizes, jnp.int32)) for i in ("xla", ORACLE))
-    assert_close(ours, expected, sum(sizes), 1e-5, str(sizes))
+    assert_same(ours, expected, sum(sizes), 1e-5, str(sizes))
     assert np.isfinite(np.asarray(ours[0])).all()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp, reference
 from kernels_pallas.token_permute import RowMap, dispatch
+from tests.arrays import assert_close
 
 N, L, D, F = 400, 4, 12, 20
 GROUPS = {
@@ -61,13 +62,10 @@ def compare(slots: int, activation: str, bias: bool, dtype: Any, tolerance: floa
         assert structure == jax.tree.structure(expected)
         for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)):
             assert a.dtype == b.dtype
-            a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)
-            assert np.isfinite(a32).all(), name
-            if len(a32) == N:  # rows that belong to no group hold anything
-                a32, b32 = a32[: sum(sizes)], b32[: sum(sizes)]
-            np.testing.assert_allclose(
-                a32, b32, rtol=0, atol=tolerance * max(1e-3, np.abs(b32).max(initial=0)), err_msg=f"{name}, leaf {i}"
-            )
+            assert jnp.isfinite(a).all(), name
+            if len(a) == N:  # rows that belong to no group hold anything
+                a, b = a[: sum(sizes)], b[: sum(sizes)]
+            assert_close(a, b, tolerance, f"{name}, leaf {i}")
 
 
 @pytest.mark.parametrize("slots", [8, 40, 128, 1000])  # nearly all rows in tiles ... all rows in slots

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.matmul import dot, matmul, transposed
+from tests.arrays import assert_close
 
 M, K, N = 24, 40, 16
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -19,14 +20,6 @@ def rounded(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> tup
     """A random array in `dtype` and the same values in float64."""
     x = jnp.asarray(rng.normal(size=shape), dtype)
     return x, np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def assert_close(ours: jax.Array, expected: np.ndarray, rtol: float) -> None:
-    """Largest error within `rtol` of the largest value."""
-    assert ours.shape == expected.shape
-    np.testing.assert_allclose(
-        np.asarray(ours.astype(jnp.float32)), expected, rtol=0, atol=rtol * np.abs(expected).max()
-    )
 
 
 def flip(x: np.ndarray) -> np.ndarray:

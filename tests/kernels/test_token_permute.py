@@ -14,18 +14,15 @@ import pytest
 
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert, sum_rows, take_rows
 from kernels_pallas.token_permute.sort import counting_sort
+from tests.arrays import random_row_map
 
 T, K, D = 20, 3, 8
 
 
 def permutation(rows: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
     """(src_M, slot_TK) of a random assignment of the T * K choices to `rows` rows, `dropped` of them to none."""
-    rng = np.random.default_rng(rows + dropped)
-    kept = rng.permutation(T * K)[dropped:]
-    row_of = rng.permutation(rows)[: kept.size]
-    src_M, slot_N = np.full(rows, T, np.int32), np.full(T * K, rows, np.int32)
-    src_M[row_of], slot_N[kept] = kept // K, row_of
-    return src_M, slot_N.reshape(T, K)
+    row_map = random_row_map(T, K, rows, rows, dropped)
+    return np.asarray(row_map.src_M), np.asarray(row_map.slot_TK)
 
 
 # rows == T * K: full; more: empty rows; choices dropped: tokens that lost one choice or all of them
