@@ -13,20 +13,16 @@ if __name__ == "__main__":
     script.reexec_with_env()
 
 import argparse
-import json
-import sys
 import time
-from importlib.metadata import version
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.training_tiers import add_model_options, model_of
+from benchmarks.lib import report
+from benchmarks.offload.session import Session, add_model_options, model_of
 from jmoe.config import MachineConfig, OptimizerConfig, TiersConfig, TrainConfig
-from jmoe.mesh import make_mesh
 from jmoe.run.planner import training_plan
 from jmoe.training.trainer import make_trainer
 
@@ -44,25 +40,6 @@ def config_of(a: argparse.Namespace, tokens: int, tiers: TiersConfig, machine: M
         tiers=tiers,
         machine=machine,
     )
-
-
-class Session:
-    """A program, its state, and the seconds of its steps."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.program = make_trainer(config, make_mesh((1, 1, 1), jax.devices()[:1]))
-        self.state = self.program.init()
-        self.seconds: list[float] = []
-
-    def step(self, number: int) -> None:
-        parts = self.config.gradient_accumulation_steps
-        shape = (parts, self.config.batch_size // parts, SEQUENCE_LENGTH + 1)
-        tokens = jnp.asarray(np.random.default_rng(number).integers(0, 1024, shape).astype(np.int32))
-        begun = time.perf_counter()
-        self.state, metrics = self.program.step(self.state, tokens)
-        jax.block_until_ready((self.state, metrics))
-        self.seconds.append(time.perf_counter() - begun)
 
 
 def rates() -> MachineConfig:
@@ -91,19 +68,21 @@ def rates() -> MachineConfig:
 
 def measure(a: argparse.Namespace, tokens: int, machine: MachineConfig) -> dict[str, Any]:
     """One row: tokens/s of both, and their ratio, measured and predicted."""
-    sessions = {name: Session(config_of(a, tokens, tiers, machine)) for name, tiers in TIERS.items()}
+    configs = {name: config_of(a, tokens, tiers, machine) for name, tiers in TIERS.items()}
+    sessions = {name: Session(config, make=make_trainer) for name, config in configs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in sessions}
     for number in range(a.rounds + 2):
-        for session in sessions.values():
-            session.step(number)
+        for name, session in sessions.items():
+            seconds[name].append(session.step(number).seconds)
     for session in sessions.values():
         session.program.close()
-    kept = {name: session.seconds[2:] for name, session in sessions.items()}
-    plan = training_plan(sessions["host"].config)
-    on_device = training_plan(sessions["device"].config)
+    kept = {name: all_seconds[2:] for name, all_seconds in seconds.items()}
+    plan = training_plan(configs["host"])
+    on_device = training_plan(configs["device"])
     return {
         "tokens": tokens,
         "tokens_per_s": {name: round(tokens / median(seconds), 1) for name, seconds in kept.items()},
-        "ratio": round(median(d / h for d, h in zip(kept["device"], kept["host"], strict=True)), 3),
+        "ratio": report.ratio(kept["device"], kept["host"]),
         "predicted": round(on_device.step_s() / plan.step_s(), 3),
         "predicted_if_nothing_overlaps": round(on_device.step_s() / plan.step_s(overlapped=False), 3),
     }
@@ -125,27 +104,22 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = report.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--micro-tokens", type=int, default=2048)
     add_model_options(parser, layers=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plot")
     a = parser.parse_args()
-    machine, rows = rates(), []
-    for tokens in a.tokens:
-        rows.append(measure(a, tokens, machine))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    machine = rates()
+    rows = [report.progress(measure(a, tokens, machine)) for tokens in a.tokens]
     if a.plot:
         plot(rows, a.plot)
-    versions = {name: version(name) for name in ("jax", "jaxlib")}
-    options = {name: value for name, value in vars(a).items() if name != "plot"}
     rates_seen = {"flops": machine.flops, "memory_bytes_per_s": machine.memory_bytes_per_s}
-    result = {"benchmark": "accumulation", "options": options, "rates": rates_seen, "rows": rows, "versions": versions}
-    print(json.dumps(result))
-    return 0
+    result = {"benchmark": "accumulation", "options": report.options(a, "plot"), "rates": rates_seen, "rows": rows}
+    report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

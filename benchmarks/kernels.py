@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.lib import report
 from jmoe.config import MoEConfig
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
@@ -43,7 +43,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=11, help="on a CPU")
     parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="on a GPU")
@@ -85,8 +85,8 @@ def alternate(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
 def ratios(times: dict[str, list[float]], of: str) -> dict[str, dict[str, float]]:
     return {
         name: {
-            "ms": round(1e3 * statistics.median(seconds), 2),
-            "ratio": round(statistics.median(a / b for a, b in zip(seconds, times[of])), 2),
+            "ms": report.median((1e3 * s for s in seconds), 2),
+            "ratio": report.ratio(seconds, times[of], 2),
         }
         for name, seconds in times.items()
     }
@@ -134,13 +134,11 @@ def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
         results[name] = matmul_on_cpu(dtype, a.rounds) | {
             "moe_layer": {"forward_backward": layer_on_cpu(dtype, a.rounds)}
         }
-        for what in ("forward", "forward_backward"):
-            row = "  ".join(f"{r} {v['ms']} ms ({v['ratio']})" for r, v in results[name][what].items())
-            print(f"{name} grouped matmul {what}: {row}", flush=True)
-        row = "  ".join(
-            f"{r} {v['ms']} ms ({v['ratio']})" for r, v in results[name]["moe_layer"]["forward_backward"].items()
-        )
-        print(f"{name} layer forward_backward: {row}", flush=True)
+        grouped, layer = ("forward", "forward_backward"), results[name]["moe_layer"]["forward_backward"]
+        tables = {f"grouped matmul {what}": results[name][what] for what in grouped} | {"layer": layer}
+        for what, table in tables.items():
+            row = "  ".join(f"{routing} {v['ms']} ms ({v['ratio']})" for routing, v in table.items())
+            print(f"{name} {what}: {row}", flush=True)
     return results
 
 

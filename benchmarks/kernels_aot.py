@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
@@ -34,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from benchmarks.lib import report
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
@@ -44,7 +44,7 @@ TARGETS = Path(__file__).resolve().parent / "targets"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--targets", nargs="+", choices=("h200", "a100"), default=["h200", "a100"])
     return parser.parse_args()
@@ -71,18 +71,12 @@ def moe_loss(
     return combine(out_ND, gate_TK, token_N, slot_TK, True, implementation=implementation).sum()
 
 
-def matmul_and_gradients(implementation: Name, x_ND: jax.Array, w: jax.Array, sizes_E: jax.Array) -> Any:
-    """The grouped matmul and both its gradients."""
-    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, implementation=implementation), x_ND, w)
-    return y_NF, *vjp(y_NF)
-
-
-def gathered_matmul_and_gradients(
-    implementation: Name, x_TD: jax.Array, w: jax.Array, sizes_E: jax.Array, src_N: jax.Array, slot_TK: jax.Array
+def matmul_and_gradients(
+    implementation: Name, x: jax.Array, w: jax.Array, sizes_E: jax.Array, *row_map: jax.Array
 ) -> Any:
-    """`matmul_and_gradients` of tokens that are not dispatched."""
-    rows = RowMap(src_N, slot_TK, complete=True)
-    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x_TD, w)
+    """The grouped matmul and both its gradients; with a row map (src_N, slot_TK), of tokens that are not dispatched."""
+    rows = RowMap(*row_map, complete=True) if row_map else None
+    y_NF, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, rows=rows, implementation=implementation), x, w)
     return y_NF, *vjp(y_NF)
 
 
@@ -146,8 +140,7 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     experts = partial(experts_forward, shape, implementation)
     yield "up projection, gradients", matmul, (of((n, d)), up, sizes)
     indices = jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.int32)
-    gathered = partial(gathered_matmul_and_gradients, implementation)
-    yield "up projection of tokens, gradients", gathered, (of((t, d)), up, sizes, *indices)
+    yield "up projection of tokens, gradients", matmul, (of((t, d)), up, sizes, *indices)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
         narrow, scale = jax.ShapeDtypeStruct(up.shape, dtype), jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
@@ -158,12 +151,12 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
 
 
-def main() -> int:
+def main() -> None:
     a = parse()
     if not any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
         print("skipped: JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed")
-        print(json.dumps({"skipped": True}))
-        return 0
+        report.finish({"skipped": True})
+        return
     results = []
     for target in a.targets:
         config = (TARGETS / f"{target}.txtpb").read_text()
@@ -184,9 +177,8 @@ def main() -> int:
                 )
                 for kernel in result["kernels"]:
                     print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
-    print(json.dumps({"jax": jax.__version__, "programs": results}))
-    return 0
+    report.finish({"jax": jax.__version__, "programs": results})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

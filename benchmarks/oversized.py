@@ -12,15 +12,14 @@ if __name__ == "__main__":
 
     script.reexec_with_env()
 
-import argparse
-import json
 import os
 import resource
 import statistics
-import sys
 import time
 from pathlib import Path
-from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.lib.engines import about, add_engine_options, engine_of
 
 
 def evict(folder: Path) -> None:
@@ -40,32 +39,20 @@ def disk_read_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser = report.parser(__doc__)
+    add_engine_options(parser, policy="experts", expert_tier="nvme")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--policy", choices=("ring", "experts"), default="experts")
-    parser.add_argument("--ring-slots", type=int)
-    parser.add_argument("--device-bytes", type=float)
-    parser.add_argument("--host-cache-bytes", type=float, required=True)
-    parser.add_argument("--estimator", choices=("router", "counts", "none"), default="router")
     parser.add_argument("--prepare", action="store_true")
     a = parser.parse_args()
-    import jax
-
-    from jmoe.config.engine import EngineConfig
-    from jmoe.inference.engine import Engine
-
+    if a.host_cache_bytes is None:
+        parser.error("--host-cache-bytes is required: the memory that the model does not fit")
     evict(a.model)
-    options: dict[str, Any] = {"ring_slots": a.ring_slots, "expert_tier": "nvme"}
-    options["device_bytes"] = None if a.device_bytes is None else int(a.device_bytes)
-    options["host_cache_bytes"] = int(a.host_cache_bytes)
-    options["estimator"] = None if a.estimator == "none" else a.estimator
-    options |= {"max_batch": 1, "max_seq_len": a.prompt + a.new_tokens + 1, "prefill_chunk_tokens": a.prompt}
-    with Engine(a.model, EngineConfig(policy=a.policy, **options)) as engine:
+    sizes = {"max_batch": 1, "max_seq_len": a.prompt + a.new_tokens + 1, "prefill_chunk_tokens": a.prompt}
+    with engine_of(a, **sizes) as engine:
         if a.prepare:
-            print(json.dumps({"packed": str(a.model)}))
+            report.finish({"packed": str(a.model)})
             return
         text = engine.tokenizer.encode(a.text.read_text()[:100_000]).ids
         engine.generate([text[: a.prompt]], max_new_tokens=1)
@@ -92,10 +79,8 @@ def main() -> None:
         "host_expert_bytes": stats.host_expert_bytes,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "seconds": [round(s, 4) for s in seconds],
-        "args": {key: str(v) if isinstance(v, Path) else v for key, v in vars(a).items()},
-        "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
     }
-    print(json.dumps(result))
+    report.finish(result | about(a))
 
 
 if __name__ == "__main__":

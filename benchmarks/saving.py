@@ -15,11 +15,8 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import json
-import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,8 @@ import jax
 import numpy as np
 
 import train
-from benchmarks.training_tiers import add_model_options, model_of
+from benchmarks.lib import report
+from benchmarks.offload.session import add_model_options, expert_bytes, model_of
 from jmoe.config import (
     CheckpointConfig,
     DataConfig,
@@ -46,7 +44,7 @@ AWAY = -100.0  # no expert with such a bias is chosen
 
 
 def config_of(a: argparse.Namespace, folder: Path) -> TrainConfig:
-    records = a.layers * a.experts * 3 * a.hidden_size * a.intermediate_size * 16
+    records = a.layers * a.experts * expert_bytes(a)
     return TrainConfig(
         model=model_of(a),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
@@ -85,16 +83,8 @@ class Measured:
                 changed += len(pinned - self.versions.get(name, set())) * store.layout.record_bytes
                 records += len(pinned) * store.layout.record_bytes
             self.versions[name] = pinned
-        self.rows.append(
-            {
-                "step": step,
-                "save_s": round(save_s, 4),
-                "written_bytes": written,
-                "changed_bytes": changed,
-                "all_bytes": records,
-            }
-        )
-        print(json.dumps(self.rows[-1]), file=sys.stderr, flush=True)
+        row = {"step": step, "save_s": round(save_s, 4), "written_bytes": written}
+        self.rows.append(report.progress(row | {"changed_bytes": changed, "all_bytes": records}))
 
 
 def versions_of(store: VersionStore, step: int) -> set[str]:
@@ -105,8 +95,8 @@ def versions_of(store: VersionStore, step: int) -> set[str]:
     return {path.name for path in found}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = report.parser(__doc__)
     add_model_options(parser, layers=4)
     parser.add_argument("--folder", help="where the run and its records are; a temporary folder if not given")
     parser.add_argument("--batch-size", type=int, default=4)
@@ -127,11 +117,9 @@ def main() -> int:
     Session.save = lambda run, step, state: measured(run, step, state)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         train.run_all(config_of(a, Path(folder)))
-    options = {name: value for name, value in vars(a).items() if name != "folder"}
-    versions = {name: version(name) for name in ("jax", "jaxlib")}
-    print(json.dumps({"benchmark": "saving", "options": options, "saves": measured.rows, "versions": versions}))
-    return 0
+    result = {"benchmark": "saving", "options": report.options(a, "folder"), "saves": measured.rows}
+    report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -21,12 +21,11 @@ if __name__ == "__main__":
     import script  # noqa: F401  makes benchmarks and jmoe importable
 
 import argparse
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib import report
 from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding
 from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic, plan_exchange
 
@@ -147,7 +146,7 @@ def draw(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2**i for i in range(3, 11)])
     parser.add_argument("--tokens", type=int, default=4096, help="of a GPU in one pass")
     parser.add_argument("--hidden-size", type=int, default=8192)
@@ -173,7 +172,7 @@ def simulate(a: argparse.Namespace) -> list[dict[str, Any]]:
     return rows + [simulate_embedding(a, cluster, kind, nodes) for kind in EMBEDDINGS for nodes in a.nodes]
 
 
-def main() -> int:
+def main() -> None:
     a = parse()
     rows = simulate(a)
     if a.plot:
@@ -181,10 +180,9 @@ def main() -> int:
         sizes = f"{a.tokens} tokens a GPU, hidden {a.hidden_size}, top-{a.top_k}, vocabulary {a.vocab_size}"
         draw(rows, Path(a.plot), f"{link}; {sizes}, bfloat16")
     for row in rows:
-        print(json.dumps(row), file=sys.stderr)
-    print(json.dumps({"benchmark": "simulate_communication", "simulated": True, "options": vars(a), "rows": rows}))
-    return 0
+        report.progress(row)
+    report.finish({"benchmark": "simulate_communication", "simulated": True, "options": vars(a), "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,25 +17,24 @@ import argparse
 import json
 import os
 import resource
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.lib import report
+from benchmarks.lib.ranks import add_rank_options, free_port, rank_command, wait_for_all
 from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.models.huggingface import model_config
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
@@ -63,8 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--profile", help="write a trace of three more steps to this folder")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     return parser.parse_args()
 
 
@@ -191,7 +189,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     assignments = per_step * config.model.num_experts_per_tok * max(1, config.model.num_moe_layers) * a.steps
     return {
         "system": "jmoe",
-        "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in ("rank", "port")},
+        "args": report.options(a, "rank", "port"),
         "tokens_per_s": round(per_step / median, 2),
         "tokens_per_s_best": round(per_step / min(seconds), 2),
         "seconds": [round(s, 5) for s in seconds],
@@ -203,37 +201,29 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
         "model_flops_per_s": round(config.model.flops_per_token(config.sequence_length) * per_step / median),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "compile_s": round(compile_s, 2),
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax")} | {"python": sys.version.split()[0]},
+        "versions": report.versions("jax", "jaxlib", "flax"),
         "device": jax.devices()[0].device_kind,
     }
 
 
 def launch(a: argparse.Namespace) -> int:
     """Start one process a rank, each on its share of the cores, and pass on rank 0's output."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    cores = sorted(os.sched_getaffinity(0))
+    port, cores = free_port(), sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // a.processes)
     ranks = []
     for rank in range(a.processes):
         mine = {cores[(rank * share + i) % len(cores)] for i in range(share)}
-        command = [sys.executable, *sys.argv, "--rank", str(rank), "--port", str(port)]
         out = None if rank == 0 else subprocess.DEVNULL
-        ranks.append(subprocess.Popen(command, stdout=out, preexec_fn=lambda mine=mine: os.sched_setaffinity(0, mine)))
-    try:
-        return max(process.wait() for process in ranks)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+        pin = lambda mine=mine: os.sched_setaffinity(0, mine)  # noqa: E731
+        ranks.append(subprocess.Popen(rank_command(rank, port), stdout=out, preexec_fn=pin))
+    return max(code or 0 for code in wait_for_all(ranks))
 
 
 def main() -> int:
     a = parse()
     if a.processes > 1 and a.rank is None:
         return launch(a)
-    print(json.dumps(worker(a, a.rank or 0)), flush=True)
+    report.finish(worker(a, a.rank or 0))
     return 0
 
 

@@ -15,9 +15,6 @@ if __name__ == "__main__":
     script.reexec_with_env()
 
 import argparse
-import dataclasses
-import json
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -25,117 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.lib import fio
+from benchmarks.lib import fio, report
 from benchmarks.offload import two_nodes
-from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
-from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.version_store import VersionStore
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-from jmoe.offload.expert_state import ExpertState, ExpertStats
+from benchmarks.offload.session import Session, StepCost, add_model_options, config_of, disk_rates, expert_bytes
+from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
-from jmoe.training.state import TrainState
-from jmoe.training.streamed_step import StreamedTrainer
-
-
-def model_of(a: argparse.Namespace) -> ModelConfig:
-    """A model of the size asked for, whose router's choices can be steered by its bias."""
-    return ModelConfig(
-        vocab_size=1024,
-        hidden_size=a.hidden_size,
-        num_hidden_layers=a.layers,
-        num_attention_heads=a.hidden_size // 64,
-        num_key_value_heads=a.hidden_size // 64,
-        moe_intermediate_size=a.intermediate_size,
-        num_experts=a.experts,
-        num_experts_per_tok=a.top_k,
-        capacity_factor=1.25,
-        router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0, bias_update_speed=0.0),
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser, layers: int) -> None:
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=layers)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=2)
-
-
-def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any) -> TrainConfig:
-    """A step of `model_of` with its records in `folder`."""
-    mesh = mesh or MeshConfig()
-    records = a.layers * a.experts * 3 * a.hidden_size * a.intermediate_size * 16 // mesh.expert_inter  # of a process
-    return TrainConfig(
-        model=model_of(a),
-        optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
-        mesh=mesh,
-        batch_size=a.batch_size,
-        sequence_length=a.sequence_length,
-        tiers=TiersConfig(
-            path=str(folder), **({"host_cache_bytes": int(a.cache * records), "gradients": "nvme"} | tiers)
-        ),
-    )
-
-
-@dataclasses.dataclass
-class Session:
-    """A program with its state."""
-
-    program: StreamedTrainer
-    state: TrainState
-
-    @classmethod
-    def open(cls, config: TrainConfig, mesh: Mesh | None = None) -> "Session":
-        program = StreamedTrainer(config, mesh or make_mesh((1, 1, 1), jax.devices()[:1]))
-        return cls(program, program.init())
-
-    def step(self, number: int) -> tuple[float, int, int]:
-        """(seconds, bytes read from NVMe, bytes written to it) of a step on random tokens."""
-        config = self.program.config
-        shape = (1, config.batch_size, config.sequence_length + 1)
-        drawn = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
-        place = NamedSharding(self.program.mesh, ACCUMULATED_BATCH)
-        tokens = jax.make_array_from_callback(shape, place, lambda index: drawn[index])
-        before, begun = moved(self.program.expert_stats()), time.perf_counter()
-        self.state, metrics = self.program.step(self.state, tokens)
-        jax.block_until_ready(metrics)
-        step_s, after = time.perf_counter() - begun, moved(self.program.expert_stats())
-        return step_s, after[0] - before[0], after[1] - before[1]
-
-    def only(self, experts: int) -> None:
-        """Let the routers choose only the first experts of each layer."""
-
-        def bias(b: jax.Array) -> jax.Array:
-            return jnp.where(jnp.arange(b.shape[-1]) < experts, 0.0, -10.0) + jnp.zeros_like(b)
-
-        self.state = dataclasses.replace(self.state, router_bias=jax.tree.map(bias, self.state.router_bias))
-
-
-def moved(stats: ExpertStats) -> tuple[int, int]:
-    """Bytes (read from NVMe, written to it) so far."""
-    stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store is not None]
-    return sum(s.nvme.num_bytes for s in stores), sum(s.nvme_writes.num_bytes for s in stores)
-
-
-def disk_rates(program: StreamedTrainer, folder: Path, rounds: int) -> tuple[float, float]:
-    """Median bytes/s of (reads, writes) of records of moments, alone and one after the other."""
-    layout = program.stores.layouts["moments"]
-    count = max(4, (1 << 28) // layout.record_bytes)
-    reads, writes = [], []
-    with VersionStore.open(folder, layout, count, fingerprint="rates") as store:
-        record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-        for _ in range(rounds):
-            for rates, call in ((writes, store.write), (reads, store.read_into)):
-                begun = time.perf_counter()
-                for index in range(count):
-                    call(index, record_R)
-                rates.append(count * record_R.nbytes / (time.perf_counter() - begun))
-    return median(reads), median(writes)
 
 
 def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -145,24 +38,25 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "not_ahead": config_of(a, folder / "not_ahead", experts="nvme", optimizer="nvme", device_layers=1),
         "host": config_of(a, folder, experts="host", optimizer="host", gradients="host"),
     }
-    sessions = {name: Session.open(config) for name, config in kinds.items()}
+    sessions = {name: Session(config) for name, config in kinds.items()}
     if fio.is_here():
         sessions["host_beside_io"] = sessions["host"]
-    read_rate, write_rate = disk_rates(sessions["ahead"].program, folder / "rates", 3)
-    seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in sessions}
+    read_rate, write_rate = disk_rates(sessions["ahead"].program.stores.layouts["moments"], folder / "rates", 3)
+    seen: dict[str, list[StepCost]] = {name: [] for name in sessions}
     rates = (0.0, 0.0)  # bytes/s read and written by the step with fetching ahead, which comes first
     for number in range(a.rounds + 2):
         for name, session in sessions.items():
             with fio.beside(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
                 measured = session.step(number)
             if name == "ahead":
-                rates = measured[1] / measured[0], measured[2] / measured[0]
+                rates = measured.read_bytes / measured.seconds, measured.written_bytes / measured.seconds
             if number >= 2:
                 seen[name].append(measured)
     for name in kinds:
         sessions[name].program.close()
-    step_s = {name: median(s for s, _, _ in steps) for name, steps in seen.items()}
-    read_bytes, written_bytes = (median(step[i] for step in seen["ahead"]) for i in (1, 2))
+    step_s = {name: median(step.seconds for step in steps) for name, steps in seen.items()}
+    read_bytes = median(step.read_bytes for step in seen["ahead"])
+    written_bytes = median(step.written_bytes for step in seen["ahead"])
     disk_s = read_bytes / read_rate + written_bytes / write_rate
     bound_s = max(step_s["host"], disk_s)
     result = {
@@ -185,22 +79,20 @@ def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """With a cache for the same share of the experts in use, beside what is being read and written."""
     result = {}
     for name, experts in (("all", a.experts), ("half", a.experts // 2)):
-        record_bytes = 16 * 3 * a.hidden_size * a.intermediate_size
         slots = int(a.cache * a.layers * experts) + 4 * THREADS  # two under way for each that reads or writes
-        cache_bytes = slots * (record_bytes + 4 * 4096)
-        session = Session.open(
-            config_of(a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes)
-        )
+        cache_bytes = slots * (expert_bytes(a) + 4 * 4096)
+        session = Session(config_of(a, folder / name, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes))
         session.only(experts)
         steps = [session.step(i) for i in range(a.rounds + 2)][2:]
-        result[name] = median(read + written for _, read, written in steps)
+        result[name] = median(step.read_bytes + step.written_bytes for step in steps)
         session.program.close()
     return result | {"half_against_all": result["half"] / result["all"]}
 
 
 def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One expert after the other, with nothing else under way."""
-    session = Session.open(config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=a.small_cache))
+    cache_bytes = 40 * expert_bytes(a)
+    session = Session(config_of(a, folder, experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes))
     state: ExpertState = session.program.experts
     result: dict[str, Any] = {"parameters": 3 * a.hidden_size * a.intermediate_size}
     nobody = np.zeros(a.experts, np.bool_)
@@ -226,8 +118,8 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = report.parser(__doc__)
     measures = {
         "step": measure_steps,
         "traffic": measure_traffic,
@@ -244,13 +136,11 @@ def main() -> int:
     two_nodes.add_options(parser)
     a = parser.parse_args()
     if a.rank is not None:
-        print(json.dumps(two_nodes.worker(a)), flush=True)
-        return 0
-    a.small_cache = 40 * 16 * 3 * a.hidden_size * a.intermediate_size
+        report.finish(two_nodes.worker(a))
+        return
     with tempfile.TemporaryDirectory(prefix="jmoe-training-tiers-", dir=a.folder) as folder:
-        print(json.dumps(measures[a.what](a, Path(folder))), flush=True)
-    return 0
+        report.finish(measures[a.what](a, Path(folder)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,19 +3,19 @@
 A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the partitions in turn:
 replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),
 columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
-Seconds are medians from a barrier to a barrier; `ratio_to_replicated` is the median of the ratios round by round. Bytes
-sent are those of a node, headers included, beside those of `planning.embedding.embedding_traffic`. `table_bytes` are
-those of table, head and their AdamW moments on one rank, `temp_bytes` what a step takes beside the state.
+Formula: `jmoe.planning.embedding.embedding_traffic`. `table_bytes` are those of table, head and their AdamW moments on one rank,
+`temp_bytes` what a step takes beside the state.
 """
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.ranks import Clock, Taken
+
+COMMANDS = {"embedding": "training steps with the embedding table in parts"}
 KINDS = ("replicated", "zero3", "columns", "rows")
 
 
@@ -91,33 +91,28 @@ class Run:
         return inside * embedding_traffic(plan, vocabulary).across_bytes
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Callable[..., tuple[float, int]]) -> list[dict[str, Any]]:
-    """One row for every partition."""
+def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+    """Return one row for every partition."""
     shape = tuple(mesh.shape.values())
     runs = {kind: Run(train_config(a, kind, shape), mesh) for kind in a.kinds}
-    found: dict[str, list[tuple[float, int]]] = {kind: [] for kind in runs}
+    taken = {kind: Taken() for kind in runs}
     for _ in range(a.rounds):
         for kind, run in runs.items():
-            found[kind].append(clock(run, ()))
+            seconds, sent = clock(run)
+            taken[kind].add(seconds, sent)
             if a.rank == 0:
-                print(f"{kind}: %.2f s, %d bytes sent" % found[kind][-1], file=sys.stderr, flush=True)
-    rows, reference = [], a.kinds[0]
-    for kind, run in runs.items():
-        seconds, sent = zip(*found[kind], strict=True)
-        first, _ = zip(*found[reference], strict=True)
-        rows.append(
-            {
-                "mbit_per_s": a.rates[0],
-                "embedding": kind,
-                "seconds": round(statistics.median(seconds), 4),
-                f"ratio_to_{reference}": round(statistics.median(s / f for s, f in zip(seconds, first)), 4),
-                "sent_bytes": round(statistics.median(sent)),
-                "formula_bytes": run.formula_bytes,
-                "table_bytes": run.table_bytes,
-                f"table_part_of_{reference}": run.table_bytes / runs[reference].table_bytes,
-                "temp_bytes": run.step.memory_analysis().temp_size_in_bytes,
-                "losses": [round(loss, 4) for loss in run.losses],
-                "all_seconds": [round(s, 4) for s in seconds],
-            }
-        )
-    return rows
+                print(f"{kind}: {seconds:.2f} s, {sent} bytes sent", file=sys.stderr, flush=True)
+    reference = a.kinds[0]
+    return [
+        {
+            "mbit_per_s": a.rates[0],
+            "embedding": kind,
+            **taken[kind].row(reference, taken[reference]),
+            "formula_bytes": run.formula_bytes,
+            "table_bytes": run.table_bytes,
+            f"table_part_of_{reference}": run.table_bytes / runs[reference].table_bytes,
+            "temp_bytes": run.step.memory_analysis().temp_size_in_bytes,
+            "losses": [round(loss, 4) for loss in run.losses],
+        }
+        for kind, run in runs.items()
+    ]

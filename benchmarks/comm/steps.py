@@ -12,20 +12,18 @@ the link alone takes for the bytes of a step; a row with --rates 0 and the same 
 
 import argparse
 import hashlib
-import itertools
 import pickle
-import statistics
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.comm import trace
-from benchmarks.lib.two_nodes import NODES as NAMES
+from benchmarks.lib.ranks import NUM_NODES, Clock, Taken
+from benchmarks.lib.report import median, ratio
 from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH
 
@@ -34,7 +32,6 @@ COMMANDS = {
     "levels": "flat against two levels and dedup, top-2 and top-8",
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
 }
-NODES = len(NAMES)
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fusion": {"one_by_one": {"fuse_dense": False}, "fused": {}, "fused_flat": {"hierarchical": False}},
@@ -75,7 +72,7 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, com
             router=RouterConfig(aux_loss_coef=0.01),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant"),
-        mesh=MeshConfig(1, NODES, a.ranks_per_node),
+        mesh=MeshConfig(1, NUM_NODES, a.ranks_per_node),
         comm=CommConfig(
             chunk_bytes=a.chunk_bytes or round(rate / 8 * 1e6 * 0.02),
             bucket_bytes=a.bucket_bytes,
@@ -88,7 +85,7 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, com
     )
 
 
-def measure(a: argparse.Namespace, mesh: Any, clock: Any) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
     """One row for every shape and variant."""
     rows = []
     for number, shape in enumerate(SHAPES[a.command]):
@@ -131,10 +128,9 @@ class Run:
         lowered = program.step.lower(program.state_shape, self.tokens)  # type: ignore[attr-defined]
         self.step = compiled(lowered, Path(a.cache_dir), a.rank)
         self.state = program.init()
-        self.config = asdict(config.mesh)
+        self.chunk_bytes = config.comm.chunk_bytes
         self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.sent: list[int] = []
+        self.taken = Taken()
         self.ops = trace.operations(self.step.as_text())
         self.exchanges: list[list[trace.Exchange]] = []
         self.busy: list[float] = []
@@ -148,7 +144,7 @@ class Run:
         self.state, self.metrics = self.step(self.state, self.tokens)
         return self.metrics
 
-    def round(self, clock: Any, traced: bool) -> None:
+    def round(self, clock: Clock, traced: bool) -> None:
         """One step; traced on rank 0 where asked for."""
         import jax
 
@@ -157,21 +153,19 @@ class Run:
         traced = traced and jax.process_index() == 0
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=options) if traced else nullcontext():
-                seconds, sent = clock(self, ())
+                self.taken.add(*clock(self))
             if traced:
                 found = trace.spans(folder)
                 self.exchanges.append(trace.exchanges(found, self.ops))
                 self.busy.append(trace.busy_share(found, self.ops))
-        self.seconds.append(seconds)
-        self.sent.append(sent)
         self.losses.append(float(self.metrics["loss"]))
         assert self.metrics["ok"]
 
 
-def measure_shape(a: argparse.Namespace, mesh: Any, clock: Any, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, ...]) -> list[dict[str, Any]]:
     runs = {variant: Run(a, mesh, shape, variant) for variant in a.variants or VARIANTS[a.command]}
     for run in runs.values():
-        clock(run, ())
+        clock(run)
     for _ in range(a.rounds):
         for run in runs.values():
             run.round(clock, traced=a.command == "order")
@@ -179,28 +173,24 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Any, shape: tuple[int
     rows = []
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")
     for variant, run in runs.items():
-        sent = round(statistics.median(run.sent))
+        taken = run.taken
         row = {"mbit_per_s": a.rates[0], **dict(zip(names, shape, strict=True)), "variant": variant}
         row |= {
-            "seconds": round(statistics.median(run.seconds), 4),
-            **{f"ratio_to_{name}": ratio(runs[name].seconds, run.seconds) for name in references},
-            "sent_bytes": sent,
-            "link_s": round(NODES * sent * 8e-6 / a.rates[0], 4) if a.rates[0] else 0.0,
-            "chunk_bytes": run.config["chunk_bytes"],
+            "seconds": median(taken.seconds),
+            **{f"ratio_to_{name}": ratio(runs[name].taken.seconds, taken.seconds) for name in references},
+            "sent_bytes": round(median(taken.sent_bytes)),
+            "link_s": round(NUM_NODES * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4) if a.rates[0] else 0.0,
+            "chunk_bytes": run.chunk_bytes,
             "loss": [round(run.losses[0], 4), round(run.losses[-1], 4)],
-            "all_seconds": [round(s, 4) for s in run.seconds],
+            "all_seconds": [round(s, 4) for s in taken.seconds],
         }
         if run.exchanges:
+            seconds = [exchange.seconds for step in run.exchanges for exchange in step]
             row |= {
-                "all_to_all_s": round(statistics.fmean(e.seconds for e in itertools.chain(*run.exchanges)), 4),
-                "all_to_alls_s": round(statistics.median(run.waits), 4),
+                "all_to_all_s": round(sum(seconds) / len(seconds), 4),
+                "all_to_alls_s": median(run.waits),
                 **{f"ratio_all_to_alls_to_{name}": ratio(runs[name].waits, run.waits) for name in references},
-                "busy_share": round(statistics.median(run.busy), 3),
+                "busy_share": median(run.busy, 3),
             }
         rows.append(row)
     return rows
-
-
-def ratio(first: list[float], other: list[float]) -> float:
-    """How many times as fast as the first, in the median of the rounds."""
-    return round(statistics.median(f / o for f, o in zip(first, other, strict=True)), 3)

@@ -5,8 +5,9 @@ Axes: E experts of a layer, L layers, T tokens.
 
 import heapq
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,9 +72,12 @@ def traces(num_steps: int, seed: int) -> dict[str, list[Step]]:
 # --- policies: use(record) says whether it was there; end_step(records) tells what the step used ---
 
 
-class Policy(Protocol):
+class Policy(ABC):
+    @abstractmethod
     def use(self, record: int) -> bool: ...
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
+
+    def end_step(self, records: NDArray[np.int64]) -> None:  # noqa: B027 (most learn nothing from a step)
+        pass
 
 
 class Decayed(HitCounts):
@@ -121,7 +125,7 @@ def uses(steps: list[Step]) -> NDArray[np.int64]:
     return np.bincount(np.concatenate([layer for step in steps for layer in step]), minlength=NUM_RECORDS)
 
 
-class Ours:
+class Ours(Policy):
     """`LFUCache`, with one staging slot as `TieredStore` would have some."""
 
     def __init__(self, num_slots: int, counts: HitCounts) -> None:
@@ -162,7 +166,7 @@ class Ahead(Ours):
         self.tell()
 
 
-class LRU:
+class LRU(Policy):
     def __init__(self, num_slots: int) -> None:
         self.num_slots, self.held = num_slots, dict[int, None]()
 
@@ -175,37 +179,23 @@ class LRU:
         self.held[record] = None
         return hit
 
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
 
+class Static(Policy):
+    """The records used most in each phase, known beforehand and changed without cost at its beginning."""
 
-class Static:
-    """The records used most over the whole trace, known beforehand, never changed."""
-
-    def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        self.held = set(np.argsort(-uses(steps), kind="stable")[:num_slots].tolist())
-
-    def use(self, record: int) -> bool:
-        return record in self.held
-
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
-
-
-class StaticOfPhase:
-    """As `Static`, with the records used most in each phase, changed without cost at its beginning."""
-
-    def __init__(self, num_slots: int, steps: list[Step]) -> None:
-        phases = [steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS)]
-        self.phases = [Static(num_slots, phase) for phase in phases]
-        self.step = 0
+    def __init__(self, num_slots: int, steps: list[Step], phase_steps: int) -> None:
+        phases = [steps[first : first + phase_steps] for first in range(0, len(steps), phase_steps)]
+        self.best = [set(np.argsort(-uses(phase), kind="stable")[:num_slots].tolist()) for phase in phases]
+        self.phase_steps, self.step = phase_steps, 0
 
     def use(self, record: int) -> bool:
-        return self.phases[self.step // PHASE_STEPS].use(record)
+        return record in self.best[self.step // self.phase_steps]
 
     def end_step(self, records: NDArray[np.int64]) -> None:
         self.step += 1
 
 
-class Belady:
+class Belady(Policy):
     """Knows the future: gives up what is needed last."""
 
     def __init__(self, num_slots: int, steps: list[Step]) -> None:
@@ -230,10 +220,8 @@ class Belady:
         heapq.heappush(self.last, (-next_use, record))
         return hit
 
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
 
-
-class Algorithm2:
+class Algorithm2(Policy):
     """MoESys, Algorithm 2, as printed, in our reading: a newcomer replaces the record with the fewest hits if that
     one has reached the threshold, and otherwise waits, here: is read past the cache. Hits begin at 1 and are lost
     with the place; the decayed counts are computed every K steps and never assigned. forced: where it would wait,
@@ -255,8 +243,6 @@ class Algorithm2:
             del self.hits[fewest]
         self.hits[record] = 1
         return False
-
-    def end_step(self, records: NDArray[np.int64]) -> None: ...
 
 
 def hit_rate(policy: Policy, steps: list[Step]) -> float:
@@ -286,8 +272,8 @@ def policies(num_steps: int, seed: int) -> list[dict[str, Any]]:
                 "lru": LRU(slots),
                 "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
                 "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),
-                "static": Static(slots - 1, steps),
-                "static_of_phase": StaticOfPhase(slots - 1, steps),
+                "static": Static(slots - 1, steps, len(steps)),
+                "static_of_phase": Static(slots - 1, steps, PHASE_STEPS),
                 "ours_ahead": Ahead(slots, HitCounts(NUM_RECORDS), steps),
                 "decayed_ahead": Ahead(slots, Decayed(), steps),
                 "knows_changes_ahead": Ahead(slots, KnowsChanges(), steps),

@@ -4,8 +4,6 @@ Axes: R bytes of a record.
 """
 
 import shutil
-import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks.lib import fio
+from benchmarks.lib.report import median, progress, ratio
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.direct_io import write_file
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
@@ -100,15 +99,13 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"record_bytes": record_bytes, "threads": threads, "huge_pages": huge_pages}
             row |= {"io": it.io, "fio": has_fio}
             for name, seconds in times.items():
-                row[f"{name}_gb_per_s"] = round(num_records * record_bytes / statistics.median(seconds) / 1e9, 3)
+                row[f"{name}_gb_per_s"] = round(num_records * record_bytes / median(seconds, 9) / 1e9, 3)
             pairs = [("read", "fio_read"), ("in_place", "fio_write")] if has_fio else []
             for name, other in [*pairs, ("replace", "in_place")]:
-                ratios = [b / a for a, b in zip(times[name], times[other], strict=True)]
-                row[f"{name}_over_{other}"] = round(statistics.median(ratios), 3)
+                row[f"{name}_over_{other}"] = ratio(times[other], times[name])
             row["write_amplification"] = round(it.stats().write_amplification, 4)
             row["device_write_amplification"] = round(replaced_bytes / (writes * (record_bytes - 64)), 4)
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
+            rows.append(progress(row))
         shutil.rmtree(folder / "store")
         for path in scratch:
             path.unlink()
@@ -151,11 +148,10 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, An
                     times.setdefault(name, []).append(seconds)
             manager.close()
             row: dict[str, Any] = {"records": num_records, "bytes": num_records * record_bytes}
-            row |= {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
+            row |= {name: median(seconds) for name, seconds in times.items()}
             row |= {"record_bytes_written": record_writes, "dirty": 64}
             row |= flush_and_free(it, records, folder)
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
+            rows.append(progress(row))
         shutil.rmtree(folder / "store")
     return rows
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.communication import NODES, Clock, launch
+from benchmarks.lib.ranks import NUM_NODES, Clock, add_rank_options, join, launch
 from benchmarks.lib.slow_disk import SlowDisk
-from benchmarks.lib.two_nodes import ADDRESSES
+from benchmarks.offload.session import Session, StepCost, config_of, disk_rates
+from jmoe.config import CommConfig, MeshConfig
 
 KINDS: dict[str, dict[str, Any]] = {
     "ahead": {"experts": "nvme", "optimizer": "nvme", "device_layers": 2},
@@ -38,86 +39,69 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-bytes", type=int, default=0, help="default: what the link carries in 20 ms")
     parser.add_argument("--schedule", default="chunks")
     parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
 
 
 class Steps:
-    """One kind of step and what it took."""
+    """One kind of step and what it took; bytes are those of both nodes."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
-        from benchmarks.training_tiers import Session
-
-        self.session = Session.open(config, mesh)
-        self.seconds: list[float] = []
-        self.sent: list[int] = []  # over the link, by both nodes
-        self.moved: list[tuple[int, int]] = []  # bytes (read from NVMe, written to it), by both
+        self.session = Session(config, mesh)
+        self.costs: list[StepCost] = []
+        self.sent: list[int] = []  # over the link
 
     def run(self, number: int, clock: Clock, *, counts: bool) -> None:
         from jax.experimental.multihost_utils import process_allgather
 
-        moved: list[int] = []
-
-        def step() -> Any:
-            moved[:] = self.session.step(number)[1:]
-            return ()
-
-        seconds, sent = clock(step, ())
-        sent, read, written = process_allgather(np.array([sent, *moved], np.float32)).reshape(NODES, 3).sum(axis=0)
+        costs: list[StepCost] = []
+        seconds, sent = clock(lambda: costs.append(self.session.step(number)))
+        mine = np.array([sent, *costs[0][1:]], np.float32)
+        sent, read, written = process_allgather(mine).reshape(NUM_NODES, 3).sum(axis=0)
         if counts:
-            self.seconds.append(seconds)
             self.sent.append(int(sent))
-            self.moved.append((int(read), int(written)))
+            self.costs.append(StepCost(seconds, int(read), int(written)))
 
 
 def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """What one rank does; rank 0's row is the result."""
+    """Measure as one rank; rank 0's rows are the result."""
     import jax
 
-    from benchmarks.training_tiers import config_of, disk_rates
-    from jmoe.config import CommConfig, MeshConfig
-    from jmoe.mesh import make_mesh
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_compilation_cache_dir", a.cache_dir)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    mesh, clock = join(a, ranks_per_node=1)
     rate = a.rates[0]
-    jax.distributed.initialize(f"{ADDRESSES[0] if rate else '127.0.0.1'}:{a.port}", NODES, a.rank)
-    mesh = make_mesh((1, NODES, 1))
-    clock = Clock(mesh, has_link=rate > 0)
-    place = MeshConfig(1, NODES, 1)
-    comm = CommConfig(chunk_bytes=a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02), schedule=a.schedule)
+    place, chunk_bytes = MeshConfig(1, NUM_NODES, 1), a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02)
+    comm = CommConfig(chunk_bytes=chunk_bytes, schedule=a.schedule)
     configs = {kind: config_of(a, a.folder / kind, place, **KINDS[kind]) for kind in a.kinds}
-    found = {kind: Steps(replace(config, comm=comm), mesh) for kind, config in configs.items()}
-    rates = disk_rates(found["ahead"].session.program, a.folder / "rates", 3) if a.rank == 0 else (0.0, 0.0)
+    kinds = {kind: Steps(replace(config, comm=comm), mesh) for kind, config in configs.items()}
+    layout = kinds["ahead"].session.program.stores.layouts["moments"]
+    rates = disk_rates(layout, a.folder / "rates", 3) if a.rank == 0 else (0.0, 0.0)
     clock.barrier()
     for number in range(a.warm_up + a.rounds):
-        for steps in found.values():
+        for steps in kinds.values():
             steps.run(number, clock, counts=number >= a.warm_up)
-    for steps in found.values():
+    for steps in kinds.values():
         steps.session.program.close()
 
-    def disk_s(read: int, written: int) -> float:
+    def disk_s(cost: StepCost) -> float:
         if a.rank != 0:
             return 0.0
-        ways = read / rates[0], written / rates[1]
+        ways = cost.read_bytes / rates[0], cost.written_bytes / rates[1]
         return max(ways) if a.disk_bytes_per_s else sum(ways)
 
     return [
         {
             "mbit_per_s": rate,
             "kind": kind,
-            "step_s": median(steps.seconds),
-            "all_step_s": [round(s, 3) for s in steps.seconds],
+            "step_s": median(cost.seconds for cost in steps.costs),
+            "all_step_s": [round(cost.seconds, 3) for cost in steps.costs],
             "link_bytes": median(steps.sent),
             "link_s": median(steps.sent) * 8e-6 / rate if rate else 0.0,
-            "read_bytes": median(read for read, _ in steps.moved),
-            "written_bytes": median(written for _, written in steps.moved),
-            "disk_s": median(disk_s(read, written) for read, written in steps.moved),
+            "read_bytes": median(cost.read_bytes for cost in steps.costs),
+            "written_bytes": median(cost.written_bytes for cost in steps.costs),
+            "disk_s": median(disk_s(cost) for cost in steps.costs),
             "disk_bytes_per_s": rates,
         }
-        for kind, steps in found.items()
+        for kind, steps in kinds.items()
     ]
 
 

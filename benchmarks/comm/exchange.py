@@ -1,0 +1,129 @@
+"""The exchange alone: tokens to their experts and back, `dispatch` and `combine`; the experts change nothing.
+
+Forward alone and with its backward pass, the kinds of exchange in turn. A shape is K:E:T, K of E experts for each of a
+rank's T tokens of 1024 bfloat16. Formula: `jmoe.planning.exchange.exchange_traffic`.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib.ranks import NUM_NODES, Clock, Taken
+from jmoe.planning.exchange import ExchangePlan, exchange_traffic, plan_exchange
+
+COMMANDS = {"exchange": "the exchange alone"}
+HIDDEN_SIZE = 1024
+DIRECTIONS = ("forward", "backward")  # backward: the forward pass too
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128"], help="K:E:T")
+    parser.add_argument("--kinds", nargs="+", default=["flat", "hierarchical", "dedup"])
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    parser.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
+
+
+def make_program(
+    plan: ExchangePlan, mesh: Any, num_experts: int, capacity_factor: float, direction: str
+) -> Callable[..., Any]:
+    """(x [R T, D], topk_idx, topk_weights [R T, K]) -> (y or the gradients, assignments dropped by each device)."""
+    import jax
+    import jax.numpy as jnp
+
+    from jmoe.collectives.exchange import make_exchange
+    from jmoe.mesh import BATCH, EXPERT
+
+    exchange = make_exchange(plan, EXPERT, capacity_factor)
+
+    def body(x: jax.Array, idx: jax.Array, weights: jax.Array) -> Any:
+        counts = (idx.reshape(-1, 1) == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
+
+        def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            dispatched = exchange.dispatch(x, idx, weights, counts)
+            return exchange.combine(dispatched.rows_MD, dispatched.handle), dispatched.dropped[None]
+
+        if direction == "forward":
+            return there_and_back(x, weights)
+        y, vjp, dropped = jax.vjp(there_and_back, x, weights, has_aux=True)
+        return vjp(y), dropped
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False))
+
+
+def draw(mesh: Any, rank: int, shape: tuple[int, int, int]) -> tuple[Any, ...]:
+    """Return random tokens, uniformly drawn experts and weights; one part on each rank."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from jmoe.mesh import BATCH
+
+    k, num_experts, num_tokens = shape
+    rng = np.random.default_rng([rank, *shape])
+    idx = rng.random((num_tokens, num_experts)).argsort(axis=1)[:, :k].astype(np.int32)
+    x = rng.standard_normal((num_tokens, HIDDEN_SIZE), np.float32).astype(jnp.bfloat16)
+    weights = np.full(idx.shape, 1 / k, np.float32)
+    sharding = NamedSharding(mesh, BATCH)
+    return tuple(jax.make_array_from_process_local_data(sharding, part) for part in (x, idx, weights))
+
+
+def formula_bytes(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str) -> int:
+    """Return the bytes that the ranks of one node send to the other."""
+    k, num_experts, num_tokens = shape
+    sizes = {"num_tokens": num_tokens, "num_experts": num_experts, "num_experts_per_tok": k}
+    backward = direction == "backward"
+    sent = exchange_traffic(
+        plan, **sizes, row_bytes=2 * HIDDEN_SIZE, capacity_factor=a.capacity_factor, backward=backward
+    )
+    return a.ranks_per_node * sent.across_bytes
+
+
+def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+    """Return one row for every shape, direction and kind of exchange."""
+    rows = []
+    for shape in a.shapes:
+        k, num_experts, num_tokens = map(int, shape.split(":"))
+        rows += measure_shape(a, mesh, clock, (k, num_experts, num_tokens))
+    return rows
+
+
+def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+    import jax
+
+    k, num_experts, num_tokens = shape
+    args = draw(mesh, a.rank, shape)
+    topology = {"num_nodes": NUM_NODES, "devices_per_node": a.ranks_per_node}
+    plans = {kind: plan_exchange(kind, **topology, num_experts=num_experts, num_experts_per_tok=k) for kind in a.kinds}
+    programs, dropped = {}, {}
+    for kind, plan in plans.items():
+        for direction in a.directions:
+            program = make_program(plan, mesh, num_experts, a.capacity_factor, direction)
+            counts = jax.jit(lambda d: d.sum())(program(*args)[1])
+            dropped[kind] = int(counts) / (mesh.size * num_tokens * k)
+            programs[direction, kind] = program
+    taken = {key: Taken() for key in programs}
+    for _ in range(a.rounds):
+        for key, program in programs.items():
+            taken[key].add(*clock(program, *args))
+    rows, reference = [], a.kinds[0]
+    for (direction, kind), rounds in taken.items():
+        formula = formula_bytes(plans[kind], shape, a, direction)
+        row = rounds.row(reference, taken[direction, reference])
+        rows.append(
+            {
+                "mbit_per_s": a.rates[0],
+                "top_k": k,
+                "experts": num_experts,
+                "tokens_per_rank": num_tokens,
+                "direction": direction,
+                "exchange": kind,
+                **row,
+                "formula_bytes": formula,
+                "sent_to_formula": round(row["sent_bytes"] / formula, 3),
+                "formula_ratio": round(formula / formula_bytes(plans[reference], shape, a, direction), 3),
+                "dropped_fraction": round(dropped[kind], 4),
+            }
+        )
+    return rows

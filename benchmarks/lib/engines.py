@@ -1,0 +1,49 @@
+"""Engines under load: fields of `EngineConfig` as options, and prefill by the clock."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.lib import report
+from jmoe.config.engine import EngineConfig
+from jmoe.inference.engine import Engine
+from jmoe.inference.sampling_params import SamplingParams
+
+
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the checkpoint and the fields of `EngineConfig`, but those of its size; "none" is None."""
+    parser.add_argument("--model", type=Path, required=True)
+    for field in fields(EngineConfig):
+        if field.name not in ("max_batch", "max_seq_len"):
+            kind = (lambda text: int(float(text))) if "int" in str(field.type) else str
+            default = defaults.get(field.name, field.default)
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default)
+
+
+def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **more: Any) -> Engine:
+    """Return the engine that the options and `more` fields describe; limits: bytes per second of tiers."""
+    names = {field.name for field in fields(EngineConfig)}
+    chosen = {name: None if value == "none" else value for name, value in vars(a).items() if name in names}
+    return Engine(a.model, EngineConfig(**(chosen | more)), bandwidth_limit_bytes_per_s=limits)
+
+
+def about(a: argparse.Namespace) -> dict[str, Any]:
+    """Return the options, the versions and the device."""
+    versions = {"jax": jax.__version__, "python": sys.version.split()[0]}
+    return {"args": report.options(a), "versions": versions, "device": jax.devices()[0].device_kind}
+
+
+def prefill_s(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int = 1) -> float:
+    """Return the seconds until each of the prompts has its first token."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    begun = time.perf_counter()
+    waiting = {engine.add_request(prompt, sampling) for prompt in prompts}
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}
+    return time.perf_counter() - begun

@@ -1,0 +1,135 @@
+"""Processes of one JAX job: on this machine, or on two nodes with a limited link between them."""
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import IO, Any
+
+import numpy as np
+
+from benchmarks.lib.report import median, progress, ratio
+from benchmarks.lib.two_nodes import ADDRESSES, NODES, TwoNodes, sent_bytes
+
+NUM_NODES = len(NODES)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def wait_for_all(ranks: Sequence[subprocess.Popen[Any]]) -> list[int | None]:
+    """Return the exit statuses; when a rank fails the others, which would wait for it, are killed."""
+    try:
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes):
+            time.sleep(0.1)
+            codes = [process.poll() for process in ranks]
+        return codes
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def rank_command(rank: int, port: int, *options: str) -> list[str]:
+    """Return the command that runs this program as one rank."""
+    return [sys.executable, *sys.argv, *options, "--rank", str(rank), "--port", str(port)]
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rank_command`."""
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+
+
+def launch(mbit_per_s: float, cache_dir: str, ranks_per_node: int) -> list[dict[str, Any]]:
+    """Make two nodes (0 Mbit/s: none, no link), run this program as a rank of each, return the rows of rank 0."""
+    port, ranks = free_port(), []
+    with TwoNodes(mbit_per_s) if mbit_per_s else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
+        for rank in range(NUM_NODES * ranks_per_node):
+            command = rank_command(rank, port, "--rates", str(mbit_per_s), "--cache-dir", cache_dir)
+            command = nodes.inside(rank // ranks_per_node, command) if nodes else command
+            out: IO[str] | int = output if rank == 0 else subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, stdout=out, text=True))
+        codes = wait_for_all(ranks)
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        output.seek(0)
+        rows: list[dict[str, Any]] = json.loads(output.read().splitlines()[-1])
+    return [progress(row) for row in rows]
+
+
+def join(a: argparse.Namespace, ranks_per_node: int) -> tuple[Any, "Clock"]:
+    """Join the job as rank `a.rank` of those that `launch` started; return its mesh and a clock."""
+    import jax
+
+    from jmoe.mesh import make_mesh
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_compilation_cache_dir", a.cache_dir)
+    address = ADDRESSES[0] if a.rates[0] else "127.0.0.1"
+    jax.distributed.initialize(f"{address}:{a.port}", NUM_NODES * ranks_per_node, a.rank)
+    mesh = make_mesh((1, NUM_NODES, ranks_per_node))
+    clock = Clock(mesh, has_link=a.rates[0] > 0)
+    clock.barrier()  # connects the ranks while none is busy: gloo waits no longer than 30 s
+    return mesh, clock
+
+
+class Clock:
+    """Times a program from a barrier to a barrier, and counts what the node sends meanwhile."""
+
+    def __init__(self, mesh: Any, has_link: bool) -> None:
+        import jax
+        from jax.sharding import NamedSharding
+
+        from jmoe.mesh import BATCH
+
+        one = np.ones(1, np.float32)
+        self.ones = jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), one)
+        self.total = jax.jit(lambda x: x.sum())
+        self.sent_bytes = sent_bytes if has_link else lambda: 0
+
+    def barrier(self) -> None:
+        self.total(self.ones).block_until_ready()
+
+    def __call__(self, program: Callable[..., Any], *args: Any) -> tuple[float, int]:
+        """Return (seconds, bytes that the node sent)."""
+        import jax
+
+        self.barrier()
+        sent, begun = self.sent_bytes(), time.perf_counter()
+        jax.block_until_ready(program(*args))
+        self.barrier()
+        return time.perf_counter() - begun, self.sent_bytes() - sent
+
+
+class Taken:
+    """What the rounds of one contestant took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.sent_bytes: list[int] = []
+
+    def add(self, seconds: float, sent: int) -> None:
+        self.seconds.append(seconds)
+        self.sent_bytes.append(sent)
+
+    def row(self, reference: str, of: "Taken") -> dict[str, Any]:
+        """Return median seconds, their ratio to the reference's round by round, and median bytes."""
+        return {
+            "seconds": median(self.seconds),
+            f"ratio_to_{reference}": ratio(self.seconds, of.seconds),
+            "sent_bytes": round(median(self.sent_bytes)),
+            "all_seconds": [round(s, 4) for s in self.seconds],
+        }

@@ -1,0 +1,122 @@
+"""Training runs with experts on tiers, step by step: their options, configuration, state and costs."""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from benchmarks.lib.report import median
+from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.version_store import VersionStore
+from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.training.state import TrainState
+from jmoe.training.streamed_step import StreamedTrainer
+
+
+def add_model_options(parser: argparse.ArgumentParser, layers: int) -> None:
+    """Add the options of `model_of`."""
+    sizes = {"hidden-size": 512, "intermediate-size": 512, "layers": layers, "experts": 16, "top-k": 2}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+
+
+def model_of(a: argparse.Namespace) -> ModelConfig:
+    """Return a model of the size asked for, whose router's choices can be steered by its bias."""
+    return ModelConfig(
+        vocab_size=1024,
+        hidden_size=a.hidden_size,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.hidden_size // 64,
+        num_key_value_heads=a.hidden_size // 64,
+        moe_intermediate_size=a.intermediate_size,
+        num_experts=a.experts,
+        num_experts_per_tok=a.top_k,
+        capacity_factor=1.25,
+        router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0, bias_update_speed=0.0),
+    )
+
+
+def expert_bytes(a: argparse.Namespace) -> int:
+    """Return the bytes of one expert's weights, gradient and moments."""
+    return int(16 * 3 * a.hidden_size * a.intermediate_size)
+
+
+def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = None, **tiers: Any) -> TrainConfig:
+    """Return the configuration of a run of `model_of` with its records in `folder`."""
+    mesh = mesh or MeshConfig()
+    cache_bytes = int(a.cache * (a.layers * a.experts * expert_bytes(a) // mesh.expert_inter))  # of a process
+    return TrainConfig(
+        model=model_of(a),
+        optimizer=OptimizerConfig(schedule="constant", warmup_steps=0),
+        mesh=mesh,
+        batch_size=a.batch_size,
+        sequence_length=a.sequence_length,
+        tiers=TiersConfig(path=str(folder), **({"host_cache_bytes": cache_bytes, "gradients": "nvme"} | tiers)),
+    )
+
+
+class StepCost(NamedTuple):
+    """What a step took; bytes are those of NVMe."""
+
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+
+
+class Session:
+    """A program and its state. make: how the program is made of a configuration and a mesh."""
+
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh | None = None, make: Callable[..., Any] = StreamedTrainer
+    ) -> None:
+        self.config, self.mesh = config, mesh or make_mesh((1, 1, 1), jax.devices()[:1])
+        self.program = make(config, self.mesh)
+        self.state: TrainState = self.program.init()
+
+    def step(self, number: int) -> StepCost:
+        """Take a step on random tokens."""
+        config, parts = self.config, self.config.gradient_accumulation_steps
+        shape = (parts, config.batch_size // parts, config.sequence_length + 1)
+        drawn = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
+        place = NamedSharding(self.mesh, ACCUMULATED_BATCH)
+        tokens = jax.make_array_from_callback(shape, place, lambda index: drawn[index])
+        before, begun = self.moved_bytes(), time.perf_counter()
+        self.state, metrics = self.program.step(self.state, tokens)
+        jax.block_until_ready((self.state, metrics))
+        seconds, after = time.perf_counter() - begun, self.moved_bytes()
+        return StepCost(seconds, after[0] - before[0], after[1] - before[1])
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes (read from NVMe, written to it) so far; zeros without tiers."""
+        stats = self.program.expert_stats()
+        stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store] if stats else []
+        return sum(s.nvme.num_bytes for s in stores), sum(s.nvme_writes.num_bytes for s in stores)
+
+    def only(self, experts: int) -> None:
+        """Let the routers choose only the first experts of each layer."""
+        bias = lambda b: jnp.where(jnp.arange(b.shape[-1]) < experts, 0.0, -10.0) + jnp.zeros_like(b)  # noqa: E731
+        self.state = dataclasses.replace(self.state, router_bias=jax.tree.map(bias, self.state.router_bias))
+
+
+def disk_rates(layout: RecordLayout, folder: Path, rounds: int) -> tuple[float, float]:
+    """Return the median bytes/s of (reads, writes) of records, alone and one after the other."""
+    count = max(4, (1 << 28) // layout.record_bytes)
+    reads, writes = [], []
+    with VersionStore.open(folder, layout, count, fingerprint="rates") as store:
+        record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+        for _ in range(rounds):
+            for rates, call in ((writes, store.write), (reads, store.read_into)):
+                begun = time.perf_counter()
+                for index in range(count):
+                    call(index, record_R)
+                rates.append(count * record_R.nbytes / (time.perf_counter() - begun))
+    return median(reads), median(writes)
