@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,14 @@ def wait_for(condition: Callable[[], bool], what: str = "the condition does not 
     while not condition():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.005)
+
+
+def wait_for_text(log: Path, text: str, limit_s: float = 60) -> None:
+    """Return when the log has the text; fail with the log after `limit_s` seconds."""
+    deadline_s = time.monotonic() + limit_s
+    while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < deadline_s, f"{text!r} did not appear in {log}:\n{log.read_text()}"
+        time.sleep(0.05)
 
 
 class Gate:

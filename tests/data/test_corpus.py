@@ -26,16 +26,6 @@ from jmoe.data.shards import ShardWriter, open_shard
 from jmoe.data.tokenizer import load_tokenizer, train_bpe
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
-def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
-
-
 def quiet(what: str, done: int, total: int) -> None:
     """A `Report` for nobody."""
 

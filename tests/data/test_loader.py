@@ -11,21 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from text_corpus import config, finish, start, write_shard, write_texts
+from text_corpus import config, finish, start, write_shard
 
 from jmoe.data import loader
 from jmoe.data.corpus import Corpus, prepare
 from jmoe.data.loader import held_out_windows, train_batches, unigram_bits_per_byte, xz_bits_per_byte
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts"))
-
-
-@pytest.fixture(scope="module")
-def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
 
 
 def take(batches: loader.TrainBatches, count: int) -> np.ndarray:

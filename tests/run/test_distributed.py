@@ -15,6 +15,7 @@ import pytest
 from jmoe.config import DistributedConfig
 from jmoe.run import distributed
 from jmoe.run.distributed import PreemptionSignal, Watchdog
+from tests.fakes import wait_for_text
 from tests.train_runs import Start, free_port
 
 # A run in small: RANK PROCESSES PORT OPTION=VALUE..., one all-reduce a step.
@@ -76,15 +77,6 @@ def run_ranks(start_python: Start, tmp_path: Path) -> Callable[..., list[subproc
     return run
 
 
-def wait_for(log: Path, text: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if log.exists() and text in log.read_text():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"{text!r} did not appear in {log}:\n{log.read_text()}")
-
-
 def ends(process: subprocess.Popen[str], seconds: float) -> int:
     """Its exit status, within this many seconds: the ranks' own limits, plus what a busy machine adds."""
     return process.wait(timeout=seconds)
@@ -131,7 +123,7 @@ def test_a_killed_rank_is_named_and_the_others_end(
     """Rank 0 is the coordinator: JAX aborts the others at once, after the line that names it."""
     ranks = run_ranks([0, 1, 2], 3, "heartbeat_s=5")
     for rank in range(3):
-        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
     ranks[killed].kill()
     left = [rank for rank in range(3) if rank != killed]
     for rank in left:
@@ -148,7 +140,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(
     """SIGSTOP: no connection breaks, only the signs of life end."""
     ranks = run_ranks([0, 1], 2, "heartbeat_s=5")
     for rank in range(2):
-        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
     os.kill(ranks[1].pid, signal.SIGSTOP)
     assert ends(ranks[0], 30) != 0
     log = (tmp_path / "0.log").read_text()
@@ -160,7 +152,7 @@ def test_a_stopped_coordinator_ends_the_others(
 ) -> None:
     ranks = run_ranks([0, 1], 2, "heartbeat_s=60", "step_s=4")
     for rank in range(2):
-        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
     os.kill(ranks[0].pid, signal.SIGSTOP)
     assert ends(ranks[1], 30) == distributed.EXIT_CODE
     log = (tmp_path / "1.log").read_text()
@@ -199,13 +191,13 @@ def test_all_ranks_stop_after_the_same_step(
     """The signal comes to all ranks at different times, or to one only; it comes again during the save."""
     ranks = run_ranks([0, 1], 2, "pause_s=0.02", "save_s=1")
     for rank in range(2):
-        wait_for(tmp_path / f"{rank}.log", "step 20\n")
+        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
     for rank, number in zip(ranks, numbers, strict=True):
         if number is not None:
             rank.send_signal(number)
             time.sleep(0.1)
     for rank in range(2):
-        wait_for(tmp_path / f"{rank}.log", "stop ")
+        wait_for_text(tmp_path / f"{rank}.log", "stop ")
         ranks[rank].send_signal(signal.SIGTERM)
     assert [ends(rank, 30) for rank in ranks] == [0, 0]
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_distributed import wait_for
 
 from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
+from tests.fakes import wait_for_text
 from tests.train_runs import free_port
 
 CONFIG = TrainConfig(num_steps=7)
@@ -377,7 +377,7 @@ def test_a_kill_at_any_moment_loses_nothing_saved(
     for attempt in range(5):
         log = tmp_path / f"{attempt}.log"
         process = start_python(["-c", SAVE_FOR_EVER, tmp_path / "checkpoints"], log)
-        wait_for(log, f"saved {newest + 1}\n")
+        wait_for_text(log, f"saved {newest + 1}\n")
         time.sleep(0.06 * attempt)
         process.kill()
         process.wait()
@@ -521,7 +521,7 @@ print("saved", checkpoints.steps()[-1], flush=True)
 def test_signals_do_not_stop_a_save(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start_python(["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints"], log)
-    wait_for(log, "ready\n")
+    wait_for_text(log, "ready\n")
     number = 0
     while process.poll() is None:
         process.send_signal((signal.SIGTERM, signal.SIGUSR1)[number % 2])

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_streamed_step import CONFIG, HOST, E, Trained, batch, close, train
+from test_streamed_step import CONFIG, HOST, E, Trained, batch, same_training, train
 
 from jmoe.config import CommConfig, MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.run.planner import trained_model
@@ -41,20 +41,6 @@ def ordinary() -> Trained:
 @pytest.fixture(scope="module")
 def on_host() -> Trained:
     return train(SPREAD, HOST, steps=4)
-
-
-def same_training(ours: Trained, theirs: Trained) -> None:
-    """But by rounding: sums are taken in another order here and there."""
-    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
-    np.testing.assert_allclose(ours.held_out, theirs.held_out, rtol=1e-5)
-    close(ours.state, theirs.state)
-    for mine, other in zip(ours.metrics, theirs.metrics, strict=True):
-        assert mine.keys() == other.keys()
-        np.testing.assert_array_equal(mine["counts"], other["counts"])
-        for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate", "clip"):
-            np.testing.assert_allclose(mine[name], other[name], rtol=1e-4, err_msg=name)
-        for name, norm in other["grad_norms"].items():
-            np.testing.assert_allclose(mine["grad_norms"][name], norm, rtol=1e-3, err_msg=name)
 
 
 def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: Trained) -> None:

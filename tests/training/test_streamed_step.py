@@ -113,18 +113,22 @@ def on_host() -> Trained:
     return train(CONFIG, HOST)
 
 
-def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: Trained) -> None:
-    # Two programs: sums are rounded otherwise here and there.
-    np.testing.assert_allclose(on_host.losses, ordinary.losses, rtol=2e-6)
-    np.testing.assert_allclose(on_host.held_out, ordinary.held_out, rtol=2e-6)
-    close(on_host.state, ordinary.state)
-    for ours, theirs in zip(on_host.metrics, ordinary.metrics, strict=True):
-        assert ours.keys() == theirs.keys()
-        np.testing.assert_array_equal(ours["counts"], theirs["counts"])
+def same_training(ours: Trained, theirs: Trained, losses_rtol: float = 1e-5, metrics_rtol: float = 1e-4) -> None:
+    """Compare two programs, which add up in different orders here and there."""
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=losses_rtol)
+    np.testing.assert_allclose(ours.held_out, theirs.held_out, rtol=losses_rtol)
+    close(ours.state, theirs.state)
+    for mine, other in zip(ours.metrics, theirs.metrics, strict=True):
+        assert mine.keys() == other.keys()
+        np.testing.assert_array_equal(mine["counts"], other["counts"])
         for name in ("grad_norm", "balance_loss", "z_loss", "entropy", "learning_rate", "clip"):
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, err_msg=name)
-        for name, norm in theirs["grad_norms"].items():
-            np.testing.assert_allclose(ours["grad_norms"][name], norm, rtol=1e-4, err_msg=name)
+            np.testing.assert_allclose(mine[name], other[name], rtol=metrics_rtol, err_msg=name)
+        for name, norm in other["grad_norms"].items():
+            np.testing.assert_allclose(mine["grad_norms"][name], norm, rtol=10 * metrics_rtol, err_msg=name)
+
+
+def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: Trained) -> None:
+    same_training(on_host, ordinary, losses_rtol=2e-6, metrics_rtol=1e-5)
 
 
 def test_it_starts_from_the_same_parameters() -> None:
