@@ -3,8 +3,8 @@
 A step of a model whose one layer is little beside its vocabulary, on 2 nodes x 2 ranks, the partitions in turn:
 replicated (the whole table on every rank, its gradient all-reduced), zero3 (split at rest, gathered for every step),
 columns and rows of `jmoe.layers.embedding`. Ids are drawn by Zipf's law, so that they repeat as those of text do.
-Formula: `jmoe.planning.embedding.embedding_traffic`. `table_bytes` are those of table, head and their AdamW moments on one rank,
-`temp_bytes` what a step takes beside the state.
+Formula: `jmoe.planning.embedding.embedding_traffic`. `table_bytes` are those of table, head and their AdamW moments on
+one rank, `temp_bytes` what a step takes beside the state.
 """
 
 import argparse
