@@ -61,9 +61,9 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
         sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
     line, preset = presets[name]
     options = list(arguments[1:])
-    given = dict(_options(options))
-    if EXPERTS in given and OPTIMIZER not in given:
-        options += [OPTIMIZER, given[EXPERTS]]
+    options_set = dict(_options(options))
+    if EXPERTS in options_set and OPTIMIZER not in options_set:
+        options += [OPTIMIZER, options_set[EXPERTS]]
     config = tyro.cli(
         TrainConfig,
         default=dataclasses.replace(preset, comm=_Comm(**vars(preset.comm))),
@@ -73,7 +73,7 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
         config=(tyro.conf.AvoidSubcommands,),
     )
     if config.init_from:
-        _check_model_options(given)
+        _check_model_options(options_set)
     comm = CommConfig(**vars(config.comm))
     return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")
 
@@ -86,10 +86,10 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", "-"), value if equals else following
 
 
-def _check_model_options(given: Iterable[str]) -> None:
-    """End the process if one of the options given is another model than the checkpoint's that the run starts from."""
+def _check_model_options(options_set: Iterable[str]) -> None:
+    """End the process if one of the options set is another model than the checkpoint's that the run starts from."""
     allowed = {f"--model.{name.replace('_', '-')}" for name in TRAINING_ONLY}
-    refused = [option for option in given if option.startswith("--model.") and option not in allowed]
+    refused = [option for option in options_set if option.startswith("--model.") and option not in allowed]
     if refused:
         sys.exit(
             f"train.py: {', '.join(refused)}: must not be given with --init-from, whose config.json says it; of the "

@@ -124,10 +124,10 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
-        given = [v is not None for v in (self.coordinator_address, self.num_processes, self.process_id)]
-        if any(given) and not all(given):
+        is_set = [v is not None for v in (self.coordinator_address, self.num_processes, self.process_id)]
+        if any(is_set) and not all(is_set):
             names = ("coordinator_address", "num_processes", "process_id")
-            missing = ", ".join(f"distributed.{n}" for n, g in zip(names, given, strict=True) if not g)
+            missing = ", ".join(f"distributed.{n}" for n, g in zip(names, is_set, strict=True) if not g)
             raise ValueError(f"{missing} = None: coordinator_address, num_processes and process_id go together")
         if self.num_processes is not None and self.process_id is not None:
             check(self.num_processes >= 1, "distributed.num_processes", self.num_processes, "must be at least 1")
@@ -247,28 +247,28 @@ class TrainConfig:
 
     def warnings(self) -> list[str]:
         """Return a sentence for each setting that is allowed and hardly meant."""
-        rate, decay, found = self.optimizer.learning_rate, self.optimizer.weight_decay, []
+        rate, decay, warnings = self.optimizer.learning_rate, self.optimizer.weight_decay, []
         if rate > 0.1:
-            found.append(
+            warnings.append(
                 f"optimizer.learning_rate = {rate:g}: AdamW moves every weight by about as much in a step; with more "
                 "than 0.1 a model hardly learns"
             )
         if rate * decay >= 1:
-            found.append(
+            warnings.append(
                 f"optimizer.weight_decay = {decay:g}: with optimizer.learning_rate = {rate:g} a step takes more from "
                 "every weight than it has"
             )
         if self.optimizer.warmup_steps >= self.num_steps:
-            found.append(
+            warnings.append(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's num_steps = "
                 f"{self.num_steps} are warm-up"
             )
         if self.sequence_length > self.model.max_position_embeddings:
-            found.append(
+            warnings.append(
                 f"sequence_length = {self.sequence_length}: longer than model.max_position_embeddings = "
                 f"{self.model.max_position_embeddings}, to which the model will be served"
             )
-        return found
+        return warnings
 
     def to_json(self) -> str:
         """The resolved configuration, as it is written beside a run."""

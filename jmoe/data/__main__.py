@@ -35,24 +35,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F")
     parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         config = DataConfig(
-            path=tuple(given.path),
-            field=given.field,
-            encoding=tuple(given.encoding),
-            tokenizer=given.tokenizer,
-            held_out_fraction=given.held_out_fraction,
-            held_out_bytes=given.held_out_bytes,
+            path=tuple(options.path),
+            field=options.field,
+            encoding=tuple(options.encoding),
+            tokenizer=options.tokenizer,
+            held_out_fraction=options.held_out_fraction,
+            held_out_bytes=options.held_out_bytes,
         )
         report = PreparingData(lambda line: print(line, file=sys.stderr, flush=True)).report
-        corpus = write_shards(config, 2**32 if given.vocab_size is None else given.vocab_size, given.out, report)
+        corpus = write_shards(config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text_bytes = sum(source.text_bytes for source in corpus.sources)
     print(
-        f"{given.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text), "
+        f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text), "
         f"{len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary {corpus.vocab_size}; "
         f"{corpus.files()}"
     )

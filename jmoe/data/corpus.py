@@ -271,8 +271,8 @@ def _find_inputs(config: DataConfig, report: Report) -> list[_Input]:
         return [_Input("", tuple(standard_library()), None, Counter())]
     inputs = []
     for pattern, weight in zip(config.path, config.weights or (None,) * len(config.path), strict=True):
-        found = find_files(pattern, config.field, report)
-        inputs.append(_Input(pattern, found.files, weight, found.skipped))
+        files = find_files(pattern, config.field, report)
+        inputs.append(_Input(pattern, files.files, weight, files.skipped))
     owner: dict[Path, int] = {}
     for i, entry in enumerate(inputs):
         for file in entry.files:

@@ -144,10 +144,10 @@ class ShardWriter:
         self._file.write(data)
         self._digest.update(data)
         self._block += data
-        whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
-        for start in range(0, whole, BLOCK_BYTES):
+        complete = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+        for start in range(0, complete, BLOCK_BYTES):
             self._sums.append(zlib.crc32(self._block[start : start + BLOCK_BYTES]))
-        del self._block[:whole]
+        del self._block[:complete]
         self.count += len(ids)
         self.text_bytes += text_bytes
 
@@ -192,11 +192,13 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
         values: Any = json.loads(text.decode())
     except ValueError as error:
         raise ValueError(f"{path}: the header of this token shard is no JSON: {error}") from error
-    given: dict[str, Any] = {"block_sums": ""} | values if isinstance(values, dict) else {}
-    missing = [f.name for f in fields(ShardHeader) if type(given.get(f.name)) is not (int if f.type == "int" else str)]
+    written: dict[str, Any] = {"block_sums": ""} | values if isinstance(values, dict) else {}
+    missing = [
+        f.name for f in fields(ShardHeader) if type(written.get(f.name)) is not (int if f.type == "int" else str)
+    ]
     if missing:
         raise ValueError(f"{path}: the header of this token shard lacks {', '.join(missing)}")
-    header = ShardHeader(**{f.name: given[f.name] for f in fields(ShardHeader)})
+    header = ShardHeader(**{f.name: written[f.name] for f in fields(ShardHeader)})
     if header.dtype not in DTYPES:
         raise ValueError(f"{path}: dtype = {header.dtype!r}: must be one of {', '.join(DTYPES)}")
     if header.count < 1 or not 0 <= header.eot < header.vocab_size:

@@ -94,23 +94,23 @@ def find_files(pattern: str, field: str, report: Report) -> FoundFiles:
         return FoundFiles((_input_file(path, path.parent, field),), skipped)
     if path.is_dir():
         root = path
-        found = []
+        paths = []
         for p in _walk(path):
             if p.suffix in TEXT_SUFFIXES or p.suffix == SHARD_SUFFIX:
-                found.append(p)
+                paths.append(p)
             else:
                 skipped[f"*{p.suffix}" if p.suffix else p.name] += 1
-            report("finding files", len(found), 0)
+            report("finding files", len(paths), 0)
         what = f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards ({SHARD_SUFFIX})"
     else:
-        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
-        root = Path(os.path.commonpath([p.parent for p in found])) if found else path
+        paths = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        root = Path(os.path.commonpath([p.parent for p in paths])) if paths else path
         what = "no such file or folder, and no file matches it as a glob"
-    if not found:
+    if not paths:
         raise ValueError(f"data.path = {pattern!r}: {what}")
-    shards = [p for p in found if p.suffix == SHARD_SUFFIX]
+    shards = [p for p in paths if p.suffix == SHARD_SUFFIX]
     files = []
-    for p in shards or found:
+    for p in shards or paths:
         files.append(_input_file(p, root, field))
         report("finding files", len(files), 0)
     return FoundFiles(tuple(sorted(files, key=lambda f: f.name)), Counter() if shards else skipped)

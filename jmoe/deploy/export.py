@@ -71,8 +71,8 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
         arrays = saved_parameters(checkpoints, step, config)
     tokenizer = checkpoints.directory / str(step) / TOKENIZER
     if not tokenizer.is_file():  # of a run that trained on token shards without one, or saved by an older jmoe
-        given = saved["data"]["tokenizer"]
-        tokenizer = Path(given).expanduser() if given else run_dir / "data" / TOKENIZER
+        trained_with = saved["data"]["tokenizer"]
+        tokenizer = Path(trained_with).expanduser() if trained_with else run_dir / "data" / TOKENIZER
     fields = {}
     if tokenizer.is_file():
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
@@ -92,9 +92,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.export", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")
-    given = parser.parse_args(arguments)
-    step = export_run(given.run_dir, given.out_dir)
-    print(f"step {step} of {given.run_dir} is in {given.out_dir}")
+    options = parser.parse_args(arguments)
+    step = export_run(options.run_dir, options.out_dir)
+    print(f"step {step} of {options.run_dir} is in {options.out_dir}")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def plan_embedding(
     for other in map(of, even[1:]):
         best = other if slow_bytes(other) < (1 - MIN_SAVING) * slow_bytes(best) else best
     where = "to other nodes" if num_nodes > 1 and devices_per_node > 1 else "to other devices"
-    here, there = (slow_bytes(plan) / 1e6 for plan in (best, replicated))
-    reason = f"a device sends {here:.1f} MB {where} in a pass with {best.kind}, {there:.1f} MB replicated"
-    chosen = best if here < there else replicated
+    chosen_mb, replicated_mb = (slow_bytes(plan) / 1e6 for plan in (best, replicated))
+    reason = f"a device sends {chosen_mb:.1f} MB {where} in a pass with {best.kind}, {replicated_mb:.1f} MB replicated"
+    chosen = best if chosen_mb < replicated_mb else replicated
     return EmbeddingPlan(chosen.kind, reason, num_nodes, devices_per_node, chosen.parallel_head)

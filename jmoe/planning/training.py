@@ -165,8 +165,8 @@ class TrainingPlan:
     def host_cache_bytes(self) -> int:
         """Host memory for records of one device's experts that are on the tier nvme."""
         on_disk = _record_bytes(self.model, self.placement) * self.model.device_parameters
-        given = self.placement.host_cache_bytes
-        return on_disk // 4 if given is None else min(given, on_disk)
+        cache_bytes = self.placement.host_cache_bytes
+        return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
 
     # Time
 
@@ -235,11 +235,11 @@ class TrainingPlan:
     def _advice(self, tier: Tier) -> str:
         sizes = {kind: size for _, kind, _ in self.rows if (size := self._bytes_of(tier, kind))}
         by_size = sorted(sizes, key=lambda kind: -sizes[kind])
-        found = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
-        if not any(remedy.endswith(_ENOUGH) for remedy in found):
-            found.append(_LARGER[tier])
+        remedies = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
+        if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
+            remedies.append(_LARGER[tier])
         lack, most = _gigabytes(self.lacking()[tier]), _gigabytes(sizes[by_size[0]])
-        return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(found)}"
+        return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(remedies)}"
 
     def _bytes_of(self, tier: Tier, kind: str) -> int:
         """Bytes of one kind, as `needed_bytes` counts them."""
@@ -248,18 +248,18 @@ class TrainingPlan:
 
     def _remedies(self, tier: Tier, kind: str) -> list[str]:
         """The first few changes that shrink `kind` on `tier` and leave no tier worse off than it may be."""
-        found: dict[str, str] = {}
+        remedies: dict[str, str] = {}
         for setting, value, model, place in _changes(self.model, self.placement):
             plan = plan_training(model, place, self.machine)
             saved = self.needed_bytes(tier) - plan.needed_bytes(tier)
             shrinks = plan._bytes_of(tier, kind) < self._bytes_of(tier, kind) and saved > 0.1 * self.lacking()[tier]
             harmless = all(lack <= self.lacking().get(where, 0) for where, lack in plan.lacking().items())
             # Of the values of one setting, the first that is enough, or else the last.
-            enough = setting in found and found[setting].endswith(_ENOUGH)
+            enough = setting in remedies and remedies[setting].endswith(_ENOUGH)
             if shrinks and harmless and not enough:
                 remark = _ENOUGH if tier not in plan.lacking() else f" ({_gigabytes(saved)} less)"
-                found[setting] = f"{setting} = {value}{remark}"
-        return list(found.values())[:3]
+                remedies[setting] = f"{setting} = {value}{remark}"
+        return list(remedies.values())[:3]
 
     def __str__(self) -> str:
         model = self.model
@@ -391,7 +391,7 @@ def _saved_bytes(model: TrainedModel, place: Placement) -> int:
 
 def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     model, place = plan.model, plan.placement
-    devices, here = model.num_devices, model.devices_per_host
+    devices, per_host = model.num_devices, model.devices_per_host
     layer = model.num_experts // devices * model.expert_parameters
     yield "device", "dense weights, moments, gradients", 16 * model.dense_parameters // model.dense_shards
     if model.dense_shards > 1:  # the layer that computes and its neighbour, with their gradients
@@ -401,8 +401,8 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.working_bytes // devices
     yield "device", "kept for the backward pass", model.kept_bytes * times // devices
-    yield "host", "runtime", RUNTIME_BYTES * here
-    yield "host", "copies for a save", _saved_bytes(model, place) * here
+    yield "host", "runtime", RUNTIME_BYTES * per_host
+    yield "host", "copies for a save", _saved_bytes(model, place) * per_host
     if not place.streamed:
         yield "device", "experts: weights", 4 * model.device_parameters
         yield "device", "experts: moments", 8 * model.device_parameters
@@ -420,14 +420,14 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     )
     for tier, kind, size, kept in kinds:
         if tier != "device":
-            yield tier, kind, size * model.device_parameters * here
+            yield tier, kind, size * model.device_parameters * per_host
         if tier == "nvme":
-            yield "nvme", "older versions in checkpoints", kept * size * model.device_parameters * here
+            yield "nvme", "older versions in checkpoints", kept * size * model.device_parameters * per_host
     if place.optimizer == "nvme":  # with a checkpoint goes every gradient that waits, also those of host memory
         copies = place.checkpoints + (place.gradients != "nvme")
-        yield "nvme", "gradients in checkpoints", copies * model.gradient_bytes * model.device_parameters * here
+        yield "nvme", "gradients in checkpoints", copies * model.gradient_bytes * model.device_parameters * per_host
     if "nvme" in (place.experts, place.optimizer, place.gradients):
-        yield "host", "cache of records on nvme", plan.host_cache_bytes * here
+        yield "host", "cache of records on nvme", plan.host_cache_bytes * per_host
 
 
 def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -> TrainingPlan:

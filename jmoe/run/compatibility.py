@@ -85,10 +85,10 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
     notes, refused = [], []
-    found = {line.partition(":")[0]: line for line in differences(saved, now)}
-    other_data = found.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
-    places = [found.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in found]
-    for name, line in found.items():
+    changed = {line.partition(":")[0]: line for line in differences(saved, now)}
+    other_data = changed.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
+    places = [changed.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in changed]
+    for name, line in changed.items():
         if name in noted:
             notes.append(f"{line} ({noted[name]})")
         elif not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):

@@ -67,10 +67,10 @@ def start(config: DistributedConfig) -> None:
         address, processes, rank = config.coordinator_address, config.num_processes, config.process_id
         detection: str | None = "deactivate"  # every process sees every device of its machine
     else:
-        found = _detect(config.start_timeout_s)
-        if found is None:
+        job = _detect(config.start_timeout_s)
+        if job is None:
             return
-        (address, processes, rank), detection = found, None  # JAX still deals the machine's devices out
+        (address, processes, rank), detection = job, None  # JAX still deals the machine's devices out
     if processes == 1:
         return
     deadline = time.monotonic() + config.start_timeout_s

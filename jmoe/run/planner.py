@@ -73,23 +73,25 @@ def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int) -> int:
 
 def machine(config: TrainConfig) -> Machine:
     """What the configuration says of the machine, and what is free on this one where it says nothing."""
-    given, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
+    described, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
-    device = given.device()
-    if given.accelerator:
-        source = f"the data sheet of {given.accelerator}; programs reach less: --machine.flops etc. take what yours do"
+    device = described.device()
+    if described.accelerator:
+        source = (
+            f"the data sheet of {described.accelerator}; programs reach less: --machine.flops etc. take what yours do"
+        )
     else:
         source = "two CPU cores where --machine.accelerator or .flops etc. do not say otherwise"
     return Machine(
         device_bytes=device.device_bytes,
-        host_bytes=given.host_bytes or available_bytes(),
-        nvme_bytes=given.nvme_bytes or shutil.disk_usage(folder).free,
+        host_bytes=described.host_bytes or available_bytes(),
+        nvme_bytes=described.nvme_bytes or shutil.disk_usage(folder).free,
         shared=not device.device_bytes,
-        flops=device.flops if config.compute_dtype == "bfloat16" or given.flops else device.flops / 2,
+        flops=device.flops if config.compute_dtype == "bfloat16" or described.flops else device.flops / 2,
         link_bytes_per_s=device.link_bytes_per_s,
-        nvme_read_bytes_per_s=given.nvme_read_bytes_per_s,
-        nvme_write_bytes_per_s=given.nvme_write_bytes_per_s,
+        nvme_read_bytes_per_s=described.nvme_read_bytes_per_s,
+        nvme_write_bytes_per_s=described.nvme_write_bytes_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s,
         source=source,
     )

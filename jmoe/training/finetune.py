@@ -78,8 +78,8 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 
 
 def _of_expert(loader: Loader, parameter: Parameter, layer: int, expert: int) -> NDArray[np.float32]:
-    whole = (slice(None),) * len(parameter.matrix)
-    found: NDArray[np.float32] = loader.region(
-        parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
+    everything = (slice(None),) * len(parameter.matrix)
+    matrix: NDArray[np.float32] = loader.region(
+        parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *everything)
     )
-    return found[0, 0]
+    return matrix[0, 0]
