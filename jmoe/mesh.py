@@ -29,7 +29,7 @@ STACK_PATHS = ("dense_layers", "moe_layers")  # parameters below these have a le
 
 
 def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh of `shape` = (data, expert_inter, expert_intra); neighbours in `devices` are nearest in expert_intra.
+    """Return a mesh of `shape` = (data, expert_inter, expert_intra); neighbours in `devices` are near in expert_intra.
 
     Devices are ordered by process, so that a process holds contiguous rows of the batch and an expert_intra group
     stays inside a node whenever its size divides the node's devices.
@@ -39,7 +39,7 @@ def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None 
 
 
 def devices_per_host() -> int:
-    """Devices of the processes that share a host, by its name; 0 if hosts differ. Every process has to call it."""
+    """Return how many devices the processes of a host have; 0 if hosts differ. Every process has to call it."""
     name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest()[:8], np.uint32)
     names = multihost_utils.process_allgather(name).reshape(-1, name.size)
     processes = np.unique(np.unique(names, axis=0, return_counts=True)[1])
@@ -47,19 +47,19 @@ def devices_per_host() -> int:
 
 
 def hierarchy(mesh: Mesh, hierarchical: bool) -> tuple[tuple[str, ...], ...]:
-    """Over which axes to gather and to reduce what all devices share: across nodes and then inside, or all at once."""
+    """Return the axes to gather and reduce over what all devices share: across nodes, then inside, or all at once."""
     if hierarchical and mesh.shape[EXPERT_INTER] > 1 and mesh.shape[EXPERT_INTRA] > 1:
         return (DATA, EXPERT_INTER), (EXPERT_INTRA,)
     return (ALL,)
 
 
 def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names along a pytree path."""
+    """Return the names along a pytree path."""
     return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
 def stack_dims(path: tuple[Any, ...]) -> int:
-    """How many leading layer dimensions a parameter at this path has."""
+    """Return how many leading layer dimensions a parameter at this path has."""
     return sum(name in STACK_PATHS for name in path_names(path))
 
 
@@ -70,7 +70,7 @@ def is_expert(path: tuple[Any, ...]) -> bool:
 def shard_dim(
     path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool, fuse_dense: bool = False
 ) -> int:
-    """The dimension in which a dense parameter is split over all devices, or -1 if every device holds it whole."""
+    """Return the dimension in which a dense parameter is split over all devices, or -1 if it is not."""
     if not shard_dense or num_devices == 1 or is_expert(path):
         return -1
     stacked = stack_dims(path)
@@ -82,7 +82,7 @@ def shard_dim(
 def param_spec(
     path: tuple[Any, ...], shape: tuple[int, ...], num_devices: int, shard_dense: bool, fuse_dense: bool = False
 ) -> PartitionSpec:
-    """Where a parameter (and its gradient and optimizer state) lives."""
+    """Return where a parameter (and its gradient and optimizer state) lives."""
     if is_expert(path):
         return PartitionSpec(*[None] * stack_dims(path), EXPERT)
     dim = shard_dim(path, shape, num_devices, shard_dense, fuse_dense)
@@ -90,17 +90,17 @@ def param_spec(
 
 
 def param_specs(params: Any, mesh: Mesh, shard_dense: bool, fuse_dense: bool = False) -> Any:
-    """`param_spec` of every leaf of a pytree of parameters (arrays or shapes)."""
+    """Return `param_spec` of every leaf of a pytree of parameters (arrays or shapes)."""
     spec = lambda path, x: param_spec(path, x.shape, mesh.size, shard_dense, fuse_dense)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """`NamedSharding`s for a pytree of specs."""
+    """Return `NamedSharding`s for a pytree of specs."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
-    """The spec of an array split over `axes` in dimension `dim`: for users with axis names of their own."""
+    """Return the spec of an array split over `axes` in dimension `dim`: for users with axis names of their own."""
     return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED

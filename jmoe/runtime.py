@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from types import TracebackType
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
-MARK = "JMOE_RUNTIME"  # set in a process that was started anew, so that it is not started again
+MARK = "JMOE_RUNTIME"  # set in a process that was run again, so that it is not run once more
 FAKE_DEVICES = "NPROC"  # XLA's thread pool: collectives between fake devices deadlock on fewer threads
 
 
 def environment(current: Mapping[str, str]) -> dict[str, str]:
-    """The environment to start anew with, or an empty dict if `current` needs no change.
+    """Return the environment to run again with, or an empty dict if `current` needs no change.
 
     Whatever the user set stays. On a machine with JAX's CUDA plugin only the mark is added.
     """

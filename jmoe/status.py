@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 
 def duration(seconds: float) -> str:
-    """`4:05`, or `1:04:05` from an hour on."""
+    """Return `4:05`, or `1:04:05` from an hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -121,12 +121,12 @@ class YarnConfig:
         check(factor is None or factor > 0, "attention_factor", factor, "must be greater than 0, or None")
 
     def magnitude(self, mscale: float = 1.0) -> float:
-        """0.1 mscale ln(factor) + 1: how much longer contexts sharpen attention."""
+        """Return 0.1 mscale ln(factor) + 1: how much longer contexts sharpen attention."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     @property
     def rotary_scale(self) -> float:
-        """What cos and sin are multiplied with."""
+        """Return what cos and sin are multiplied with."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -251,14 +251,14 @@ class ModelConfig:
 
     @property
     def dim_per_head(self) -> int:
-        """Dimensions of a query and key head."""
+        """Return the dimensions of a query and key head."""
         if self.kv_lora_rank is not None:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Whether the feed-forward of each layer is one MLP (`dense`) or experts (`moe`)."""
+        """Return whether the feed-forward of each layer is one MLP (`dense`) or experts (`moe`)."""
         first, step, dense = self.first_k_dense_replace, self.decoder_sparse_step, self.mlp_only_layers
         return tuple(
             "moe" if self.num_experts and i >= first and (i - first + 1) % step == 0 and i not in dense else "dense"
@@ -267,7 +267,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...] | None:
-        """How many tokens a token sees in each layer; None: all, in all."""
+        """Return how many tokens a token sees in each layer; None: all, in all."""
         if self.sliding_window is None:
             return None
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
@@ -275,7 +275,7 @@ class ModelConfig:
 
     @property
     def moe(self) -> MoEConfig:
-        """The layers with experts."""
+        """Return the layers with experts."""
         return MoEConfig(
             hidden_size=self.hidden_size,
             num_experts=self.num_experts,
@@ -291,7 +291,7 @@ class ModelConfig:
 
     @property
     def output_initializer_range(self) -> float:
-        """Standard deviation of the projections that add to the hidden states: smaller the deeper the model (GPT-2)."""
+        """Return the standard deviation of projections that add to the hidden states: smaller if deeper (GPT-2)."""
         return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
     @property
@@ -316,11 +316,11 @@ class ModelConfig:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Return the parameters of one expert."""
         return self._mlp(self.moe_intermediate_size)
 
     def num_parameters(self) -> tuple[int, int]:
-        """(total, active per token) parameters, embeddings included."""
+        """Return (total, active per token) parameters, embeddings included."""
         d = self.hidden_size
         norm = d * (2 if self.norm == "layernorm" else 1)
         attention = self._attention_parameters()
@@ -337,7 +337,7 @@ class ModelConfig:
         return common + moe_layers * experts * expert, common + moe_layers * k * expert
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Model FLOPs of one trained token: 6 per active matrix parameter, plus causal attention."""
+        """Return the model FLOPs of one trained token: 6 per active matrix parameter, plus causal attention."""
         _, active = self.num_parameters()
         lookup = self.vocab_size * self.hidden_size if not self.tie_word_embeddings else 0
         lookup += self.max_position_embeddings * self.hidden_size if self.position == "learned" else 0

@@ -42,7 +42,7 @@ class TiersConfig:
 
     @property
     def on_device(self) -> bool:
-        """Whether nothing leaves the device."""
+        """Return whether nothing leaves the device."""
         return (self.experts, self.optimizer) == ("device", "device")
 
 
@@ -95,7 +95,7 @@ class MachineConfig:
         positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
 
     def device(self) -> Accelerator:
-        """The device's figures: those given, else the accelerator's."""
+        """Return the device's figures: those given, else the accelerator's."""
         nominal = ACCELERATORS.get(self.accelerator, TWO_CORES)
         return Accelerator(
             self.device_bytes or nominal.device_bytes,

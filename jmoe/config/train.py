@@ -147,7 +147,7 @@ class ProfileConfig:
         self.span()
 
     def span(self) -> tuple[int, int] | None:
-        """(first, past the last) step of the trace, or None."""
+        """Return (first, past the last) step of the trace, or None."""
         if not self.steps:
             return None
         first, colon, last = self.steps.partition(":")
@@ -209,7 +209,7 @@ class TrainConfig:
         )
 
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
-        """The mesh's shape for this many devices; raises `ValueError` if the run cannot be split over them.
+        """Return the mesh's shape for this many devices; raise `ValueError` if the run cannot be split over them.
 
         devices_per_host: 0 where it is not known or hosts differ.
         """
@@ -239,7 +239,7 @@ class TrainConfig:
         return shape
 
     def evaluates_after(self, steps: int) -> bool:
-        """Whether the held-out loss is measured after so many steps, which are neither none nor all of the run."""
+        """Return whether the held-out loss is measured after so many steps, neither none nor all of the run."""
         every = self.evaluation.every_steps
         if not every:
             every = math.ceil(self.num_steps / 4) if self.num_steps >= 20 else self.num_steps
@@ -271,12 +271,12 @@ class TrainConfig:
         return warnings
 
     def to_json(self) -> str:
-        """The resolved configuration, as it is written beside a run."""
+        """Return the resolved configuration, as it is written beside a run."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `field: saved -> now` for every value that differs between two resolved configurations."""
+    """Return lines `field: saved -> now` for every value that differs between two resolved configurations."""
     lines = []
     for key in sorted(set(saved) | set(now)):
         a, b = saved.get(key), now.get(key)

@@ -14,7 +14,7 @@ from jmoe.runtime import end_at_once_on_interrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: tokenise text once into shards that `--data.path DIR` takes."""
+    """Tokenise text once into shards that `--data.path DIR` takes."""
     defaults = DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.data",

@@ -103,7 +103,7 @@ class Corpus:
         return sum(source.num_tokens for source in self.sources)
 
     def files(self) -> str:
-        """How many files were read, and how many skipped, in words."""
+        """Return how many files were read, and how many skipped, in words."""
         skipped = sum((source.skipped for source in self.sources), Counter())
         words = f"{sum(source.files for source in self.sources):,} file(s) read"
         if skipped:
@@ -113,12 +113,12 @@ class Corpus:
         return words
 
     def check_held_out_text(self) -> None:
-        """`ValueError` if the held-out text is unknown, so that there are no bits per byte."""
+        """Raise `ValueError` if the held-out text is unknown, so that there are no bits per byte."""
         if not self.held_out_bytes:
             raise ValueError("data.path: the held-out text is unknown, as the token shards come without a tokenizer")
 
     def bits_per_byte(self, mean_loss: float) -> float:
-        """Bits per byte of held-out text, from the mean loss in nats over the N - 1 held-out targets."""
+        """Return bits per byte of held-out text, from the mean loss in nats over the N - 1 held-out targets."""
         self.check_held_out_text()
         return mean_loss / math.log(2) * (len(self.held_out_tokens) - 1) / len(self.held_out_bytes)
 
@@ -227,7 +227,7 @@ def _check_shards(shards: Sequence[_Shard], report: Report) -> None:
 
 
 def beside(cache_dir: Path) -> Path:
-    """The folder in which text is prepared that is not yet to take the place of what `cache_dir` has."""
+    """Return the folder in which text is prepared that is not yet to take the place of what `cache_dir` has."""
     return cache_dir.with_name(f".{cache_dir.name}.new")
 
 
@@ -253,7 +253,7 @@ def discard(cache_dir: Path) -> None:
 
 
 def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:
-    """`prepare` text into `out` for other runs; refuses a folder that holds shards made from anything else."""
+    """Write text as shards into `out` for other runs; a folder with shards made from anything else is refused."""
     inputs = _find_inputs(config, report)
     for entry in inputs:
         if entry.is_shards:
@@ -301,7 +301,7 @@ def _open_shards(entry: _Input, vocab_size: int) -> list[_Shard]:
 def _given_tokenizer(
     config: DataConfig, inputs: Sequence[_Input], shards: dict[int, list[_Shard]], vocab_size: int
 ) -> LoadedTokenizer | None:
-    """`data.tokenizer`, else the one beside the shards; None: there is none (or it is still to be trained)."""
+    """Return `data.tokenizer`, else the one beside the shards; None: there is none (or it is still to be trained)."""
     path = Path(config.tokenizer).expanduser() if config.tokenizer else None
     if path is None:
         beside = [inputs[i].files[0].path.parent / TOKENIZER for i in shards]
@@ -325,7 +325,7 @@ def _given_tokenizer(
 
 
 def _held_out_targets(config: DataConfig, inputs: Sequence[_Input], shards: dict[int, list[_Shard]]) -> list[int]:
-    """Bytes of text to hold out of each input, so that together they mix like the training data."""
+    """Return bytes of text to hold out of each input, so that together they mix like the training data."""
     sizes = [
         sum(s.header.text_bytes for s in shards[i]) if i in shards else sum(f.size_bytes for f in entry.files)
         for i, entry in enumerate(inputs)
@@ -350,7 +350,7 @@ class _TextJob:
     config: DataConfig
 
     def key(self) -> str:
-        """Identifies what the result depends on, from the files' names, sizes and times, without reading them."""
+        """Return what the result depends on as one hash, of the files' names, sizes and times, without reading them."""
         timestamps = bool(self.config.path)  # the standard library's mean nothing
         what: dict[str, Any] = {
             "format": FORMAT,
@@ -367,7 +367,7 @@ class _TextJob:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def finished(self) -> dict[str, Any] | None:
-        """The manifest, if this very job has been done and its files are still there."""
+        """Return the manifest, if this very job has been done and its files are still there."""
         try:
             manifest: dict[str, Any] = json.loads((self.directory / MANIFEST).read_text())
             if manifest["key"] != self.key():
@@ -386,7 +386,7 @@ class _TextJob:
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
     def was_made(self) -> bool:
-        """Whether this very job has been done, whatever has become of its files."""
+        """Return whether this very job has been done, whatever has become of its files."""
         try:
             return bool(json.loads((self.directory / MANIFEST).read_text())["key"] == self.key())
         except (OSError, ValueError, KeyError, TypeError):
@@ -489,7 +489,7 @@ class _SplitInput:
     weight: float | None
 
     def trained(self) -> Iterator[tuple[InputFile, int]]:
-        """(file, end of what is trained on)."""
+        """Return (file, end of what is trained on)."""
         return zip(self.files, self.offsets, strict=True)
 
 
@@ -556,7 +556,7 @@ def _held_out_of_shards(
     targets: Sequence[int],
     tokenizer: LoadedTokenizer | None,
 ) -> list[_HeldOut]:
-    """The `held_out.bin` beside the shards, else the last part of the largest shard, which `shards` then lacks."""
+    """Return `held_out.bin` beside the shards, else the last part of the largest shard, which `shards` then lacks."""
     held_out: list[_HeldOut] = []
     seen: set[Path] = set()
     for i in which:

@@ -83,7 +83,7 @@ class TrainBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """JSON-able position after the batches taken so far: the same on every process and process count."""
+        """Return JSON-able position after the batches taken so far: the same on every process and process count."""
         return {"next_step": self._step, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class TrainBatches:
 
 
 def _shuffled(corpus: Corpus, sequence_length: int, batch_size: int, seed: int) -> Any:
-    """Endless grain dataset of windows: every source reshuffled each epoch, mixed by size or by weight."""
+    """Return endless grain dataset of windows: every source reshuffled each epoch, mixed by size or by weight."""
     windows = [_Windows(source, sequence_length, corpus.vocab_size) for source in corpus.sources]
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
     for source, own in zip(corpus.sources, windows, strict=True):
@@ -147,7 +147,7 @@ def train_batches(
     num_threads: int = 1,
     prefetch_batches: int = 2,
 ) -> TrainBatches:
-    """Endless batches of this process: int32 [b, S + 1], b = batch_size / process_count.
+    """Return endless batches of this process: int32 [b, S + 1], b = batch_size / process_count.
 
     Row r of global batch s is window s * batch_size + r of an endless shuffled sequence that depends on corpus,
     sequence length and seed alone; process i reads rows i * b ... (i + 1) * b - 1 and no others. Without weights each
@@ -177,7 +177,7 @@ def train_batches(
 def held_out_windows(
     corpus: Corpus, sequence_length: int, batch_size: int
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
-    """(tokens int32 [B, S + 1], weights float32 [B, S]): every held-out token but the first is a target once.
+    """Return (tokens int32 [B, S + 1], weights float32 [B, S]): every held-out token but the first is a target once.
 
     weights is 1 for real targets and 0 for the padding that fills the last window and the last batch.
     """
@@ -207,14 +207,14 @@ def _count(source: TextSource, vocab_size: int, limit: int) -> NDArray[np.float6
 
 
 def baselines(corpus: Corpus) -> tuple[float, float]:
-    """Held-out bits per byte of (a unigram model, xz -9); nan where the text is unknown or too short to tell."""
+    """Return held-out bits per byte of (a unigram model, xz -9); nan where the text is unknown or too short to tell."""
     if len(corpus.held_out_bytes) < COMPARABLE_BYTES:
         return float("nan"), float("nan")
     return unigram_bits_per_byte(corpus), xz_bits_per_byte(corpus)
 
 
 def unigram_bits_per_byte(corpus: Corpus) -> float:
-    """Held-out bits per byte of a unigram model over the same tokens, p(t) = (n_t + 1) / (n + V).
+    """Return held-out bits per byte of a unigram model over the same tokens, p(t) = (n_t + 1) / (n + V).
 
     n_t: count of t in the training tokens, scaled by the sources' weights where there are any.
     """
@@ -229,6 +229,6 @@ def unigram_bits_per_byte(corpus: Corpus) -> float:
 
 
 def xz_bits_per_byte(corpus: Corpus) -> float:
-    """Bits per byte of `xz -9` on the held-out text."""
+    """Return bits per byte of `xz -9` on the held-out text."""
     corpus.check_held_out_text()
     return 8 * len(lzma.compress(corpus.held_out_bytes, preset=9)) / len(corpus.held_out_bytes)

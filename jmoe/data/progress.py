@@ -25,6 +25,6 @@ class PreparingData:
             self._say(f"preparing data: {what}{amount}, {duration(now - self._begun)}")
 
     def progress(self) -> str:
-        """Text that changes with every report of progress; empty before the first."""
+        """Return text that changes with every report of progress; empty before the first."""
         what, done, total = self._latest
         return f"{what} ({done:,} of {total:,} bytes)" if total else f"{what} ({done:,})" if what else ""

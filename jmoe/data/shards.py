@@ -63,7 +63,7 @@ class Blocks:
         self._checked = np.zeros(len(self._sums), np.bool_)
 
     def check(self, first: int, end: int) -> None:
-        """`ValueError` naming the file if ids from `first` up to `end` have changed; nothing without block sums."""
+        """Raise `ValueError` naming the file if ids from `first` up to `end` have changed, where blocks have sums."""
         if not self.has_sums:
             return
         for block in range(first * self._item_bytes // BLOCK_BYTES, -(-end * self._item_bytes // BLOCK_BYTES)):
@@ -74,7 +74,7 @@ class Blocks:
                 self._checked[block] = True
 
     def check_all(self, header: ShardHeader) -> None:
-        """`ValueError` naming the file if any id has changed."""
+        """Raise `ValueError` naming the file if any id has changed."""
         digest = hashlib.sha256()
         for start in range(0, len(self._data), READ_BYTES):
             digest.update(self._data[start : start + READ_BYTES])
@@ -210,7 +210,7 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
 
 
 def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]], Blocks]:
-    """(header, memory-mapped ids [count], their sums); `ValueError` when the file is foreign, truncated or damaged.
+    """Return (header, memory-mapped ids [count], their sums); `ValueError` if the file is foreign, cut or damaged.
 
     Only the header, the size and the sums of blocks themselves are checked, so opening costs little for terabytes.
     """

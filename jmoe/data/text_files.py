@@ -58,7 +58,7 @@ class InputFile:
 
     @property
     def order(self) -> str:
-        """A pseudo-random rank that is the same on every machine."""
+        """Return a pseudo-random rank that is the same on every machine."""
         return hashlib.sha256(self.name.encode()).hexdigest()
 
 
@@ -155,7 +155,7 @@ def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Re
 
 
 def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], None]) -> tuple[InputFile | None, str]:
-    """(the file in the first encoding that fits it, ""), or (None, what is wrong with it in the first of them)."""
+    """Return (the file in the first encoding that fits it, ""), or (None, what is wrong with it in the first)."""
     problem = ""
     for encoding in encodings:
         name = codecs.lookup(encoding).name
@@ -193,7 +193,7 @@ def _jsonl_problems(file: InputFile, field: str, report: Callable[[int], None]) 
 
 
 def standard_library() -> list[InputFile]:
-    """The `.py` sources of the running interpreter's standard library, without its tests; sorted by name."""
+    """Return the `.py` sources of the running interpreter's standard library, without its tests; sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in _walk(root, STDLIB_EXCLUDED):
@@ -214,7 +214,7 @@ def standard_library() -> list[InputFile]:
 
 
 def held_out_offsets(files: Sequence[InputFile], target_bytes: int) -> list[int]:
-    """For each file the byte from which on it is held out: 0 all of it, its size none of it.
+    """Return for each file the byte from which on it is held out: 0 all of it, its size none of it.
 
     Whole files join in a pseudo-random order of their names while they fit into `target_bytes`. Where that gives
     less than half of it (one file, a few large ones), the last part of the next file in that order joins as well.
@@ -234,7 +234,7 @@ def held_out_offsets(files: Sequence[InputFile], target_bytes: int) -> list[int]
 
 
 def _last_part(file: InputFile, last_bytes: int) -> int:
-    """Where the last `last_bytes` of a file begin, moved to the next line.
+    """Return where the last `last_bytes` of a file begin, moved to the next line.
 
     If no line begins there: in JSONL the last line, in text the next character.
     """
@@ -256,7 +256,7 @@ def _last_part(file: InputFile, last_bytes: int) -> int:
 
 
 def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
-    """(text, ends its document) of the bytes [start, stop) of a file; documents without text are left out.
+    """Return (text, ends its document) of the bytes [start, stop) of a file; documents without text are left out.
 
     `ValueError` names the file and the byte, or the file and the line, of what cannot be read.
     """
@@ -329,7 +329,7 @@ def _line_number(file: InputFile, position: int) -> int:
 
 
 def sample_texts(files: Sequence[InputFile], stops: Sequence[int], limit_bytes: int) -> Iterator[str]:
-    """About `limit_bytes` of the first `stops[i]` bytes of each file, spread over the files by their size."""
+    """Yield about `limit_bytes` of the first `stops[i]` bytes of each file, spread over the files by their size."""
     share = min(1.0, limit_bytes / max(1, sum(stops)))
     left = limit_bytes
     for file, stop in sorted(zip(files, stops, strict=True), key=lambda pair: pair[0].order):

@@ -51,7 +51,7 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` tokens, lossless for any text; `<|endoftext|>` has id 0."""
+    """Return a byte-level BPE of at most `vocab_size` tokens, lossless for any text; `<|endoftext|>` has id 0."""
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,7 +67,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _break_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """The same text; cut into short pieces where 2,048 characters in a row are without, or nothing but, white space.
+    """Yield the text, in short pieces where 2,048 characters in a row are without, or nothing but, white space.
 
     Training takes time quadratic in the length of a word: one line of 1 MB of base64 would take hours.
     """
@@ -110,7 +110,7 @@ def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
 
 
 def encode_pieces(loaded: LoadedTokenizer, texts: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[int], int]]:
-    """(ids, bytes of text) for each (text, ends its document); a document's last piece gets the end-of-text id."""
+    """Yield (ids, bytes of text) for each (text, ends its document), whose last piece gets the end-of-text id."""
     batch: list[tuple[str, bool]] = []
     characters = 0
     for piece in texts:

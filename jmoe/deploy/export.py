@@ -27,7 +27,7 @@ from jmoe.training.state import TrainState, experts_of, without_experts
 
 
 def saved_model_config(fields: dict[str, Any]) -> ModelConfig:
-    """`ModelConfig` from the JSON that is saved with a run; `ValueError` naming fields of another version of jmoe."""
+    """Return `ModelConfig` from a run's saved JSON; `ValueError` naming fields of another version of jmoe."""
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(ModelConfig)})
     if unknown:
         raise ValueError(f"the run's model has fields that this version of jmoe does not know: {', '.join(unknown)}")
@@ -88,7 +88,7 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.export", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")

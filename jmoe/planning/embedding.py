@@ -57,12 +57,12 @@ class Vocabulary:
 
 
 def round_rows(num_tokens: int, num_devices: int) -> int:
-    """Rows that a device fetches from each other in one round, in eights, never more than its tokens."""
+    """Return rows that a device fetches from each other in one round, in eights, never more than its tokens."""
     return min(num_tokens, -(-ceil(ROUND_SHARE * num_tokens / num_devices) // 8) * 8)
 
 
 def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Traffic:
-    """Bytes that one device sends in a pass forwards and backwards, for the lookup and the head together.
+    """Return bytes that one device sends in a pass forwards and backwards, for the lookup and the head together.
 
     columns: the ids to every device, T H / R activations to each and their gradients back. rows: the same for the rows
     that `rounds` rounds have room for. A parallel head: T hidden states with labels and weights to all devices, across
@@ -95,7 +95,7 @@ def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int =
 def plan_embedding(
     kind: EmbeddingChoice, vocabulary: Vocabulary, *, num_nodes: int, devices_per_node: int
 ) -> EmbeddingPlan:
-    """The partition of this name, or with `auto` the one that spares the slowest level bytes; columns if in doubt.
+    """Return the partition of this name, or with `auto` the one that spares the slowest level most; else columns.
 
     The head is computed in parts of the vocabulary where that moves fewer bytes than a whole head does: hidden states
     of all devices then go to all, so it is right for R T tokens up to about V. A tied table in columns has to be turned

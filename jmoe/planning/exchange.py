@@ -34,7 +34,7 @@ class ExchangePlan:
 def nodes_per_token(
     num_nodes: int, num_experts: int, num_experts_per_tok: int, n_group: int = 1, topk_group: int = 1
 ) -> float:
-    """Expected distinct nodes among a token's experts when routing is uniform: P (1 - C(E - E/P, k) / C(E, k)).
+    """Return expected distinct nodes among a token's experts when routing is uniform: P (1 - C(E - E/P, k) / C(E, k)).
 
     With group-limited routing (k experts of `topk_group` of `n_group` groups of E / n_group neighbours each) the same
     for the groups of a node, where every node holds whole groups; otherwise the limit is left out of account.
@@ -67,7 +67,7 @@ def plan_exchange(
     n_group: int = 1,
     topk_group: int = 1,
 ) -> ExchangePlan:
-    """The exchange of this name, or with `auto` the one that suits the topology and the routing; and why."""
+    """Return the exchange of this name, or with `auto` the one that suits the topology and the routing; and why."""
     names = ("auto", *get_args(ExchangeKind))
     check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
     reached = nodes_per_token(num_nodes, num_experts, num_experts_per_tok, n_group, topk_group)
@@ -85,7 +85,7 @@ def plan_exchange(
 
 
 def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False) -> int:
-    """Rows per destination: capacity_factor (None: dropless) times a fair share, in eights, never more than all."""
+    """Return rows per destination: capacity_factor (None: dropless) times a fair share, in eights, at most all."""
     if full_capacity:
         return most_rows
     factor = DROPLESS_BUFFER if capacity_factor is None else capacity_factor
@@ -93,7 +93,7 @@ def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None,
 
 
 def expert_rows(num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None) -> int:
-    """Rows of a device's buffers, for the experts that are there; num_tokens: its own."""
+    """Return rows of a device's buffers, for the experts that are there; num_tokens: its own."""
     assignments = num_tokens * num_experts_per_tok
     if num_devices == 1:
         return assignments
@@ -118,7 +118,7 @@ def exchange_traffic(
     capacity_factor: float | None,
     backward: bool = False,
 ) -> Traffic:
-    """What the exchange of `num_tokens` tokens a device makes it send: whole buffers, full or not, and their contents.
+    """Return what a device sends to exchange its `num_tokens` tokens: whole buffers, full or not, and their contents.
 
     flat sends C rows to each device, and back; hierarchical the same across, and all P C rows of a place in the node
     inside it. dedup sends C rows to each node, and back, each with k weights and k experts, and C' rows to each device
@@ -139,5 +139,5 @@ def exchange_traffic(
 
 
 def index_bytes(largest: int) -> int:
-    """Bytes of an unsigned integer that holds `largest`."""
+    """Return bytes of an unsigned integer that holds `largest`."""
     return next(size for size in (1, 2, 4) if largest < 2 ** (8 * size))

@@ -17,7 +17,7 @@ RING_SLOTS = 2  # one loads a layer while the other is in use: the fewest that o
 
 
 def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: float) -> float:
-    """Expected distinct experts that B tokens touch in a layer under uniform routing: E (1 - (1 - k/E)^B)."""
+    """Return expected distinct experts that B tokens touch in a layer under uniform routing: E (1 - (1 - k/E)^B)."""
     check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
     k, name = num_experts_per_tok, "num_experts_per_tok"
     check(0 < k <= num_experts, name, k, f"must be in [1, num_experts = {num_experts}]")
@@ -28,7 +28,7 @@ def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: flo
 def ring_step_time_s(
     compute_s: Sequence[float], streamed_bytes: Sequence[float], bandwidth_bytes_per_s: float
 ) -> float:
-    """Seconds of a step whose layers are streamed while others compute: sum over layers of max(c_l, s_l / W)."""
+    """Return seconds of a step whose layers are streamed while others compute: sum over layers of max(c_l, s_l / W)."""
     check(bandwidth_bytes_per_s > 0, "bandwidth_bytes_per_s", bandwidth_bytes_per_s, "must be greater than 0")
     if len(compute_s) != len(streamed_bytes):
         raise ValueError(f"compute_s has {len(compute_s)} layers, streamed_bytes {len(streamed_bytes)}")

@@ -79,33 +79,33 @@ class TrainedModel:
 
     @property
     def all_devices(self) -> int:
-        """Of all replicas together."""
+        """Return the devices of all replicas together."""
         return self.num_devices * self.replicas
 
     @property
     def dense_shards(self) -> int:
-        """Parts that the dense parameters and their state are split into."""
+        """Return parts that the dense parameters and their state are split into."""
         return self.all_devices if self.shard_dense else 1
 
     @property
     def all_parameters(self) -> int:
-        """Of all experts."""
+        """Return the parameters of all experts."""
         return self.num_layers * self.num_experts * self.expert_parameters
 
     @property
     def device_parameters(self) -> int:
-        """Of a device's experts."""
+        """Return the parameters of a device's experts."""
         return self.all_parameters // self.num_devices
 
     @property
     def active_experts(self) -> float:
-        """Distinct experts of a device that a layer's tokens choose in a step, under uniform routing."""
+        """Return distinct experts of a device that a layer's tokens choose in a step, under uniform routing."""
         chosen = distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens)
         return chosen / self.num_devices
 
     @property
     def tokens_per_expert(self) -> float:
-        """Of a step, those that have chosen it, among the experts that are chosen at all."""
+        """Return how many tokens of a step choose an expert, over the experts that are chosen at all."""
         return self.step_tokens * self.num_experts_per_tok / (self.active_experts * self.num_devices)
 
 
@@ -146,7 +146,7 @@ class TrainingPlan:
         return sum(size for where, _, size in self.rows if where == tier)
 
     def needed_bytes(self, tier: Tier) -> int:
-        """Bytes on one device or in one host; where both are one memory, all of it is the host's."""
+        """Return bytes on one device or in one host; where both are one memory, all of it is the host's."""
         if self.machine.shared and tier in ("device", "host"):
             of_devices = self.bytes_on("device") * self.model.devices_per_host
             return 0 if tier == "device" else of_devices + self.bytes_on("host")
@@ -158,12 +158,12 @@ class TrainingPlan:
         return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
 
     def lacking(self) -> dict[Tier, int]:
-        """Bytes by which a tier is too small; empty if everything fits."""
+        """Return bytes by which a tier is too small; empty if everything fits."""
         return self._lacking
 
     @property
     def host_cache_bytes(self) -> int:
-        """Host memory for records of one device's experts that are on the tier nvme."""
+        """Return host memory for records of one device's experts that are on the tier nvme."""
         on_disk = _record_bytes(self.model, self.placement) * self.model.device_parameters
         cache_bytes = self.placement.host_cache_bytes
         return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
@@ -171,7 +171,7 @@ class TrainingPlan:
     # Time
 
     def expert_traffic(self) -> tuple[ExpertTraffic, ExpertTraffic]:
-        """Of a step for one expert that is chosen, on the way forward, where it is updated too, and on the way back."""
+        """Return what a step moves for a chosen expert: on the way forward, with its update, and on the way back."""
         model, place = self.model, self.placement
         if not place.streamed:
             return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
@@ -182,7 +182,7 @@ class TrainingPlan:
         again = 1 - min(1.0, place.device_layers / model.num_layers)  # the last layers' weights are still there
 
         def moved(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
-            """times: how often each kind comes and goes."""
+            """Return the bytes of all kinds; times: how often each comes and goes."""
             link = read = written = 0.0
             for (tier, size), (comes, goes) in zip(kinds, times, strict=True):
                 link += size * (comes + goes) * (tier != "device")
@@ -194,7 +194,7 @@ class TrainingPlan:
 
     @property
     def transfer_s(self) -> tuple[float, float]:
-        """Seconds that an expert's transfers take forward and back, each on its slowest way."""
+        """Return seconds that an expert's transfers take forward and back, each on its slowest way."""
         machine, seconds = self.machine, []
         for traffic in self.expert_traffic():
             over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
@@ -205,18 +205,18 @@ class TrainingPlan:
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Products of a weight with a token, forward and back; a layer that keeps nothing is computed again."""
+        """Return products of a weight with a token, forward and back; a layer that keeps nothing is computed again."""
         return 1, PASSES - 1 + (not self.model.kept_bytes)
 
     @property
     def break_even_tokens(self) -> float:
-        """Tokens an expert needs in a step for its computing to take as long as its transfers, both ways."""
+        """Return tokens an expert needs in a step for its computing to take as long as its transfers, both ways."""
         flops = 2 * self.model.expert_parameters  # of a token and a pass
         both = zip(self.transfer_s, self.passes, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     def step_s(self, *, overlapped: bool = True) -> float:
-        """Seconds of a step: each way computing or transfers, whichever takes longer; or else their sum."""
+        """Return seconds of a step: each way computing or transfers, whichever takes longer; or else their sum."""
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
         flops = 2 * model.expert_parameters * choices + model.dense_flops / PASSES  # of a pass
@@ -229,7 +229,7 @@ class TrainingPlan:
         return sum(longer(*both) for both in zip(compute_s, transfers_s, strict=True))
 
     def advice(self) -> list[str]:
-        """What to change for it to fit, a line for each tier that is too small; nothing if it fits."""
+        """Return what to change for it to fit, a line for each tier that is too small; nothing if it fits."""
         return [self._advice(tier) for tier in self.lacking()]
 
     def _advice(self, tier: Tier) -> str:
@@ -242,12 +242,12 @@ class TrainingPlan:
         return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(remedies)}"
 
     def _bytes_of(self, tier: Tier, kind: str) -> int:
-        """Bytes of one kind, as `needed_bytes` counts them."""
+        """Return bytes of one kind, as `needed_bytes` counts them."""
         rows = tuple(row for row in self.rows if row[1] == kind)
         return replace(self, rows=rows).needed_bytes(tier)
 
     def _remedies(self, tier: Tier, kind: str) -> list[str]:
-        """The first few changes that shrink `kind` on `tier` and leave no tier worse off than it may be."""
+        """Return the first few changes that shrink `kind` on `tier` and leave no tier worse off than it may be."""
         remedies: dict[str, str] = {}
         for setting, value, model, place in _changes(self.model, self.placement):
             plan = plan_training(model, place, self.machine)
@@ -309,7 +309,7 @@ def _gigabytes(size: int) -> str:
 
 
 def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
-    """(setting, its new value, model, placement) of every single change that may save memory, the mildest first."""
+    """Yield (setting, its new value, model, placement) of each change that may save memory, the mildest first."""
     if model.kept_bytes:
         yield "remat", "layer", replace(model, kept_bytes=0), place
     parts = model.micro_batches
@@ -350,19 +350,19 @@ def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
 
 
 def _in_parts(model: TrainedModel, parts: int) -> TrainedModel:
-    """The model with its step in so many micro-batches."""
+    """Return the model with its step in so many micro-batches."""
     return _scaled(replace(model, micro_batches=parts), model.micro_batches / parts)
 
 
 def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
-    """The model with a step of so many sequences on each device."""
+    """Return the model with a step of so many sequences on each device."""
     share = sequences / model.max_micro_batches
     smaller = _scaled(replace(model, max_micro_batches=sequences), share)
     return replace(smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share)
 
 
 def _scaled(model: TrainedModel, share: float) -> TrainedModel:
-    """The model with so much of the bytes of a micro-batch."""
+    """Return the model with so much of the bytes of a micro-batch."""
     return replace(
         model,
         input_bytes=int(model.input_bytes * share),
@@ -372,19 +372,19 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
 
 
 def plan_training(model: TrainedModel, placement: Placement, machine: Machine) -> TrainingPlan:
-    """The bytes of every kind on every tier."""
+    """Return the bytes of every kind on every tier."""
     plan = TrainingPlan(model, placement, machine, ())
     return replace(plan, rows=tuple((tier, kind, size) for tier, kind, size in _rows(plan) if size))
 
 
 def _record_bytes(model: TrainedModel, place: Placement) -> int:
-    """Bytes on the tier nvme of each parameter of an expert."""
+    """Return bytes on the tier nvme of each parameter of an expert."""
     kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
     return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
 
 
 def _saved_bytes(model: TrainedModel, place: Placement) -> int:
-    """Host memory of a device's part of a save: a copy of its arrays, and of experts off it a few records at a time."""
+    """Return host memory of a device's part of a save: a copy of its arrays, and a few records of experts off it."""
     dense = 12 * model.dense_parameters // model.dense_shards
     return dense + 12 * (SAVED_AT_ONCE * model.expert_parameters if place.streamed else model.device_parameters)
 
@@ -431,7 +431,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
 
 
 def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -> TrainingPlan:
-    """The first placement that fits; `ValueError` saying what the last one lacks if none does."""
+    """Return the first placement that fits; `ValueError` saying what the last one lacks if none does."""
     plans = [plan_training(model, placement, machine) for placement in placements]
     fitting = [plan for plan in plans if not plan.lacking()]
     if not fitting:
@@ -440,7 +440,7 @@ def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -
 
 
 def candidates(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
-    """Tiers of experts and optimizer from the fastest on, where either may be `auto`."""
+    """Return tiers of experts and optimizer from the fastest on, where either may be `auto`."""
     pairs = [(a, b) for a in TIERS for b in TIERS if TIERS.index(b) >= TIERS.index(a)]
     pairs.sort(key=lambda pair: (TIERS.index(pair[0]) + TIERS.index(pair[1]), TIERS.index(pair[0])))
     return [p for p in pairs if experts in ("auto", p[0]) and optimizer in ("auto", p[1])]

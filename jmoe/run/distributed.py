@@ -90,7 +90,7 @@ def start(config: DistributedConfig) -> None:
 
 
 def _leave_after_an_error(failed: bool = False, linger_s: float = 0.0) -> None:
-    """At exit: a rank that fails must not wait for the others to finish."""
+    """End this rank at exit if it failed: it must not wait for the others to finish."""
     if failed or getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -99,7 +99,7 @@ def _leave_after_an_error(failed: bool = False, linger_s: float = 0.0) -> None:
 
 
 def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int, int] | None:
-    """(coordinator address, processes, rank) of the cluster job this process belongs to, as JAX sees it."""
+    """Return (coordinator address, processes, rank) of the cluster job this process belongs to, as JAX sees it."""
     kubernetes = "KUBERNETES_SERVICE_HOST" in environment
     if kubernetes and "JOB_COMPLETION_INDEX" not in environment:
         return None  # a pod of its own, not one of an indexed job
@@ -129,7 +129,7 @@ def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tu
 
 
 def _launched(environment: Mapping[str, str]) -> int:
-    """Processes that `srun` or `mpirun` has started, or 1."""
+    """Return processes that `srun` or `mpirun` has started, or 1."""
     for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
         if environment.get(name, "").isdigit():
             return int(environment[name])
@@ -186,7 +186,7 @@ class Watchdog:
         progress: Callable[[], object] | None = None,
         option: str = "distributed.step_timeout_s",
     ) -> _Wait:
-        """A context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest.
+        """Return a context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest.
 
         progress: the time counts anew whenever this value has changed, here or on another rank that waits so too; text
         is shown. option: the setting that holds the limit, for the message.
@@ -195,7 +195,7 @@ class Watchdog:
         return _Wait(self, label, self.timeout_s if timeout_s is None else timeout_s, progress, option)
 
     def progress_of_rank_0(self) -> str | None:
-        """What rank 0's present wait shows of its progress; None where it shows nothing."""
+        """Return what rank 0's present wait shows of its progress; None where it shows nothing."""
         report = _limited(lambda: json.loads(self._store.key_value_try_get(f"{REPORTS}0")))
         return None if report is None else report["progress"]
 
@@ -349,7 +349,7 @@ class Watchdog:
         self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
 
     def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
-        """Rank 0: name ranks that stopped reporting, somewhat before JAX ends the run for want of their heartbeats."""
+        """Name, on rank 0, ranks that stopped reporting, before JAX ends the run for want of their heartbeats."""
         now = time.monotonic()
         for rank, report in self._reports().items():
             if rank not in changed or changed[rank][0] != report["beat"]:
@@ -397,7 +397,7 @@ class _Wait:
         self._watchdog._waits += 1
 
     def doing(self) -> str:
-        """What is waited for, and where that is said how far it is."""
+        """Return what is waited for, and where that is said how far it is."""
         now = self.progress() if self.progress is not None else None
         return f"{self.label}, {now}" if isinstance(now, str) and now else self.label
 
@@ -408,7 +408,7 @@ class _Wait:
 
 
 def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
-    """What `call` returns on rank 0, on every rank; once a run for each `name`.
+    """Return what `call` returns on rank 0, on every rank; once a run for each `name`.
 
     An `OSError` or `ValueError` of it is raised on every rank, a `TimeoutError` after `timeout_s`.
     """
@@ -433,7 +433,7 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
 
 
 def _store() -> Any | None:
-    """The key-value store that the run's processes share, or None in a run of one process."""
+    """Return the key-value store that the run's processes share, or None in a run of one process."""
     if jax.process_count() == 1:
         return None
     from jax._src import distributed  # the store has no public name
@@ -442,7 +442,7 @@ def _store() -> Any | None:
 
 
 def _coordinator() -> tuple[str, int]:
-    """Host and port of the coordinator."""
+    """Return host and port of the coordinator."""
     from jax._src import distributed
 
     host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
@@ -450,7 +450,7 @@ def _coordinator() -> tuple[str, int]:
 
 
 def _coordinator_is_gone() -> bool:
-    """Whether no coordinator answers at its address any more. A gRPC server speaks first, and at once."""
+    """Return whether no coordinator answers at its address any more. A gRPC server speaks first, and at once."""
     try:
         with socket.create_connection(_coordinator(), timeout=0.5) as line:
             return not line.recv(1)
@@ -459,7 +459,7 @@ def _coordinator_is_gone() -> bool:
 
 
 def _coordinator_has_ended() -> bool:
-    """Whether the coordinator's host says that nothing listens at its address; False if it says nothing."""
+    """Return whether the coordinator's host says that nothing listens at its address; False if it says nothing."""
     try:
         with socket.create_connection(_coordinator(), timeout=CALL_TIMEOUT_S):
             return False
@@ -474,7 +474,7 @@ def _read(store: Any, folder: str) -> dict[int, Any]:
 
 
 def _limited(call: Callable[[], T]) -> T | None:
-    """The call's result, or None if it fails or is not back after `CALL_TIMEOUT_S`."""
+    """Return the call's result, or None if it fails or is not back after `CALL_TIMEOUT_S`."""
     result: list[T] = []
 
     def run() -> None:
@@ -546,11 +546,11 @@ class PreemptionSignal:
         os.close(self._tell)
 
     def asked(self) -> bool:
-        """Whether a signal has come to this rank, or another rank has told of one. Ranks may differ for a moment."""
+        """Return whether a signal has come to this rank or another has told of one. Ranks may differ for a moment."""
         return self._asked.is_set()
 
     def requested(self, step: int) -> bool:
-        """Whether the run is to stop after `step`, just finished. Every rank gets the same answer for the same step."""
+        """Return whether the run is to stop after `step`, just finished: the same for the same step on every rank."""
         if not self._asked.is_set():
             return False
         if self._store is None:

@@ -84,14 +84,14 @@ _PEAK_FLOPS: Final = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device by `jax.Device.device_kind`; None: not known (CPU, a MIG slice, others)."""
+    """Return dense bfloat16 FLOP/s of a device by its `device_kind`; None: not known (CPU, a MIG slice, others)."""
     if re.search(r"\bMIG\b", device_kind):
         return None
     return next((peak for name, peak in _PEAK_FLOPS if re.search(name, device_kind, re.IGNORECASE)), None)
 
 
 def least_loaded(expert_load: object) -> tuple[float, int, int]:
-    """(load / fair share, MoE layer, expert) of the expert with the smallest share of its layer, all numbered from 0.
+    """Return (load / fair share, MoE layer, expert) of the expert with the smallest share of its layer, from 0.
 
     expert_load: [num_moe_layers, num_experts], fractions or counts.
     """
@@ -102,7 +102,7 @@ def least_loaded(expert_load: object) -> tuple[float, int, int]:
 
 
 def _plain(value: object, name: str, non_finite: dict[str, str]) -> Any:
-    """`value` as strict JSON; the names of floats that are not finite go to `non_finite`."""
+    """Return `value` as strict JSON; the names of floats that are not finite go to `non_finite`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def _line(record: Mapping[str, object]) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, or None if it is torn."""
+    """Return the record in a line, or None if it is torn."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -268,7 +268,7 @@ class _EventFile:
 
 
 def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
-    """The last values of every step before `end_step`, in order; what follows a torn event is lost."""
+    """Return the last values of every step before `end_step`, in order; what follows a torn event is lost."""
     steps: dict[int, Event] = {}
     for path in paths:
         with path.open("rb") as file:
@@ -319,7 +319,7 @@ class MetricsLog:
             self._close = stack.pop_all()
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes the record of one step.
+        """Write the record of one step.
 
         metrics: by name; `loss`, `tokens_per_s` and `dropped_fraction` must be there. Python and numpy scalars (they
         also go to TensorBoard), strings, arrays and nested dicts will do.
@@ -347,12 +347,12 @@ class MetricsLog:
         self._train.scalars(step, scalars)
 
     def write_evaluation(self, step: int, *, loss: float, bits_per_byte: float) -> None:
-        """Writes what the held-out text costs after `step` steps: nats per token and bits per byte."""
+        """Write what the held-out text costs after `step` steps: nats per token and bits per byte."""
         self.write_event("evaluation", step, loss=loss, bits_per_byte=bits_per_byte)
         self._evaluation.scalars(step, {"loss": float(loss), "bits_per_byte": float(bits_per_byte)})
 
     def write_event(self, event: str, step: int, **values: object) -> None:
-        """Writes `{"event": event, "step": step, ...}`."""
+        """Write `{"event": event, "step": step, ...}`."""
         self._append({"event": event, "step": step, **values})
 
     def sync(self) -> None:
@@ -382,14 +382,14 @@ class MetricsLog:
 
 
 def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
-    """TensorBoard's view of the load: least and most loaded expert as multiples of the fair share."""
+    """Return TensorBoard's view of the load: least and most loaded expert as multiples of the fair share."""
     share_LE = load_LE * load_LE.shape[1]
     scalars = {"experts/least_loaded": float(share_LE.min()), "experts/most_loaded": float(share_LE.max())}
     return scalars | {f"experts/least_loaded_layer_{i}": float(row.min()) for i, row in enumerate(share_LE)}
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records in the order of the file, without a torn last line; `ValueError` for a bad line before that."""
+    """Yield records in the order of the file, without a torn last line; `ValueError` for a bad line before that."""
     bad = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -403,7 +403,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_run(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[dict[int, T], list[dict[str, Any]]]:
-    """(converted records by step in ascending order, events in the order of the file).
+    """Return (converted records by step in ascending order, events in the order of the file).
 
     A run that resumed at step s wrote s and later steps again: what came before is dropped (evaluations after more
     than s steps too), so that the rest is one history. `convert` keeps a long run's records small.
@@ -423,17 +423,17 @@ def read_run(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[dict[i
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The last record of every step, in ascending order (see `read_run`)."""
+    """Return the last record of every step, in ascending order (see `read_run`)."""
     return list(read_run(path, lambda record: record)[0].values())
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events: resume, evaluation and whatever else `write_event` wrote."""
+    """Return the events: resume, evaluation and whatever else `write_event` wrote."""
     return read_run(path, lambda record: None)[1]
 
 
 def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
-    """[num_moe_layers, num_experts] float64: mean load over the recorded ones of the last `steps` steps, or None."""
+    """Return the mean load [num_moe_layers, num_experts] of what was recorded of the last `steps` steps, or None."""
     loads, _ = read_run(path, lambda record: np.asarray(record.get("expert_load") or [], np.float32))
     last = [load_LE.astype(np.float64) for load_LE in list(loads.values())[-steps:] if load_LE.size]
     return np.mean(last, axis=0) if last else None
@@ -486,7 +486,7 @@ class ProgressLine:
             self._console.show_cursor(True)  # rich hides it, and a SIGKILL would leave it hidden
 
     def update(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
-        """Shows a finished step; step_s: its seconds, without evaluation and saving."""
+        """Show a finished step; step_s: its seconds, without evaluation and saving."""
         self._steps_seen += 1
         if self._steps_seen > 1:
             self._step_s.append(step_s)
@@ -503,14 +503,14 @@ class ProgressLine:
         self._live.update(self._bar(step, parts), refresh=True)
 
     def message(self, text: str) -> None:
-        """Prints a line of its own, above the live line on a terminal."""
+        """Print a line of its own, above the live line on a terminal."""
         if self._live is None:
             print(text, file=self._stream, flush=True)
         else:
             self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the last line on the terminal. May be called twice."""
+        """Leave the last line on the terminal. May be called twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -537,7 +537,7 @@ class ProgressLine:
         return parts
 
     def _bar(self, step: int, parts: list[str]) -> Table:
-        """One row: step, bar, the rest; the bar takes what the terminal's width leaves, the loss stands out."""
+        """Return one row: step, bar, the rest; the bar takes what the terminal's width leaves, the loss stands out."""
         rest = Text("  ".join(parts[1:]), no_wrap=True, overflow="ellipsis")
         rest.stylize("bold", 0, len(parts[1]))
         grid = Table.grid(padding=(0, 2), expand=True)

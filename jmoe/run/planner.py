@@ -19,7 +19,7 @@ from jmoe.run.metrics import MetricsLog, read_metrics
 
 
 def trained_model(config: TrainConfig) -> TrainedModel:
-    """The model and step of a run, in numbers."""
+    """Return the model and step of a run, in numbers."""
     model, mesh = config.model, config.mesh  # what the mesh leaves open is not known without devices: one
     tokens = config.batch_size * config.sequence_length // max(1, mesh.data)
     expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
@@ -53,7 +53,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
 
 
 def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int) -> int:
-    """What all layers keep for the backward pass besides their inputs (`models.decoder.SAVED`), on all devices.
+    """Return what all layers keep for the backward pass besides their inputs (`models.decoder.SAVED`), on all devices.
 
     That is queries, keys, values and attention's output, hidden states, and what the first products of feed-forwards
     make; with experts also the normed tokens, their rows where they are sent, and what comes back.
@@ -72,7 +72,7 @@ def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int) -> int:
 
 
 def machine(config: TrainConfig) -> Machine:
-    """What the configuration says of the machine, and what is free on this one where it says nothing."""
+    """Return what the configuration says of the machine, and what is free on this one where it says nothing."""
     described, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -110,7 +110,7 @@ def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> Placement:
 
 
 def training_plan(config: TrainConfig) -> TrainingPlan:
-    """The plan of a run whose tiers are chosen; `ValueError` for a model without experts."""
+    """Return the plan of a run whose tiers are chosen; `ValueError` for a model without experts."""
     if not config.model.num_moe_layers:
         raise ValueError(f"model.num_experts = {config.model.num_experts}: the planner is for models with experts")
     model, tiers = trained_model(config), config.tiers
@@ -118,7 +118,7 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
-    """The run with the fastest tiers that fit where it says `auto`; `ValueError` if none do."""
+    """Return the run with the fastest tiers that fit where it says `auto`; `ValueError` if none do."""
     tiers = config.tiers
     if "auto" not in (tiers.experts, tiers.optimizer):
         return config
@@ -130,7 +130,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
 
 
 def tier_totals(stats: ExpertStats) -> dict[str, float]:
-    """What the tiers of all processes have done together, and the longest wait; every process calls this."""
+    """Return what the tiers of all processes have done together, and the longest wait; every process calls this."""
     stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store is not None]
     sums = {
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
@@ -147,7 +147,7 @@ def tier_totals(stats: ExpertStats) -> dict[str, float]:
 
 
 def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
-    """What the planner predicted beside what was measured and `tier_totals`; also written to the log."""
+    """Return what the planner predicted beside what was measured and `tier_totals`; also written to the log."""
     steps = read_metrics(log.path)
     measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
     predicted_s = training_plan(config).step_s()

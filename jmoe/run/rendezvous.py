@@ -91,6 +91,6 @@ def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: floa
 
 
 def named(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 1, 2`."""
+    """Return `rank 3`, `ranks 1, 2`."""
     shown = ", ".join(map(str, ranks[:32])) + (f" and {len(ranks) - 32} more" if len(ranks) > 32 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -80,7 +80,7 @@ def _load_run(path: Path) -> _Curves:
 
 
 def write_report(output_dir: Path) -> Path:
-    """Draws OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl and returns its path.
+    """Draw OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl and return its path.
 
     Four panels over the steps: loss, tokens/s, load of every expert by layer, dropped tokens. The file is replaced
     atomically. Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
@@ -114,12 +114,12 @@ def write_report(output_dir: Path) -> Path:
 
 
 def _priced(loss: float, bits_per_byte: float) -> str:
-    """Nats per token, and bits per byte where the text is known."""
+    """Return nats per token, and bits per byte where the text is known."""
     return f"{loss:.3f}" + (f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else "")
 
 
 def _headline(run: _Curves) -> str:
-    """The run in one line."""
+    """Return the run in one line."""
     if not run.step.size:
         return "no step yet"
     parts = [f"{run.step.size:,} step{'s' if run.step.size > 1 else ''}"]
@@ -137,7 +137,7 @@ def _headline(run: _Curves) -> str:
 
 
 def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
-    """Title and unit at the left, thin grid, no box; where the run was resumed a dotted line."""
+    """Draw title, unit and a thin grid, no box; where the run was resumed a dotted line."""
     ax.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=10)
     ax.set_title(unit, loc="right", fontsize=9.5, color=_GREY, pad=10)
     ax.set_xlabel("step", fontsize=9.5, color=_GREY)
@@ -158,7 +158,7 @@ def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred triangular mean over about 4 % of the series, of the finite values."""
+    """Return the centred triangular mean over about 4 % of the series, of the finite values."""
     half = max(1, round(0.02 * values.size))
     weights = np.concatenate([np.arange(1, half + 1), np.arange(half + 1, 0, -1)]).astype(np.float64)
     known = np.isfinite(values)
@@ -169,7 +169,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _running_median(values: np.ndarray) -> np.ndarray:
-    """Centred median over about 4 % of the series, of the finite values."""
+    """Return the centred median over about 4 % of the series, of the finite values."""
     half = max(1, round(0.02 * values.size))
     padded = np.pad(values, half, constant_values=np.nan)
     windows = np.ma.masked_invalid(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
@@ -177,7 +177,7 @@ def _running_median(values: np.ndarray) -> np.ndarray:
 
 
 def _grouped(x: np.ndarray, y: np.ndarray, how: Callable[..., np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(first x, how(y)) of groups of neighbours, at most `MAX_POINTS` of them."""
+    """Return (first x, how(y)) of groups of neighbours, at most `MAX_POINTS` of them."""
     if x.size <= MAX_POINTS:
         return x, y
     starts = np.linspace(0, x.size, MAX_POINTS, endpoint=False).astype(np.int64)
@@ -194,7 +194,7 @@ def _mean_at(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
 def _draw_curve(
     ax: Axes, run: _Curves, y: np.ndarray, color: str, label: str, smooth: Callable[[np.ndarray], np.ndarray] = _smooth
 ) -> None:
-    """Every step light, the smoothed curve strong; a short run as points."""
+    """Draw every step light, the smoothed curve strong; a short run as points."""
     if not np.isfinite(y).any():
         note = "no finite value" if y.size else "no step yet"
         ax.text(0.5, 0.5, note, transform=ax.transAxes, ha="center", color=_GREY, fontsize=11)
@@ -259,7 +259,7 @@ def _draw_dropped(ax: Axes, run: _Curves) -> None:
 
 
 def _load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map.
+    """Return (values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map.
 
     Columns are means of neighbouring records. One strip of rows per layer, with a row without values between strips.
     Where there are too many experts for rows that can be seen, neighbours share one, which shows whichever of them
@@ -315,7 +315,7 @@ def _draw_load(ax: Axes, run: _Curves) -> None:
 
 
 def _printable(text: str, encoding: str) -> str:
-    """`text` without what would steer a terminal or what `encoding` lacks; both are written as escapes."""
+    """Return `text` without what would steer a terminal or what `encoding` lacks; both are written as escapes."""
     visible = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
     return visible.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -23,7 +23,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def with_pretrained_model(config: TrainConfig) -> TrainConfig:
-    """The run with the model of `init_from`, and its tokenizer unless another is given; unchanged if it is empty.
+    """Return the run with the model of `init_from`, and its tokenizer unless another is set; as it is if that is empty.
 
     What concerns training only (`TRAINING_ONLY`) stays as the run has it.
     """
@@ -42,7 +42,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
 
 def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
-    """Step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it; fresh moments.
+    """Return step 0 with the parameters of `init_from` in float32, each read onto the devices that hold it.
 
     Experts of other tiers are read layer by layer, and never lie on a device together.
     """
@@ -59,7 +59,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
         arrays = {p.path: loader.load(p, FLOAT32, places[p.path].sharding) for p in wanted if p not in streamed}
 
         def owned(tree: Any) -> Any:
-            """What was read lies in memory of numpy's; a step may only write over JAX's own."""
+            """Copy what was read: it lies in numpy's memory, and a step may only write over JAX's own."""
             return jax.tree.unflatten(jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)])
 
         def zeros(tree: Any) -> Any:
