@@ -132,15 +132,16 @@ class _Program:
             self.constants[names[var]] = value
         read = lambda v: v if isinstance(v, Literal) else names[v]  # noqa: E731
         for eqn in jaxpr.eqns:
-            given = [read(v) for v in eqn.invars]
-            here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+            read_by = [read(v) for v in eqn.invars]
+            inner = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             if eqn.primitive.name in _CALLS and _exchanges(eqn):
                 (function,) = (f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr"))
-                found = self._add(getattr(function, "jaxpr", function), getattr(function, "consts", ()), given, here)
+                jaxpr_inside, consts_inside = getattr(function, "jaxpr", function), getattr(function, "consts", ())
+                outputs = self._add(jaxpr_inside, consts_inside, read_by, inner)
             else:
-                found = [next(self._names) for _ in eqn.outvars]
-                self.lines.append(_Line(eqn, given, found, here))
-            names.update(zip(eqn.outvars, found, strict=True))
+                outputs = [next(self._names) for _ in eqn.outvars]
+                self.lines.append(_Line(eqn, read_by, outputs, inner))
+            names.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _in_use(self) -> list[_Line]:
@@ -182,12 +183,12 @@ class _Program:
 
     def _latest(self) -> list[int]:
         """For each line the last all-to-all that it is or waits for, -1 without one."""
-        found: dict[Any, int] = {}
+        waits_for: dict[Any, int] = {}
         latest = []
         for at, line in enumerate(self.lines):
-            waits = max((found.get(x, -1) for x in line.inputs if not isinstance(x, Literal)), default=-1)
+            waits = max((waits_for.get(x, -1) for x in line.inputs if not isinstance(x, Literal)), default=-1)
             latest.append(at if line.exchanges else waits)
-            found.update(dict.fromkeys(line.outputs, latest[-1]))
+            waits_for.update(dict.fromkeys(line.outputs, latest[-1]))
         return latest
 
     def all_to_alls_first(self) -> None:
@@ -304,21 +305,21 @@ def interleave(
 
     can_start = order.zero
     for at, line in enumerate(program.lines):
-        given = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in line.inputs]
         run_work(at)
         if line.exchanges:
-            can_start = order.zero_of(given[0])
-            given = [order.after(x) for x in given]
+            can_start = order.zero_of(operands[0])
+            operands = [order.after(x) for x in operands]
         if line.gives_way:
-            numbers = (i for i, x in enumerate(given) if jnp.ndim(x) and _is_number(x))
-            smallest = min(numbers, key=lambda i: given[i].nbytes)
-            given[smallest] = order.behind(given[smallest], can_start)
+            numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _is_number(x))
+            smallest = min(numbers, key=lambda i: operands[i].nbytes)
+            operands[smallest] = order.behind(operands[smallest], can_start)
         with jax.named_scope(line.scope):
-            found = line.eqn.primitive.bind(*given, **line.eqn.primitive.get_bind_params(line.eqn.params))
-        found = found if line.eqn.primitive.multiple_results else [found]
+            outputs = line.eqn.primitive.bind(*operands, **line.eqn.primitive.get_bind_params(line.eqn.params))
+        outputs = outputs if line.eqn.primitive.multiple_results else [outputs]
         if line.exchanges:
-            order.done(found[0])
-        values.update(zip(line.outputs, found, strict=True))
+            order.done(outputs[0])
+        values.update(zip(line.outputs, outputs, strict=True))
     run_work(len(program.lines))
     out = [x.val if isinstance(x, Literal) else values[x] for x in program.outputs]
     return jax.tree.unflatten(jax.tree.structure(shape), out), [results[i] for i in range(len(work))]

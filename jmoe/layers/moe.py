@@ -218,9 +218,9 @@ class MoELayer(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
     ) -> Routing:
         """Return where each token goes. key: for jitter; topk_idx_TK: choices made before, to keep to."""
-        given = {} if topk_idx_TK is None else {"topk_idx_TK": topk_idx_TK}
+        choices = {} if topk_idx_TK is None else {"topk_idx_TK": topk_idx_TK}
         with jax.named_scope("router"):
-            routing = self.router(x_TD, key=key, train=train, **given)
+            routing = self.router(x_TD, key=key, train=train, **choices)
             self._check_routing(routing, x_TD.shape[0])
             return replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
 
@@ -260,9 +260,9 @@ class MoELayer(nnx.Module):
             ("counts_E", experts),
             ("probs_sum_E", experts),
         ):
-            found = getattr(routing, name).shape
+            actual = getattr(routing, name).shape
             limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {config.num_experts}"
-            check(found == shape, f"router: {name}.shape", found, limit)
+            check(actual == shape, f"router: {name}.shape", actual, limit)
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, train: bool = False

@@ -117,18 +117,18 @@ def scan_layers(
         runs = _runs(pattern, used)
 
         def block(x_BSD: jax.Array, xs: Any, runs: list[_Run] = runs) -> tuple[jax.Array, list[Any]]:
-            found = []
+            stats_of_pattern = []
             for layers, layer_xs in zip(runs, xs, strict=True):
                 step = partial(_step, apply_block, layers.kind)
                 x_BSD, ys = step(x_BSD, layer_xs) if layers.alone else lax.scan(step, x_BSD, layer_xs)
-                found += [ys] if layers.kind == "moe" else []
-            return x_BSD, found
+                stats_of_pattern += [ys] if layers.kind == "moe" else []
+            return x_BSD, stats_of_pattern
 
         xs = [jax.tree.map(partial(layers.of, repeats=repeats), inputs[layers.kind]) for layers in runs]
-        x_BSD, found = lax.scan(block, x_BSD, xs)
-        if found:
+        x_BSD, stats_of_pattern = lax.scan(block, x_BSD, xs)
+        if stats_of_pattern:
             alone = [layers.alone for layers in runs if layers.kind == "moe"]
-            stats.append(jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *found))
+            stats.append(jax.tree.map(lambda *ys, alone=alone: _in_order(ys, alone), *stats_of_pattern))
         used = {kind: used[kind] + repeats * pattern.count(kind) for kind in used}
     return x_BSD, jax.tree.map(lambda *ys: jnp.concatenate(ys) if len(ys) > 1 else ys[0], *stats) if stats else None
 

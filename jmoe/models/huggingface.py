@@ -45,8 +45,8 @@ class _Fields:
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
         """None where it says null; `default` where it says nothing."""
-        given = self._fields.get(name, default)
-        return None if given is None else self.integer(name, default=default)
+        value = self._fields.get(name, default)
+        return None if value is None else self.integer(name, default=default)
 
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._checked(name, default, (int, float), "a number"))
@@ -66,10 +66,10 @@ class _Fields:
 
 def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) -> dict[str, Any]:
     """rope_theta and rope_scaling, from either way that transformers writes them."""
-    given = fields.value("rope_parameters") or fields.value("rope_scaling") or default or {}
-    nested = not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values())
-    check(not nested, "rope_parameters", given, "must be one flat table for all layers")
-    rope = _Fields(given, "rope_parameters.")
+    scaling = fields.value("rope_parameters") or fields.value("rope_scaling") or default or {}
+    nested = not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values())
+    check(not nested, "rope_parameters", scaling, "must be one flat table for all layers")
+    rope = _Fields(scaling, "rope_parameters.")
     for where in (fields, rope):
         where.only("partial_rotary_factor", 1.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", theta))
@@ -281,9 +281,9 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     yarn = config.rope_scaling
     if yarn is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    given = {name: value for name, value in dataclasses.asdict(yarn).items() if value is not None}
-    unset = [name for name in ("mscale", "mscale_all_dim") if not given[name]]
-    return {"rope_type": "yarn", "rope_theta": config.rope_theta} | {k: v for k, v in given.items() if k not in unset}
+    fields = {name: value for name, value in dataclasses.asdict(yarn).items() if value is not None}
+    unset = [name for name in ("mscale", "mscale_all_dim") if not fields[name]]
+    return {"rope_type": "yarn", "rope_theta": config.rope_theta} | {k: v for k, v in fields.items() if k not in unset}
 
 
 def _normalises(config: ModelConfig) -> bool:

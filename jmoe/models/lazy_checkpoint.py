@@ -118,10 +118,10 @@ class LazyCheckpoint:
         """From generation_config.json, else config.json."""
         file = self.folder / "generation_config.json"
         fields = read_table(file) if file.is_file() else {}
-        found = fields.get("eos_token_id", self.fields.get("eos_token_id"))
-        if found is None:
+        token = fields.get("eos_token_id", self.fields.get("eos_token_id"))
+        if token is None:
             return ()
-        return tuple(found) if isinstance(found, list) else (int(found),)
+        return tuple(token) if isinstance(token, list) else (int(token),)
 
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

@@ -79,14 +79,14 @@ def flat(tree: Any) -> dict[Names, Any]:
 def parameters(shapes: Any, config: ModelConfig, family: str) -> list[Parameter]:
     """The decoder's parameters (a tree of arrays or shapes) with the tensors they are made of."""
     kinds = np.array(config.layer_kinds)
-    found = []
+    result = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
         layers = np.flatnonzero(kinds == names[0].removesuffix("_layers")).tolist() if stack_dims(path) else []
         source = source_of(names, config, family)
         experts = config.num_experts if is_expert(path) else 0
-        found.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
-    return found
+        result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
+    return result
 
 
 def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -> list[StoredTensor]:
@@ -195,8 +195,8 @@ class Loader:
                 self._fill(_as_matrix(part), piece, parameter, 0, matrix_spans)
                 continue
             for expert in range(*spans[lead - 1]):
-                here = _as_matrix(part[expert - spans[lead - 1][0]])
-                self._fill(here, piece, parameter, expert, matrix_spans)
+                matrix = _as_matrix(part[expert - spans[lead - 1][0]])
+                self._fill(matrix, piece, parameter, expert, matrix_spans)
         return out
 
     def _fill(
@@ -234,8 +234,8 @@ class Loader:
         blocks, scales = self._stored[f"{piece.name}_blocks"], self._stored[f"{piece.name}_scales"]
         for a, b, packed in self._reader.chunks(blocks, start, end, trailing=2):
             packed = packed.copy()  # the next read overwrites it
-            found = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]
-            yield a, b, dequantised(packed, np.concatenate(found))
+            rows_of_scales = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]
+            yield a, b, dequantised(packed, np.concatenate(rows_of_scales))
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:
@@ -296,7 +296,7 @@ def new_tensors(
     arrays: Mapping[Names, jax.Array | StoredExperts], shapes: Any, config: ModelConfig, family: str
 ) -> list[NewTensor]:
     """The tensors that transformers expects, layer by layer, each made when it is written."""
-    found: list[tuple[tuple[int, int, int], NewTensor]] = []
+    tensors: list[tuple[tuple[int, int, int], NewTensor]] = []
     for parameter in parameters(shapes, config, family):
         array = arrays[parameter.path]
         check(
@@ -325,5 +325,5 @@ def new_tensors(
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
             tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(data, piece))
-            found.append(((section, layer, place), tensor))
-    return [tensor for _, tensor in sorted(found, key=lambda entry: entry[0])]
+            tensors.append(((section, layer, place), tensor))
+    return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

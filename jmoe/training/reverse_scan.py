@@ -211,7 +211,7 @@ class _Scan:
         run = partial(self._forward_unit, flat, rest, extras)
         firsts = [flat[unit.kinds[0]][unit.index(0, 0)] for unit in self.units]
         carry = self.config.unsharded([send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]), x
-        residuals, found = [], []
+        residuals, stats = [], []
         for number, unit in enumerate(self.units):
             early: Any = None
             if unit.repeats > 1:
@@ -219,9 +219,9 @@ class _Scan:
                 carry, early = lax.scan(step, carry, jnp.arange(unit.repeats - 1))
             carry, last = run(unit, unit.repeats - 1, carry, firsts[number + 1] if unit is not self.units[-1] else None)
             residuals.append((None if early is None else early[0], last[0]))
-            found.append((unit, None if early is None else early[1], last[1]))
+            stats.append((unit, None if early is None else early[1], last[1]))
         unsharded, x = carry
-        return (x, self._in_order(found)), _Kept(flat, rest, extras, unsharded, residuals)
+        return (x, self._in_order(stats)), _Kept(flat, rest, extras, unsharded, residuals)
 
     def _forward_unit(
         self, flat: Any, rest: Any, extras: Any, unit: _Unit, repeat: Any, carry: Any, ahead: jax.Array | None
@@ -236,7 +236,7 @@ class _Scan:
                 following = ahead
             index = unit.index(position, repeat)
             args = unsharded, _at(rest[kind], index), _at(extras[kind], index), x
-            (x, found, kept), gathered = interleave(
+            (x, layer_stats, kept), gathered = interleave(
                 partial(self._forward_layer, kind),
                 args,
                 self.config.gathers(following),
@@ -246,7 +246,7 @@ class _Scan:
             )
             unsharded = unsharded if following is None else self.config.unsharded(gathered, following)
             residuals.append(kept)
-            stats += [found] if kind == "moe" else []
+            stats += [layer_stats] if kind == "moe" else []
         return (unsharded, x), (residuals, stats)
 
     def _forward_layer(
@@ -263,11 +263,11 @@ class _Scan:
         (y, _), vjp, stats = jax.vjp(apply, params, rest, x, has_aux=True)
         return y, stats, without(vjp, [*params, *rest, *jax.tree.leaves(extra)])
 
-    def _in_order(self, found: list[tuple[_Unit, Any, Any]]) -> Any:
+    def _in_order(self, stats: list[tuple[_Unit, Any, Any]]) -> Any:
         """Statistics of all layers with experts, stacked in their order."""
         indices: list[int] = []
         parts = []
-        for unit, early, last in found:
+        for unit, early, last in stats:
             for number, position in enumerate(p for p, kind in enumerate(unit.kinds) if kind == "moe"):
                 indices += [unit.index(position, repeat) for repeat in range(unit.repeats)]
                 stacked = jax.tree.map(lambda s: s[None], last[number])

@@ -50,9 +50,9 @@ def vjp_with_residuals(function: Callable[..., Any], args: Sequence[Any], wanted
     """
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
 
-    def apply(*given: Any) -> tuple[list[jax.Array], Any]:
+    def apply(*values: Any) -> tuple[list[jax.Array], Any]:
         whole = list(args)
-        for place, arg in zip(wanted, given, strict=True):
+        for place, arg in zip(wanted, values, strict=True):
             whole[place] = arg
         result = jax.checkpoint(function, policy=policy, prevent_cse=False)(*whole)
         return _floating(result), result
