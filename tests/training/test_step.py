@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,11 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.config import CommConfig, OptimizerConfig, RouterConfig, TrainConfig
+from jmoe.config import CommConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
+from jmoe.optim.adamw import decays, learning_rate
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests import model_configs
@@ -185,58 +184,6 @@ def test_one_device_is_a_plain_loss_with_optax() -> None:
     np.testing.assert_allclose(
         [m["learning_rate"] for m in ours.metrics], [schedule(float(i)) for i in range(3)], rtol=1e-6
     )
-
-
-@pytest.mark.parametrize(("shape", "path"), [((3, 4), ("moe_layers", "w")), ((4,), ("norm", "scale"))])
-def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -> None:
-    config = OptimizerConfig(warmup_steps=0, schedule="constant", learning_rate=0.01)
-    rng = np.random.default_rng(0)
-    keys = tuple(jax.tree_util.DictKey(name) for name in path)
-    w = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    m, v = jnp.zeros(shape), jnp.zeros(shape)
-    decay = decays(keys, jnp.zeros((2, *shape)) if path[0] == "moe_layers" else w)
-    assert decay == (len(shape) == 2)
-    theirs = optax.adamw(0.01, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay * decay)
-    w2, s2 = w, theirs.init(w)
-    update = jax.jit(
-        lambda w, m, v, g, step, ok: advance(
-            w, m, v, g, config=config, decay=decay, now=StepValues(jnp.float32(0.01), step, jnp.float32(0.5), ok)
-        )
-    )
-    for i in range(5):
-        g = jnp.asarray(rng.normal(size=shape), jnp.float32)
-        kept = update(w, m, v, g, jnp.int32(i), jnp.bool_(False))
-        for a, b in zip(kept, (w, m, v), strict=True):
-            np.testing.assert_array_equal(a, b)
-        w, m, v = update(w, m, v, g, jnp.int32(i), jnp.bool_(True))
-        with jax.numpy_dtype_promotion("standard"):  # optax itself mixes dtypes
-            u, s2 = theirs.update(0.5 * g, s2, w2)
-        w2 = optax.apply_updates(w2, u)
-        np.testing.assert_allclose(w, w2, rtol=1e-5, atol=1e-7)
-
-
-def test_what_decays() -> None:
-    shapes = program(ONE)[0].state_shape.params
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    kept = {path_names(path)[-1] for path, w in leaves if not decays(path, w)}
-    assert kept == {"scale"}
-    biased = dataclasses.replace(MODEL, attention_bias=True, mlp_bias=True, norm="layernorm", num_experts_per_tok=1)
-    model = nnx.eval_shape(lambda: Decoder(biased, rngs=nnx.Rngs(0)))
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    kept = {path_names(path)[-1] for path, w in leaves if not decays(path, w)}
-    assert kept == {"scale", "bias", "b_qkv", "b_out", "b_up", "b_down"}
-
-
-def test_learning_rate() -> None:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_learning_rate_fraction=0.1)
-    rates = [float(learning_rate(config, 24)(float(i))) for i in range(30)]
-    np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)  # the first step already learns
-    assert rates[4] == pytest.approx(1.0) and rates[14] == pytest.approx(0.55)
-    np.testing.assert_allclose(rates[24:], 0.1, rtol=1e-6)
-    assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
-    constant = learning_rate(dataclasses.replace(config, schedule="constant", warmup_steps=0), 24)
-    assert [float(constant(i)) for i in (0.0, 10.0, 40.0)] == [1.0, 1.0, 1.0]
-    assert float(learning_rate(dataclasses.replace(config, warmup_steps=1), 24)(0.0)) == 1.0
 
 
 # ---- every mesh gives the same
