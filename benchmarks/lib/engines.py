@@ -45,5 +45,5 @@ def prefill_s(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int 
     begun = time.perf_counter()
     waiting = {engine.add_request(prompt, sampling) for prompt in prompts}
     while waiting:
-        waiting -= {output.request_id for output in engine.step()}
+        waiting -= {output.sequence for output in engine.step()}
     return time.perf_counter() - begun

@@ -13,12 +13,15 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jmoe.inference.runner import RingDecoder, Tokens
+from jmoe.inference.runner import ModelRunner, TokenBatch
+from jmoe.inference.sampler import Sampler
+from jmoe.inference.scheduler import Chunk, ChunkGroup
+from jmoe.inference.sequence import Sequence
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.policies import COPY_THREADS, Residency, ResidencyStats, copy_record
 from jmoe.offload.slots import ExpertSlots
-from jmoe.planning.streaming import Speeds
+from jmoe.planning.streaming import Calibration
 
 COPY_BYTES = 256 << 20  # experts that are copied, a layer's at least
 FILL_S = 1.0  # but no longer than this, beyond the one layer
@@ -45,50 +48,52 @@ class _Filled(Residency):
         return []
 
 
-def measure_speeds(
-    decoder: RingDecoder,
+def calibrate(
+    runner: ModelRunner,
     store: TieredStore | None,
-    draw: Callable[[jax.Array], object],
+    sampler: Sampler,
     *,
     max_batch: int,
     prefill_tokens: int,
     position: int,
-) -> Speeds:
-    """Speeds of decode steps of 1 and of `max_batch` tokens at `position`, and of a prompt's first `prefill_tokens`.
+) -> Calibration:
+    """Time decode steps of 1 and of `max_batch` tokens at `position`, and of a prompt's first `prefill_tokens`.
 
-    All shapes must be compiled. The rows of the cache are written to; what is in them must not be needed. draw: logits
-    and tokens of hidden states [P, 1, D]. Tokens are random: routers choose as they choose, experts are real ones.
+    All shapes must be compiled. The rows of the cache are written to; what is in them must not be needed. Tokens are
+    random: routers choose as they choose, experts are real ones.
     """
-    residency, layers = decoder.residency, decoder.config.num_moe_layers
-    speeds = Speeds((), ())
+    residency, layers = runner.residency, runner.config.num_moe_layers
+    calibration = Calibration((), ())
     num_filled = residency.slots.num_slots
     if store is not None:
-        num_filled, speeds = _copies(store, residency.slots, decoder.config.num_experts)
-        before_s = decoder.readback_s
-        decoder.forward([decoder.tokens([], 1, 1)])  # of padding: it needs no expert
-        speeds = replace(speeds, sync_s=(decoder.readback_s - before_s) / layers)
-    decoder.residency = _Filled(residency.slots, decoder.config.num_experts, num_filled, residency.streams)
-    tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
-    decode_rows = [(row, position, [tokens[row]]) for row in range(max_batch)]
-    batch = decoder.tokens(decode_rows, max_batch, 1)
+        num_filled, calibration = _copies(store, residency.slots, runner.config.num_experts)
+        before_s = runner.readback_s
+        runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # of padding: it needs no expert
+        calibration = replace(calibration, sync_s=(runner.readback_s - before_s) / layers)
+    runner.residency = _Filled(residency.slots, runner.config.num_experts, num_filled, residency.streams)
+    tokens = np.random.default_rng(0).integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
+    sequence = Sequence(tokens)
+    decode = tuple(Chunk(sequence, row, position, [tokens[row]]) for row in range(max_batch))
+    prefill = Chunk(sequence, 0, 0, tokens[:prefill_tokens])
+    batch = runner.tokens(ChunkGroup(decode, max_batch, 1))
     by_tokens = {
-        prefill_tokens: _forward_s(decoder, decoder.tokens([(0, 0, tokens[:prefill_tokens])], 1, prefill_tokens)),
-        max_batch: _forward_s(decoder, batch),
-        1: _forward_s(decoder, decoder.tokens(decode_rows[:1], 1, 1)),
+        prefill_tokens: _forward_s(runner, runner.tokens(ChunkGroup((prefill,), 1, prefill_tokens))),
+        max_batch: _forward_s(runner, batch),
+        1: _forward_s(runner, runner.tokens(ChunkGroup(decode[:1], 1, 1))),
     }
-    (x_P1D,) = decoder.forward([batch])
-    decoder.residency = residency
+    (x_P1D,) = runner.forward([batch])
+    runner.residency = residency
     steps = sorted(by_tokens)
     return replace(
-        speeds,
+        calibration,
         step_tokens=tuple(steps),
         layer_s=tuple(by_tokens[n] / layers for n in steps),
-        rest_s=_median_s(lambda: draw(x_P1D)),
+        rest_s=_median_s(lambda: sampler.greedy(runner.logits(x_P1D, np.zeros(max_batch, np.int32)))),
     )
 
 
-def _forward_s(decoder: RingDecoder, group: Tokens) -> float:
-    return _median_s(lambda: jax.block_until_ready(decoder.forward([group])))
+def _forward_s(runner: ModelRunner, batch: TokenBatch) -> float:
+    return _median_s(lambda: jax.block_until_ready(runner.forward([batch])))
 
 
 def _median_s(run: Callable[[], object]) -> float:
@@ -100,7 +105,7 @@ def _median_s(run: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Speeds]:
+def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Calibration]:
     """(slots filled, bandwidths) of copying experts as a step copies them.
 
     The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is that of later ones.
@@ -121,7 +126,7 @@ def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[i
         while time.perf_counter() - begun < COPY_S:
             copy(0, num_filled)
     nvme, host = _between(empty.nvme, before.nvme), _between(before.host, store.stats().host)
-    return num_filled, Speeds((), (), bandwidth_bytes_per_s=host, nvme_bytes_per_s=nvme)
+    return num_filled, Calibration((), (), bandwidth_bytes_per_s=host, nvme_bytes_per_s=nvme)
 
 
 def _between(then: LinkStats, now: LinkStats) -> float:

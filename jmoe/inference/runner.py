@@ -20,6 +20,7 @@ import numpy as np
 from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.popularity import Estimator
+from jmoe.inference.scheduler import ChunkGroup
 from jmoe.layers.slot_experts import Routed
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
@@ -30,7 +31,7 @@ RECENT_STEPS = 16
 Arrays = tuple[jax.Array, ...]  # of a module
 
 
-class Tokens(NamedTuple):
+class TokenBatch(NamedTuple):
     """What one program runs on: `rows` of the cache, each with C tokens; a position of S marks padding."""
 
     tokens_PC: jax.Array
@@ -106,7 +107,7 @@ def _all_logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax
     return structure.merge(arrays).logits(x_PCD[row])
 
 
-class RingDecoder:
+class ModelRunner:
     """Runs tokens through all layers; holds the caches."""
 
     def __init__(
@@ -131,23 +132,23 @@ class RingDecoder:
         windows = config.windows
         self._windows = [None if windows is None else np.int32(w) for w in windows or [0] * len(layers)]
 
-    def tokens(self, rows: Sequence[tuple[int, int, Sequence[int]]], num_rows: int, width: int) -> Tokens:
-        """(row of the cache, first position, tokens) of each row, padded to [num_rows, width]."""
-        tokens_PC = np.zeros((num_rows, width), np.int32)
-        rows_P = np.zeros(num_rows, np.int32)
-        positions_PC = np.full((num_rows, width), self.caches[0].length, np.int32)
-        for i, (row, start, tokens) in enumerate(rows):
-            rows_P[i] = row
-            tokens_PC[i, : len(tokens)] = tokens
-            positions_PC[i, : len(tokens)] = np.arange(start, start + len(tokens))
-        return Tokens(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
+    def tokens(self, group: ChunkGroup) -> TokenBatch:
+        """Return the chunks of a group as arrays, padded to [num_rows, width]."""
+        tokens_PC = np.zeros((group.num_rows, group.width), np.int32)
+        rows_P = np.zeros(group.num_rows, np.int32)
+        positions_PC = np.full((group.num_rows, group.width), self.caches[0].length, np.int32)
+        for i, chunk in enumerate(group.chunks):
+            rows_P[i] = chunk.row
+            tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
+            positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
+        return TokenBatch(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
     def zeros(self, num_rows: int, width: int) -> jax.Array:
         """Hidden states as `forward` gives them, to compile what follows."""
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return jax.device_put(x_PCD, jax.devices()[0])
 
-    def forward(self, groups: Sequence[Tokens]) -> list[jax.Array]:
+    def forward(self, groups: Sequence[TokenBatch]) -> list[jax.Array]:
         """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read

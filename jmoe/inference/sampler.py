@@ -1,22 +1,22 @@
 """Tokens from logits: pure functions of static shapes, in float32, for `jax.jit`.
 
     params = batch_params([request.sampling, ...], seeds, prompt_lengths, size=bucket, vocab_size=V)
-    tokens_B, logprobs, state = sample(logits_BV, params, state, slots_B, positions_B, with_logprobs=False)
+    tokens_B, logprobs, state = sample(logits_BV, params, state, rows_B, positions_B, with_logprobs=False)
 
 `SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that row alone, not on
 its place or on the other rows: what a row needs decides which way it goes, and the noise of a token is a function of
 (seed, position, token id), the seed being the request's `noise_seed`. If every request is `plain_greedy`,
 `greedy(logits_BV)` gives the same tokens for less.
 
-B rows of the batch, V vocabulary, M slots, N sparse ids of a row, C candidates in falling order, W tokens of a chunk,
-K most likely tokens, T positions of a prompt. A mask of tokens has W words of I bits.
+B rows of the batch, V vocabulary, M rows of the cache, N sparse ids of a row, C candidates in falling order, W tokens
+of a chunk, K most likely tokens, T positions of a prompt. A mask of tokens has W words of I bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,10 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import check
+from jmoe.inference.constraint import Constraint
 from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, SamplingParams
+from jmoe.inference.scheduler import Chunk
+from jmoe.inference.sequence import Sequence, TokenLogprob
 
 # Programs are compiled for these N. The second holds the most that a request may ask for, and end-of-text tokens.
 ID_BUCKETS = (16, MAX_IDS + 24)
@@ -59,7 +62,7 @@ class BatchParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """What the penalties need to know of the requests in the M slots. Donate it to the jitted functions."""
+    """What the penalties need to know of the requests in the M rows of the cache. Donate it to the jitted functions."""
 
     in_prompt_MV: jax.Array  # bool
     output_counts_MV: jax.Array  # int32
@@ -76,18 +79,18 @@ class Logprobs:
 
 
 def batch_params(
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    prompt_lengths: Sequence[int],
+    params: list[SamplingParams],
+    seeds: list[int],
+    prompt_lengths: list[int],
     *,
     size: int,
     vocab_size: int,
-    eos_token_ids: Sequence[int] = (),
+    eos_token_ids: tuple[int, ...] = (),
     wide: bool = False,
 ) -> BatchParams:
     """The parameters of `size` rows: one for each of `params`, then padding, which is greedy. Keep it while they stay.
 
-    seeds: `Request.noise_seed`. The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide`
+    seeds: `Sequence.noise_seed`. The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide`
     the largest. `ValueError` if a token id is not in the vocabulary.
     """
     assert len(params) == len(seeds) == len(prompt_lengths) <= size
@@ -103,7 +106,7 @@ def batch_params(
     padding = size - len(params)
     least, most = REPETITION_PENALTIES
 
-    def column(values: Sequence[float], fill: float, dtype: type = np.float32) -> Any:
+    def column(values: list[Any], fill: float, dtype: type = np.float32) -> Any:
         return np.array([*values, *[fill] * padding], dtype)
 
     bias_ids_BN: Any = np.full((size, width), vocab_size, np.int32)
@@ -133,23 +136,23 @@ def batch_params(
 
 
 def new_state(max_batch: int, vocab_size: int) -> SamplerState:
-    """The state of `max_batch` slots, 5 bytes for each of max_batch * vocab_size."""
+    """The state of `max_batch` rows, 5 bytes for each of max_batch * vocab_size."""
     shape = (max_batch, vocab_size)
     return SamplerState(in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32))
 
 
-def prompt_mask(prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """bool [V]: which tokens occur in the prompt, for `start_request`."""
+def prompt_mask(prompt_token_ids: list[int], vocab_size: int) -> np.ndarray:
+    """bool [V]: which tokens occur in the prompt, for `start_sequence`."""
     mask_V = np.zeros(vocab_size, np.bool_)
     mask_V[np.asarray(prompt_token_ids)] = True
     return mask_V
 
 
-def start_request(state: SamplerState, slot: int | jax.Array, in_prompt_V: jax.Array | np.ndarray) -> SamplerState:
-    """The state after a new request took `slot`. Needed before its first token if it has penalties, else not."""
+def start_sequence(state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray) -> SamplerState:
+    """The state after a new sequence took a row. Needed before its first token if it has penalties, else not."""
     return SamplerState(
-        in_prompt_MV=state.in_prompt_MV.at[slot].set(in_prompt_V),
-        output_counts_MV=state.output_counts_MV.at[slot].set(0),
+        in_prompt_MV=state.in_prompt_MV.at[row].set(in_prompt_V),
+        output_counts_MV=state.output_counts_MV.at[row].set(0),
     )
 
 
@@ -174,7 +177,7 @@ def sample(
     logits_BV: jax.Array,
     params: BatchParams,
     state: SamplerState,
-    slots_B: jax.Array,
+    rows_B: jax.Array,
     positions_B: jax.Array,
     allowed_BW: jax.Array | None = None,
     *,
@@ -184,7 +187,7 @@ def sample(
 
     Rows whose logits are not finite have no token but `NOT_FINITE`.
 
-    slots_B: int32, the rows' slots; M for padding rows. positions_B: int32, where in its sequence the drawn token
+    rows_B: int32, their rows of the cache; M for padding. positions_B: int32, where in its sequence the drawn token
     will stand: the prompt's length for the first. allowed_BW: int32, one bit a token, the lowest first: only tokens
     whose bit is set can be drawn; None: all, in a program of its own. with_logprobs: static.
     """
@@ -192,13 +195,13 @@ def sample(
     def rows(
         logits_BV: jax.Array,
         params: BatchParams,
-        slots_B: jax.Array,
+        rows_B: jax.Array,
         positions_B: jax.Array,
         allowed_BW: jax.Array | None,
     ) -> Any:
         logits_BV = logits_BV.astype(jnp.float32)
         with jax.named_scope("adjust"):
-            x_BV = _adjust(logits_BV, params, state, slots_B, positions_B)
+            x_BV = _adjust(logits_BV, params, state, rows_B, positions_B)
             if allowed_BW is not None:
                 x_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
         with jax.named_scope("draw"):
@@ -208,9 +211,9 @@ def sample(
         with jax.named_scope("logprobs"):
             return tokens_B, _logprobs(logits_BV, tokens_B, MAX_LOGPROBS)
 
-    tokens_B, logprobs = _by_rows(rows, logits_BV, params, slots_B, positions_B, allowed_BW)
+    tokens_B, logprobs = _by_rows(rows, logits_BV, params, rows_B, positions_B, allowed_BW)
     # (what has no token ends, so it does not matter that -1 is the last token here)
-    counts_MV = state.output_counts_MV.at[slots_B, tokens_B].add(1, mode="drop")
+    counts_MV = state.output_counts_MV.at[rows_B, tokens_B].add(1, mode="drop")
     return tokens_B, logprobs, SamplerState(in_prompt_MV=state.in_prompt_MV, output_counts_MV=counts_MV)
 
 
@@ -282,7 +285,7 @@ def _row_sums(x_BV: jax.Array) -> jax.Array:
 
 
 def _adjust(
-    logits_BV: jax.Array, params: BatchParams, state: SamplerState, slots_B: jax.Array, positions_B: jax.Array
+    logits_BV: jax.Array, params: BatchParams, state: SamplerState, rows_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
     """Logits after bias, penalties and the ban on early ends."""
     vocab_size = logits_BV.shape[1]
@@ -301,8 +304,8 @@ def _adjust(
         return x_BV.at[rows_B1, banned_BN].set(-jnp.inf, mode="drop")
 
     def penalise(x_BV: jax.Array) -> jax.Array:
-        counts_BV = state.output_counts_MV.at[slots_B].get(mode="clip")
-        in_prompt_BV = state.in_prompt_MV.at[slots_B].get(mode="clip")
+        counts_BV = state.output_counts_MV.at[rows_B].get(mode="clip")
+        in_prompt_BV = state.in_prompt_MV.at[rows_B].get(mode="clip")
         repeated_BV = jnp.where(x_BV > 0, x_BV / repetition_B1, x_BV * repetition_B1)
         x_BV = jnp.where(in_prompt_BV | (counts_BV > 0), repeated_BV, x_BV)
         x_BV = x_BV - jnp.where(counts_BV > 0, presence_B1, 0.0)
@@ -457,3 +460,116 @@ def _threefry(key_0: jax.Array, key_1: jax.Array, counter_0: jax.Array, counter_
         x = x + keys[(group + 1) % 3]
         y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x
+
+
+_sample = jax.jit(sample, static_argnames="with_logprobs", donate_argnames="state")
+_greedy = jax.jit(greedy)
+_start_sequence = jax.jit(start_sequence, donate_argnames="state")
+_prompt_logprobs = jax.jit(prompt_logprobs, static_argnames="num_logprobs")
+
+
+class Draw(NamedTuple):
+    """The token drawn for a sequence; `NOT_FINITE` where its logits are no numbers."""
+
+    token: int
+    logprob: TokenLogprob | None
+
+
+class Sampler:
+    """Draws tokens for chunks of sequences, and keeps on the device what penalties need to know of the cache's rows."""
+
+    def __init__(self, max_batch: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._max_batch, self._vocab_size, self._eos_token_ids = max_batch, vocab_size, eos_token_ids
+        self._state = jax.device_put(new_state(max_batch, vocab_size), jax.devices()[0])
+        self._params: tuple[list[Sequence], BatchParams] | None = None  # of the sequences drawn for last
+
+    def start(self, chunk: Chunk) -> None:
+        """Take in the prompt of a first chunk, where its draws will need it."""
+        sequence, s = chunk.sequence, chunk.sequence.sampling
+        is_first = chunk.start == sequence.num_reused_tokens
+        if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
+            mask_V = prompt_mask(sequence.prompt_token_ids, self._vocab_size)
+            self._state = _start_sequence(self._state, np.int32(chunk.row), mask_V)
+
+    def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> list[Draw]:
+        """Draw a token after each chunk, from the first rows of the logits."""
+        sequences = [chunk.sequence for chunk in chunks]
+        constrained = any(sequence.constraint is not None for sequence in sequences)
+        if not constrained and all(sequence.sampling.plain_greedy for sequence in sequences):
+            return [Draw(token, None) for token in self.greedy(logits_BV).tolist()[: len(chunks)]]
+        size = self._max_batch  # one shape, and so one program, for every number of sequences
+        logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
+        params = self._batch_params(sequences, constrained)
+        padding = size - len(chunks)
+        rows_B = np.array([chunk.row for chunk in chunks] + [size] * padding, np.int32)
+        positions_B = np.array([chunk.end for chunk in chunks] + [0] * padding, np.int32)
+        # Many token ids and constraints share a program: two to compile instead of six.
+        wide = params.bias_ids_BN.shape[1] == ID_BUCKETS[-1]
+        allowed_BW = self._allowed([sequence.constraint for sequence in sequences]) if wide else None
+        wanted = [sequence.sampling.logprobs for sequence in sequences]
+        with_logprobs = any(count is not None for count in wanted)
+        tokens_B, logprobs, self._state = _sample(
+            logits_BV, params, self._state, rows_B, positions_B, allowed_BW, with_logprobs=with_logprobs
+        )
+        tokens = np.asarray(tokens_B).tolist()[: len(chunks)]
+        return [Draw(*pair) for pair in zip(tokens, _token_logprobs(tokens, logprobs, wanted), strict=True)]
+
+    def prompt_logprobs(self, chunk: Chunk, logits_CV: jax.Array) -> list[TokenLogprob]:
+        """Return the log-probabilities of the prompt's tokens that follow those of a chunk."""
+        following = chunk.sequence.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
+        next_C = np.array(following + [0] * (logits_CV.shape[0] - len(following)), np.int32)
+        logprobs = _prompt_logprobs(logits_CV, next_C, num_logprobs=MAX_LOGPROBS)
+        wanted = [chunk.sequence.sampling.prompt_logprobs] * len(following)
+        return [lp for lp in _token_logprobs(following, logprobs, wanted) if lp is not None]
+
+    def warm_up(self, logits_BV: jax.Array, constraint: Constraint | None = None) -> None:
+        """Compile what draws from logits of this shape, with and without log-probabilities."""
+        _greedy(logits_BV).block_until_ready()
+        for logprobs in (None, 0):
+            sequence = Sequence([0], SamplingParams(temperature=1.0, logprobs=logprobs), constraint)
+            self.draw(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
+        self._state = _start_sequence(self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_))
+        self._params = None
+
+    def warm_up_prompt_logprobs(self, logits_CV: jax.Array) -> None:
+        """Compile what computes log-probabilities of a prompt from logits of this shape."""
+        _prompt_logprobs(logits_CV, np.zeros(logits_CV.shape[0], np.int32), num_logprobs=MAX_LOGPROBS)
+
+    def greedy(self, logits_BV: jax.Array) -> np.ndarray:
+        """Return the most likely token of each row."""
+        return np.asarray(_greedy(logits_BV))
+
+    def _batch_params(self, sequences: list[Sequence], constrained: bool) -> BatchParams:
+        if self._params is None or self._params[0] != sequences:
+            params = batch_params(
+                [sequence.sampling for sequence in sequences],
+                [sequence.noise_seed for sequence in sequences],
+                [len(sequence.prompt_token_ids) for sequence in sequences],
+                size=self._max_batch,
+                vocab_size=self._vocab_size,
+                eos_token_ids=self._eos_token_ids,
+                wide=constrained,
+            )
+            self._params = (sequences, params)
+        return self._params[1]
+
+    def _allowed(self, constraints: list[Constraint | None]) -> np.ndarray:
+        """Return `allowed_BW` of `sample`, with rows of padding."""
+        words_BW = np.full((self._max_batch, -(-self._vocab_size // 32)), -1, np.int32)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                constraint.fill(words_BW[row])
+        return words_BW
+
+
+def _token_logprobs(
+    tokens: list[int], logprobs: Logprobs | None, wanted: list[int | None]
+) -> list[TokenLogprob | None]:
+    """Return those of each token, with as many of the most likely ones as are `wanted` of it; None where none are."""
+    if logprobs is None:
+        return [None] * len(tokens)
+    chosen, ids, top = (np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK))
+    return [
+        None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
+        for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
+    ]

@@ -1,11 +1,19 @@
-"""What the engine gives back: tokens as they come, finished requests, log-probabilities."""
+"""One request from HTTP to text: what it asks for, how far it is, and what comes out. No JAX."""
 
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal
 
-import numpy as np
+from jmoe.inference.constraint import Constraint
+from jmoe.inference.detokenizer import TextStream
+from jmoe.inference.sampling_params import SamplingParams
 
-from jmoe.inference import sampler
-from jmoe.inference.scheduler import FinishReason
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -17,15 +25,60 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(eq=False)
+class Sequence:
+    """One prompt on its way to its output. Every field has one writer; who asks for it writes the first ones.
+
+    constraint: of the output, used by this sequence alone. client, request, index: whose it is, of which request, and
+    its number among that request's sequences. noise_seed: what its draws depend on beside their positions, a hash of
+    the seed in the sampling parameters and of the prompt, so that two prompts with one seed are two samples; without a
+    seed a random number.
+    """
+
+    prompt_token_ids: list[int]  # at least one
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    constraint: Constraint | None = None
+    prompt_text: str = ""  # for an echo
+    client: Hashable = None
+    request: Hashable = None
+    index: int = 0
+    noise_seed: int = field(init=False)
+    # Written by the scheduler
+    status: Literal["waiting", "prefill", "decode", "finished"] = field(default="waiting", init=False)
+    row: int | None = field(default=None, init=False)  # of the cache; None while it waits and once it has finished
+    num_computed_tokens: int = field(default=0, init=False)  # whose keys and values are in the row
+    num_reused_tokens: int = field(default=0, init=False)  # of these, what was there before or was copied
+    copy_from: int | None = field(default=None, init=False)  # the row that the reused tokens are copied from
+    output_token_ids: list[int] = field(default_factory=list, init=False)  # with the stop token, if one ended it
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    # Written by the engine
+    text: TextStream | None = field(default=None, init=False)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
+    is_finite: bool = field(default=True, init=False)  # all logits of the prompt that were asked for are numbers
+    # Written by the server's event loop
+    arrived_s: float = field(default=0.0, init=False)
+    first_token_s: float = field(default=0.0, init=False)
+    last_token_s: float = field(default=0.0, init=False)
+    num_delivered_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        seed = self.sampling.seed
+        self.noise_seed = secrets.randbits(63) if seed is None else _noise_seed(seed, self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
 @dataclass(frozen=True)
 class Output:
-    """What one step added to a request; `finish_reason` is None until its end.
+    """What one step added to a sequence; `finish_reason` is None until its end.
 
     finish_reason: "error", without a token, where the model's logits were not finite. prompt_logprobs: of all the
     prompt, with the first token; empty after it.
     """
 
-    request_id: str
+    sequence: Sequence
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob]
@@ -44,15 +97,21 @@ class Completion:
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob]
 
+    @classmethod
+    def join(cls, sequence: Sequence, outputs: list[Output]) -> Completion:
+        """Return a finished sequence with all its outputs as one."""
+        assert sequence.finish_reason is not None
+        return cls(
+            sequence.prompt_token_ids,
+            sequence.output_token_ids,
+            "".join(output.text for output in outputs),
+            sequence.finish_reason,
+            [logprob for output in outputs for logprob in output.logprobs],
+            sequence.prompt_logprobs,
+        )
 
-def token_logprobs(
-    tokens: list[int], logprobs: sampler.Logprobs | None, wanted: list[int | None]
-) -> list[TokenLogprob | None]:
-    """Those of each token, with as many of the most likely ones as are `wanted` of it; None where none are."""
-    if logprobs is None:
-        return [None] * len(tokens)
-    chosen, ids, top = (np.asarray(a).tolist() for a in (logprobs.chosen_B, logprobs.top_ids_BK, logprobs.top_BK))
-    return [
-        None if n is None else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
-        for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
-    ]
+
+def _noise_seed(seed: int, prompt_token_ids: list[int]) -> int:
+    """Return a number in [0, 2^63) made of both."""
+    words = array("q", [seed, *prompt_token_ids])
+    return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), "little") >> 1

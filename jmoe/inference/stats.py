@@ -3,12 +3,11 @@
 from dataclasses import dataclass, fields
 from typing import Literal, Self
 
-from jmoe.inference.runner import RingDecoder
+from jmoe.inference.runner import ModelRunner
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.offload.policies import Residency
-from jmoe.planning.streaming import Seen, StreamingPlan
+from jmoe.planning.streaming import RoutingStats, StreamingPlan
 
-SEEN_STEPS = 32  # decode steps in a row that tell enough of routing
+ROUTING_STEPS = 32  # decode steps in a row that tell enough of routing
 Phase = Literal["prefill", "decode"]
 
 
@@ -95,14 +94,12 @@ class _Steps:
     streamed_bytes: int = 0
 
 
-class Meter:
+class StatsCollector:
     """Counts the steps of an engine, and reads the counters of its parts."""
 
-    def __init__(
-        self, decoder: RingDecoder, residency: Residency, store: TieredStore | None, plan: StreamingPlan
-    ) -> None:
-        self._decoder, self._residency, self._store, self.plan = decoder, residency, store, plan
-        self._forget_seen()
+    def __init__(self, runner: ModelRunner, store: TieredStore | None, plan: StreamingPlan) -> None:
+        self._runner, self._residency, self._store, self.plan = runner, runner.residency, store, plan
+        self._restart_routing()
         self.reset()
 
     def reset(self) -> None:
@@ -116,7 +113,7 @@ class Meter:
             self._decode_steps += 1
             self._decode_tokens += tokens
         else:  # its choices are of another kind
-            self._forget_seen()
+            self._restart_routing()
         steps = self._phases[phase]
         steps.steps += 1
         steps.tokens += tokens
@@ -126,23 +123,23 @@ class Meter:
             steps.streamed_bytes += now - self._streamed_bytes
             self._streamed_bytes = now
 
-    def seen(self, max_tokens: int) -> Seen | None:
+    def routing_stats(self, max_tokens: int) -> RoutingStats | None:
         """What decode steps told of routing since this was last asked; None if they were too few."""
-        if self._decode_steps < SEEN_STEPS:
+        if self._decode_steps < ROUTING_STEPS:
             return None
-        now, then = self._residency.stats(), self._seen_residency
+        now, then = self._residency.stats(), self._routing_since
         tokens, steps = self._decode_tokens, self._decode_steps
-        self._forget_seen()
+        self._restart_routing()
         layers, misses = now.layers - then.layers, now.misses - then.misses
         chosen = now.hits - then.hits + misses
         if chosen == 0:
             return None
         early = (now.guessed_right - then.guessed_right) / misses if misses else 0.0
-        return Seen(max_tokens, tokens / steps, chosen / layers, 1 - misses / chosen, early)
+        return RoutingStats(max_tokens, tokens / steps, chosen / layers, 1 - misses / chosen, early)
 
-    def _forget_seen(self) -> None:
+    def _restart_routing(self) -> None:
         self._decode_steps = self._decode_tokens = 0
-        self._seen_residency = self._residency.stats()
+        self._routing_since = self._residency.stats()
 
     def stats(self) -> EngineStats:
         total, store = self._totals().since(self._since), self._store
@@ -196,6 +193,6 @@ class Meter:
             misses=residency.misses,
             guessed=residency.guessed,
             guessed_right=residency.guessed_right,
-            readback_s=self._decoder.readback_s,
-            estimate_s=self._decoder.estimate_s,
+            readback_s=self._runner.readback_s,
+            estimate_s=self._runner.estimate_s,
         )

@@ -19,7 +19,7 @@ from jmoe.planning.roofline import (
 
 
 @dataclass(frozen=True)
-class Speeds:
+class Calibration:
     """What was measured of machine and model at the start.
 
     step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes. rest_s: of a step,
@@ -36,7 +36,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RoutingStats:
     """What recent steps of at most `max_tokens` tokens, on average `num_tokens`, told of routing; means over layers.
 
     active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on the device.
@@ -54,38 +54,38 @@ class Seen:
 class StreamingPlan:
     """Where the experts are and how steps get them.
 
-    speeds: None where the policy was given, so that nothing had to be measured. seen: of steps that ran; None: routing
-    is taken as uniform.
+    calibration: None where the policy was given, so that nothing had to be measured. routing: of steps that ran; None:
+    taken as uniform.
     """
 
     memory: MemoryPlan
-    speeds: Speeds | None = None
-    seen: Seen | None = None
+    calibration: Calibration | None = None
+    routing: RoutingStats | None = None
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """Of the tier that holds the experts, to the slots: of NVMe reads, which a cache in host memory saves some."""
-        assert self.speeds is not None
+        assert self.calibration is not None
         all_bytes = self.memory.model.num_experts * self.memory.model.record_bytes
         missed = 0.0 if self.memory.expert_tier != "nvme" else 1 - self.memory.host_bytes / all_bytes
-        nvme = self.speeds.nvme_bytes_per_s / missed if missed > 0 else math.inf
-        return min(self.speeds.bandwidth_bytes_per_s, nvme)
+        nvme = self.calibration.nvme_bytes_per_s / missed if missed > 0 else math.inf
+        return min(self.calibration.bandwidth_bytes_per_s, nvme)
 
     def measured(self, num_tokens: int) -> Measured:
         """For a step of so many tokens."""
-        assert self.speeds is not None
-        layer_s = float(np.interp(num_tokens, self.speeds.step_tokens, self.speeds.layer_s))
-        uniform = Measured(self.bandwidth_bytes_per_s, layer_s, num_tokens, sync_s=self.speeds.sync_s)
-        seen, weights = self.seen, self.memory.model.weights
-        if seen is None or num_tokens > seen.max_tokens:
+        assert self.calibration is not None
+        layer_s = float(np.interp(num_tokens, self.calibration.step_tokens, self.calibration.layer_s))
+        uniform = Measured(self.bandwidth_bytes_per_s, layer_s, num_tokens, sync_s=self.calibration.sync_s)
+        routing, weights = self.routing, self.memory.model.weights
+        if routing is None or num_tokens > routing.max_tokens:
             return uniform
         touched = partial(distinct_experts, weights.num_experts, weights.num_experts_per_tok)
-        active = seen.active_experts * touched(num_tokens) / touched(seen.num_tokens)
+        active = routing.active_experts * touched(num_tokens) / touched(routing.num_tokens)
         return replace(
             uniform,
             active_experts=min(weights.num_experts, active),
-            hit_rate=seen.hit_rate,
-            early_fraction=seen.early_fraction,
+            hit_rate=routing.hit_rate,
+            early_fraction=routing.early_fraction,
         )
 
     def policy(self, num_tokens: int) -> Policy:
@@ -95,14 +95,14 @@ class StreamingPlan:
         """
         if self.memory.policy != "auto":
             return self.memory.policy
-        if self.speeds is None:
+        if self.calibration is None:
             return "experts"
         _, ring, experts = self.predictions(num_tokens)
         return "ring" if ring.fits and ring.step_s <= experts.step_s else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
         """Of every policy that comes into question; none where nothing was measured."""
-        if self.speeds is None:
+        if self.calibration is None:
             return ()
         measured, weights = self.measured(num_tokens), self.memory.model.weights
         device_bytes = self.memory.device_expert_bytes
@@ -113,9 +113,9 @@ class StreamingPlan:
 
     def predicted_step_s(self, num_tokens: int) -> float | None:
         """Of a step of so many tokens, logits and sampling included."""
-        policy, speeds = self.policy(num_tokens), self.speeds
+        policy, calibration = self.policy(num_tokens), self.calibration
         found = [p.step_s for p in self.predictions(num_tokens) if p.policy == policy]
-        return found[0] + speeds.rest_s if found and speeds is not None else None
+        return found[0] + calibration.rest_s if found and calibration is not None else None
 
     def describe(self, num_tokens: int) -> str:
         """One line about steps of so many tokens."""

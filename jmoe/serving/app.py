@@ -15,11 +15,11 @@ from jmoe.inference.engine import Engine
 from jmoe.serving.chat import chat_router
 from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.completions import completions_router
-from jmoe.serving.engine_loop import EngineLoop, View
+from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.grammar import Grammars
-from jmoe.serving.metrics import Metrics
-from jmoe.serving.middleware import Front
+from jmoe.serving.metrics import Metrics, View
+from jmoe.serving.middleware import AuthMiddleware
 from jmoe.serving.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -31,7 +31,7 @@ from jmoe.serving.schemas import (
     TokenizeResponse,
 )
 from jmoe.serving.service import Service
-from jmoe.serving.vocabulary import TokenTexts
+from jmoe.serving.vocabulary import Vocabulary
 
 PAGE = Path(__file__).with_name("page.html")
 # What the page's own meta element says, and that no other page may show it in a frame.
@@ -61,9 +61,9 @@ def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -
     metrics = Metrics(name)
     loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
     metrics.watch(loop)
-    texts = TokenTexts(tokenizer)
+    vocabulary = Vocabulary(tokenizer)
     grammars = Grammars(tokenizer, engine.config.vocab_size, engine.eos_token_ids)
-    return Service(config, name, loop, metrics, tokenizer, texts, ChatTemplate.from_folder(folder), grammars)
+    return Service(config, name, loop, metrics, tokenizer, vocabulary, ChatTemplate.from_folder(folder), grammars)
 
 
 def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
@@ -78,7 +78,7 @@ def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
     responses = {status: {"model": ErrorResponse, **described} for status, described in ERRORS.items()}
     app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    app.add_middleware(Front, api_keys=api_keys, config=service.config)
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, config=service.config)
     for router in (completions_router, chat_router, tokens_router, state_router):
         app.include_router(router(service))
 
@@ -111,7 +111,7 @@ def tokens_router(service: Service) -> APIRouter:
                 (tokens,) = service.encode([text], add_special_tokens=False)
             else:
                 (tokens,) = service.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens)
-            strs = [service.texts.text(token) for token in tokens] if body.return_token_strs else None
+            strs = [service.vocabulary.text(token) for token in tokens] if body.return_token_strs else None
             limit = service.max_seq_len
             return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs)
 

@@ -16,21 +16,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from jmoe.inference.engine import NOT_FINITE, Engine
-from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.scheduler import SchedulerStats
-from jmoe.inference.sequence import Output
-from jmoe.inference.stats import EngineStats
+from jmoe.inference.engine import NO_NUMBERS, Engine
+from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.errors import ApiError
 from jmoe.serving.fair_queue import FairQueue
 from jmoe.serving.grammar import JsonConstraint
-from jmoe.serving.metrics import Metrics
+from jmoe.serving.metrics import Metrics, Snapshot, View
 
 log = logging.getLogger(__name__)
 
@@ -42,100 +39,51 @@ RECENT = 0.05  # the weight of the last token in what is remembered of the time 
 JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
 
 
-@dataclass(frozen=True)
-class Job:
-    """A prompt and how its output is drawn."""
-
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    constraint: JsonConstraint | None = None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The engine between two steps."""
-
-    engine: EngineStats
-    scheduler: SchedulerStats
-
-
-@dataclass(frozen=True)
-class View:
-    """What lies where, which takes longer to find out. slots: (layer, expert) of each, or None; empty: all stay."""
-
-    slots: list[tuple[int, int] | None]
-    expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
-
-
-@dataclass
-class Progress:
-    """Of one sequence."""
-
-    num_tokens: int = 0
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-
-
-@dataclass(eq=False)
-class _Open:
-    """A sequence that has not ended."""
-
-    generation: "Generation"
-    index: int
-
-
 class Generation:
-    """The sequences of one HTTP request: an async iterator of (index, `Output`) to the end of all of them.
+    """The sequences of one HTTP request: an async iterator of `Output` to the end of all of them.
 
     Use it as a context manager: what has not ended when it is left is aborted, at the latest after the step that runs.
     Iterating raises `ApiError` where the engine failed, or the request took too long.
     """
 
-    def __init__(self, owner: "EngineLoop", jobs: Sequence[Job], timeout_s: float) -> None:
-        self._owner, self.jobs = owner, jobs
-        self.ids = [owner._new_id() for _ in jobs]
-        self._unfinished = len(jobs)
-        self._items: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
-        self.num_read = 0  # tokens that the reader has got
-        self.begun_s = time.monotonic()
-        self.progress = [Progress() for _ in jobs]
+    def __init__(self, owner: "EngineLoop", sequences: list[Sequence], timeout_s: float) -> None:
+        self._owner, self.sequences = owner, sequences
+        self._unfinished = len(sequences)
+        self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
+        self.num_read_tokens = 0  # that the reader has got
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
 
     @property
     def num_tokens(self) -> int:
         """Drawn so far."""
-        return sum(progress.num_tokens for progress in self.progress)
+        return sum(sequence.num_delivered_tokens for sequence in self.sequences)
 
-    def put(self, index: int, output: Output) -> None:
-        self._items.put_nowait((index, output))
-
-    def fail(self, error: ApiError) -> None:
-        """Let the reader raise `error`."""
-        self._items.put_nowait(error)
+    def put(self, output: Output | ApiError) -> None:
+        """Let the reader have an output, or raise an error."""
+        self._outputs.put_nowait(output)
 
     def _time_out(self, timeout_s: float) -> None:
-        self._owner._abort(self.ids)
-        self.fail(ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout"))
+        self._owner._abort(self.sequences)
+        self.put(ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout"))
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, Output]:
+    async def __anext__(self) -> Output:
         if not self._unfinished:
             raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, ApiError):
-            raise item
-        index, output = item
-        self.num_read += len(output.token_ids)
+        output = await self._outputs.get()
+        if isinstance(output, ApiError):
+            raise output
+        self.num_read_tokens += len(output.token_ids)
         if output.finish_reason == "error":
-            raise ApiError(500, NOT_FINITE, code="not_finite")
+            raise ApiError(500, NO_NUMBERS, code="not_finite")
         if output.finish_reason is not None:
             self._unfinished -= 1
-            constraint = self.jobs[index].constraint
-            if constraint is not None and constraint.error:
+            constraint = output.sequence.constraint
+            if isinstance(constraint, JsonConstraint) and constraint.error:
                 raise ApiError(400, f"response_format: {constraint.error.splitlines()[0]}", param="response_format")
-        return item
+        return output
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +92,7 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        self._owner._abort(self.ids)
+        self._owner._abort(self.sequences)
 
 
 @dataclass
@@ -176,13 +124,13 @@ class EngineLoop:
         self._engine, self._metrics = engine, metrics
         self._capacity = engine.max_batch + max_waiting
         self._request_timeout_s = request_timeout_s
-        self._open: dict[str, _Open] = {}
+        self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._rate = _Rate()
         self._token_s = 0.0  # between two tokens of a sequence, of late
-        self._queue: FairQueue[Job] = FairQueue()  # the thread's
+        self._queue = FairQueue()  # the thread's
         self.draining = False
         self.failed = False
         self.snapshot = self._look()
@@ -242,13 +190,15 @@ class EngineLoop:
             message = f"{len(self._open)} sequences run and wait, {self._capacity} can: try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(self._retry_after_s(count))})
 
-    def submit(self, jobs: Sequence[Job], client: str) -> Generation:
-        """Queue jobs, all or none; `ApiError` 503, 429 or 400. client: between clients the engine's time is shared."""
-        self.check_room(len(jobs))
-        generation = Generation(self, jobs, self._request_timeout_s)
-        for index, (request_id, job) in enumerate(zip(generation.ids, jobs, strict=True)):
-            self._open[request_id] = _Open(generation, index)
-            self._commands.put(partial(self._queue.push, request_id, client, generation.ids[0], job))
+    def submit(self, sequences: list[Sequence], client: str) -> Generation:
+        """Queue the sequences of a client's request, all or none; `ApiError` 503, 429 or 400."""
+        self.check_room(len(sequences))
+        generation, request = Generation(self, sequences, self._request_timeout_s), next(self._numbers)
+        for index, sequence in enumerate(sequences):
+            sequence.client, sequence.request, sequence.index = client, request, index
+            sequence.arrived_s = time.monotonic()
+            self._open[sequence] = generation
+            self._commands.put(partial(self._queue.push, sequence))
         return generation
 
     @property
@@ -262,16 +212,9 @@ class EngineLoop:
         error = ApiError(503, f"the server is shutting down; the request did not end in {timeout_s:g} s")
         self._loop.call_later(timeout_s, self._fail_all, error)
 
-    def _new_id(self) -> str:
-        return f"sequence-{next(self._numbers)}"
-
     def _retry_after_s(self, count: int) -> int:
         """When there should be room for `count` sequences, if those that run and wait draw all the tokens they may."""
-        left = [
-            found.generation.jobs[found.index].sampling.max_new_tokens
-            - found.generation.progress[found.index].num_tokens
-            for found in self._open.values()
-        ]
+        left = [s.sampling.max_new_tokens - s.num_delivered_tokens for s in self._open]
         ends = sorted(left[: self._engine.max_batch])  # in tokens from now
         waiting = deque(left[self._engine.max_batch :])
         for _ in range(len(left) + count - self._capacity - 1):
@@ -280,32 +223,33 @@ class EngineLoop:
                 heapq.heappush(ends, end + waiting.popleft())
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(ends[0] * self._token_s)))
 
-    def _abort(self, ids: list[str]) -> None:
-        for request_id in ids:
-            if self._open.pop(request_id, None) is not None:
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self._open.pop(sequence, None) is not None:
                 self._metrics.finished.labels("abort").inc()
-                self._commands.put(partial(self._end, request_id))
+                self._commands.put(partial(self._end, sequence))
 
     def _deliver(self, outputs: list[Output]) -> None:
-        now = time.monotonic()
-        self._rate.add(now, len(outputs))
+        now_s = time.monotonic()
+        self._rate.add(now_s, len(outputs))
         for output in outputs:
-            if (found := self._open.get(output.request_id)) is None:
+            sequence = output.sequence
+            if (generation := self._open.get(sequence)) is None:
                 continue
-            if (progress := found.generation.progress[found.index]).num_tokens:
-                self._token_s += RECENT * (now - progress.last_token_s - self._token_s)
-            self._metrics.observe(found.generation, found.index, output, now)
+            if sequence.num_delivered_tokens:
+                self._token_s += RECENT * (now_s - sequence.last_token_s - self._token_s)
+            self._metrics.observe(output, now_s)
             if output.finish_reason is not None:
-                del self._open[output.request_id]
-            found.generation.put(found.index, output)
+                del self._open[sequence]
+            generation.put(output)
 
-    def _fail(self, request_id: str, error: ApiError) -> None:
-        if (found := self._open.pop(request_id, None)) is not None:
-            found.generation.fail(error)
+    def _fail(self, sequence: Sequence, error: ApiError) -> None:
+        if (generation := self._open.pop(sequence, None)) is not None:
+            generation.put(error)
 
     def _fail_all(self, error: ApiError) -> None:
-        for generation in {found.generation: None for found in self._open.values()}:
-            generation.fail(error)
+        for generation in dict.fromkeys(self._open.values()):
+            generation.put(error)
 
     def _engine_failed(self) -> None:
         self.failed = True
@@ -322,7 +266,7 @@ class EngineLoop:
                 outputs = self._engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
-                        self._queue.end(output.request_id)
+                        self._queue.end(output.sequence)
                 self.snapshot = self._look()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
         except Exception:
@@ -345,18 +289,16 @@ class EngineLoop:
     def _admit(self) -> None:
         """Give the engine as many sequences as it runs at once."""
         while len(self._queue) and self._queue.num_running < self._engine.max_batch:
-            request_id, job = self._queue.pop()
+            sequence = self._queue.pop()
             try:
-                self._engine.add_request(
-                    job.prompt_token_ids, job.sampling, request_id=request_id, constraint=job.constraint
-                )
+                self._engine.add(sequence)
             except ValueError as error:
-                self._queue.end(request_id)
-                self._loop.call_soon_threadsafe(self._fail, request_id, ApiError.from_value_error(error))
+                self._queue.end(sequence)
+                self._loop.call_soon_threadsafe(self._fail, sequence, ApiError.from_value_error(error))
 
-    def _end(self, request_id: str) -> None:
-        if self._queue.end(request_id):
-            self._engine.abort(request_id)
+    def _end(self, sequence: Sequence) -> None:
+        if self._queue.end(sequence):
+            self._engine.abort(sequence)
 
     def _refresh_view(self, done: asyncio.Event) -> None:
         self.last_view = self._look_closely()

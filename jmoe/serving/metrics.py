@@ -4,22 +4,48 @@ https://docs.vllm.ai/en/latest/usage/metrics
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from jmoe.inference.scheduler import SchedulerStats
 from jmoe.inference.sequence import Output
-
-if TYPE_CHECKING:
-    from jmoe.serving.engine_loop import EngineLoop, Generation
+from jmoe.inference.stats import EngineStats
 
 LABEL = "model_name"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 BUSIEST = "Tokens of a layer's busiest expert in the last steps, as a multiple of the mean; 0: no tokens."
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine between two steps."""
+
+    engine: EngineStats
+    scheduler: SchedulerStats
+
+
+@dataclass(frozen=True)
+class View:
+    """What lies where, which takes longer to find out. slots: (layer, expert) of each, or None; empty: all stay."""
+
+    slots: list[tuple[int, int] | None]
+    expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
+
+
+class Watched(Protocol):
+    """Whoever runs an engine."""
+
+    snapshot: Snapshot
+    last_view: View
+
+    @property
+    def kv_tokens_total(self) -> int: ...
 
 
 class Metrics:
@@ -53,30 +79,31 @@ class Metrics:
         self.finished = counter("vllm:request_success", "Sequences that ended.", "finished_reason")
         self.rejected = counter("jmoe:requests_rejected", "Requests that were not taken in.", "reason")
 
-    def observe(self, generation: "Generation", index: int, output: Output, now_s: float) -> None:
-        """A token of a sequence."""
-        self.generation_tokens.inc(len(output.token_ids))
-        self.generation_tokens_total += len(output.token_ids)
-        progress = generation.progress[index]
-        if not progress.num_tokens:
-            self.time_to_first_token.observe(now_s - generation.begun_s)
-            self.prompt_tokens.inc(len(generation.jobs[index].prompt_token_ids))
-            self.prompt_tokens_total += len(generation.jobs[index].prompt_token_ids)
-            progress.first_token_s = now_s
+    def observe(self, output: Output, now_s: float) -> None:
+        """Count what a sequence was given, and keep in it how far it is."""
+        sequence, num_tokens = output.sequence, len(output.token_ids)
+        prompt_tokens = len(sequence.prompt_token_ids)
+        self.generation_tokens.inc(num_tokens)
+        self.generation_tokens_total += num_tokens
+        if not sequence.num_delivered_tokens:
+            self.time_to_first_token.observe(now_s - sequence.arrived_s)
+            self.prompt_tokens.inc(prompt_tokens)
+            self.prompt_tokens_total += prompt_tokens
+            sequence.first_token_s = now_s
         else:
-            self.inter_token_latency.observe(now_s - progress.last_token_s)
-        progress.num_tokens += len(output.token_ids)
-        progress.last_token_s = now_s
+            self.inter_token_latency.observe(now_s - sequence.last_token_s)
+        sequence.num_delivered_tokens += num_tokens
+        sequence.last_token_s = now_s
         if output.finish_reason is not None:
             self.finished.labels(output.finish_reason).inc()
-            self.latency.observe(now_s - generation.begun_s)
-            self.request_prompt_tokens.observe(len(generation.jobs[index].prompt_token_ids))
-            self.request_generation_tokens.observe(progress.num_tokens)
-            if progress.num_tokens > 1:
-                mean_s = (now_s - progress.first_token_s) / (progress.num_tokens - 1)
+            self.latency.observe(now_s - sequence.arrived_s)
+            self.request_prompt_tokens.observe(prompt_tokens)
+            self.request_generation_tokens.observe(sequence.num_delivered_tokens)
+            if sequence.num_delivered_tokens > 1:
+                mean_s = (now_s - sequence.first_token_s) / (sequence.num_delivered_tokens - 1)
                 self.time_per_output_token.observe(mean_s)
 
-    def watch(self, loop: "EngineLoop") -> None:
+    def watch(self, loop: Watched) -> None:
         """Also give what the engine counts itself."""
         self.registry.register(_EngineCollector(loop, self.model_name))
 
@@ -96,7 +123,7 @@ class _Labelled:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, loop: "EngineLoop", model_name: str) -> None:
+    def __init__(self, loop: Watched, model_name: str) -> None:
         self._loop, self._model_name = loop, model_name
 
     def collect(self) -> Iterable[Any]:

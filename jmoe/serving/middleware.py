@@ -43,7 +43,7 @@ def read_api_keys(path: str | None) -> list[str]:
     return keys
 
 
-class Front:
+class AuthMiddleware:
     """ASGI middleware. api_keys: none lets everyone in."""
 
     def __init__(self, app: ASGIApp, api_keys: list[str], config: ServeConfig) -> None:

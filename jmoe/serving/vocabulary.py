@@ -20,7 +20,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class TokenTexts:
+class Vocabulary:
     """The bytes and the text of each token of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -100,7 +100,7 @@ class TextOffsets:
     the numbers do not depend on when which piece of the text goes out.
     """
 
-    def __init__(self, texts: TokenTexts, text: str) -> None:
+    def __init__(self, texts: Vocabulary, text: str) -> None:
         """text: how the whole begins; decoders strip the space before a first word."""
         self._texts, self._strips_space = texts, not text.startswith(" ")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

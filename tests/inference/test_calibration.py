@@ -84,17 +84,17 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
         with tiny_engine(
             "qwen3_moe", device_bytes=device_bytes, expert_tier=tier, **cache, limits={tier: limit}
         ) as slow:
-            plan, speeds = slow.plan, slow.plan.speeds
-            assert speeds is not None
-            measured = speeds.bandwidth_bytes_per_s if tier == "host" else speeds.nvme_bytes_per_s
+            plan, measured = slow.plan, slow.plan.calibration
+            assert measured is not None
+            measured = measured.bandwidth_bytes_per_s if tier == "host" else measured.nvme_bytes_per_s
             assert measured <= 1.1 * limit
             assert plan.policy(1) == "experts"
             for num_tokens in range(1, 7):
                 fitting = [p for p in plan.predictions(num_tokens) if p.fits]
                 assert plan.policy(num_tokens) == min(fitting, key=lambda p: p.step_s).policy
             slow.generate([[5]], max_new_tokens=36, ignore_eos=True)
-            assert slow.plan.seen is not None  # 35 decode steps of 1 token: 2 of 4 experts, some on the device
-            assert slow.plan.seen.active_experts == 2 and 0 < slow.plan.seen.hit_rate <= 1
+            assert slow.plan.routing is not None  # 35 decode steps of 1 token: 2 of 4 experts, some on the device
+            assert slow.plan.routing.active_experts == 2 and 0 < slow.plan.routing.hit_rate <= 1
             stats = slow.stats()
             assert stats.decode.policy == "experts" and stats.readback_s > 0
             assert stats.decode.predicted_step_s is not None and stats.decode.step_s > 0
@@ -107,7 +107,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
 @pytest.mark.parametrize("policy", ["resident", "ring", "experts"])
 def test_a_given_policy_is_not_measured(policy: str) -> None:
     with tiny_engine("mixtral", policy=policy) as served:
-        assert served.plan.memory.policy == policy and served.plan.speeds is None
+        assert served.plan.memory.policy == policy and served.plan.calibration is None
         served.generate([[5]], max_new_tokens=2, ignore_eos=True)
         assert served.stats().decode.predicted_step_s is None
 
@@ -121,7 +121,7 @@ def test_plan_without_weights(tmp_path: Path) -> None:
         assert served.stats().device_expert_bytes == plan.device_expert_bytes
         (records,) = tmp_path.glob("records-*.bin")
         assert records.stat().st_size >= plan.nvme_bytes
-        weights = sum(x.nbytes for layer in served._decoder._layers for x in jax.tree.leaves(layer[1]))
-        weights += sum(x.nbytes for x in jax.tree.leaves(served._decoder._ends[1]))
+        weights = sum(x.nbytes for layer in served._runner._layers for x in jax.tree.leaves(layer[1]))
+        weights += sum(x.nbytes for x in jax.tree.leaves(served._runner._ends[1]))
         assert weights == plan.model.dense_bytes
-        assert sum(x.nbytes for x in jax.tree.leaves(served._decoder.caches)) == plan.model.cache_bytes
+        assert sum(x.nbytes for x in jax.tree.leaves(served._runner.caches)) == plan.model.cache_bytes

@@ -16,7 +16,7 @@ import jmoe
 from jmoe.inference.constraint import Unconstrained
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.sequence import Completion
+from jmoe.inference.sequence import Completion, Output
 from jmoe.layers.slot_experts import Routed
 from jmoe.offload.policies import LayerRing
 from jmoe.offload.slots import DeviceSlots, HostSlots
@@ -111,12 +111,11 @@ def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0, top_p=0.9, seed=7)
     with tiny_engine("olmoe", policy="resident") as served:
         alone = served.generate(prompts[:1], sampling)[0].token_ids
-        ids = [served.add_request(prompts[1], max_new) for max_new in (SamplingParams(max_new_tokens=12),)]
+        other = served.add_request(prompts[1], SamplingParams(max_new_tokens=12))
         mixed = served.generate(prompts[:1], sampling)[0].token_ids
         assert mixed == alone
-        served.abort(ids[0])
-        while served.has_unfinished:
-            served.step()
+        served.abort(other)
+        run_to_end(served)
 
 
 def test_prompts_with_one_seed_get_streams_of_their_own() -> None:
@@ -131,18 +130,15 @@ def test_prompts_with_one_seed_get_streams_of_their_own() -> None:
         assert [c.token_ids for c in served.generate(prompts[::-1], sampling)] == [second, first]
 
 
-def test_a_request_id_that_is_used_again() -> None:
-    """The next request of the same name is drawn by its own parameters, not by those of the one before."""
+def test_a_request_like_the_one_before() -> None:
+    """The next request in a row is drawn by its own parameters, not by those of the one before."""
     prompt = reference("mixtral")["input_ids"].tolist()[0]
     with tiny_engine("mixtral", policy="resident") as served:
         for token in (5, 6, 7):
             sampling = SamplingParams(max_new_tokens=2, ignore_eos=True, logit_bias={token: 100.0})
-            request = served._streams[served.add_request(prompt, sampling, request_id="mine")].request
-            while served.has_unfinished:
-                served.step()
+            request = served.add_request(prompt, sampling)
+            run_to_end(served)
             assert request.output_token_ids == [token] * 2
-        served.add_request(prompt, request_id="request-0")
-        assert served.add_request(prompt) != "request-0", "a name of the engine's own is not one that is taken"
 
 
 def eight_requests() -> list[tuple[list[int], SamplingParams]]:
@@ -157,17 +153,18 @@ def eight_requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+def run_to_end(served: Engine) -> list[Output]:
+    outputs = []
+    while served.has_unfinished:
+        outputs += served.step()
+    return outputs
+
+
 def serve_together(served: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
     """All at once, each with its own sampling."""
-    streams = [served._streams[served.add_request(*request)] for request in requests]
-    logprobs: dict[str, list[Any]] = {s.request.id: [] for s in streams}
-    while served.has_unfinished:
-        for output in served.step():
-            logprobs[output.request_id] += output.logprobs
-    return [
-        Completion([], s.request.output_token_ids, "", "length", logprobs[s.request.id], s.prompt_logprobs)
-        for s in streams
-    ]
+    sequences = [served.add_request(*request) for request in requests]
+    outputs = run_to_end(served)
+    return [Completion.join(s, [output for output in outputs if output.sequence is s]) for s in sequences]
 
 
 def loaded_bytes(served: Engine) -> int:
@@ -196,7 +193,7 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
     with tiny_engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
         before = loaded_bytes(ring)
         ids = [ring.add_request(prompt[:16]) for prompt, _ in requests]
-        assert {output.request_id for output in ring.step()} == set(ids)
+        assert {output.sequence for output in ring.step()} == set(ids)
         assert loaded_bytes(ring) - before == all_bytes, "one round of the layers"
         assert ring.stats().streamed_bytes >= all_bytes
     with tiny_engine("qwen3_moe", policy="ring", ring_slots=1, **sizes) as ring:
@@ -219,15 +216,13 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
             for logprobs in (None, 2):
                 sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, prompt_logprobs=logprobs)
                 served.add_request([1, 2, 3] * 7, sampling, constraint=Unconstrained())
-                while served.has_unfinished:
-                    served.step()
+                run_to_end(served)
                 many = tuple(range(17))
                 for wide in ({"logit_bias": dict.fromkeys(many, 1.0)}, {"stop_token_ids": many, "min_new_tokens": 1}):
                     for constraint in (None, Unconstrained()):
                         sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, temperature=1.0, **wide)
                         served.add_request([1, 2, 3], sampling, constraint=constraint)
-                        while served.has_unfinished:
-                            served.step()
+                        run_to_end(served)
     assert any(sampling.prompt_logprobs is not None for _, sampling in requests)
     assert copied_tokens, "rows were copied, too"
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
@@ -340,18 +335,14 @@ def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> No
                 served.generate([prompts[0], bad], sampling)
             assert not served.has_unfinished
             served.add_request(bad, sampling)  # in one row or the other, and perhaps no further than its first chunk
-            good = served._streams[served.add_request(prompts[1], sampling)].request
+            good = served.add_request(prompts[1], sampling)
             served.step()
-            served.abort("request-0")
-            while served.has_unfinished:
-                served.step()
+            run_to_end(served)
             assert good.output_token_ids == expected[1]
             assert [c.token_ids for c in served.generate(prompts, sampling)] == expected
         later = SamplingParams(max_new_tokens=6, logit_bias={60: 100.0}, **field)
-        request = served._streams[served.add_request([5], later)].request
-        outputs = []
-        while served.has_unfinished:
-            outputs += served.step()
+        request = served.add_request([5], later)
+        outputs = run_to_end(served)
         assert request.output_token_ids == [60] and request.finish_reason == "error"
         assert [(o.token_ids, o.finish_reason) for o in outputs] == [([60], None), ([], "error")]
         assert served.scheduler_stats().finished["error"] == 7

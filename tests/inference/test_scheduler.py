@@ -2,21 +2,15 @@
 
 import random
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.scheduler import (
-    PrefillChunk,
-    Request,
-    Scheduler,
-    StepPlan,
-    bucket,
-    buckets,
-)
+from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket, buckets
+from jmoe.inference.sequence import Sequence
 
 VOCAB_SIZE = 50
 EOS = 7
@@ -34,12 +28,12 @@ def make_scheduler(
     return Scheduler(EngineConfig(max_batch, max_seq_len, **sizes), eos_token_ids)
 
 
-def next_token(sequence: Sequence[int]) -> int:
-    """What the model says after `sequence`: a function of every token of it."""
-    return zlib.crc32(bytes(sequence)) % VOCAB_SIZE
+def next_token(tokens: list[int]) -> int:
+    """What the model says after these tokens: a function of every one of them."""
+    return zlib.crc32(bytes(tokens)) % VOCAB_SIZE
 
 
-def expected_output(request: Request, max_seq_len: int) -> tuple[list[int], str]:
+def expected_output(request: Sequence, max_seq_len: int) -> tuple[list[int], str]:
     """The output ids and the finish reason of a request that runs alone to its end."""
     sampling, sequence = request.sampling, list(request.prompt_token_ids)
     while True:
@@ -59,36 +53,27 @@ class Engine:
         self.scheduler = scheduler
         self.cache = [[GARBAGE] * scheduler.max_seq_len for _ in range(scheduler.max_batch)]
         self.plans: list[StepPlan] = []
-        self.finished: dict[str, Request] = {}
+        self.finished: list[Sequence] = []
 
     def run(self, plan: StepPlan) -> list[int]:
-        """The tokens for `plan.sampled_requests`, each from what its row of the cache holds."""
+        """The tokens for `plan.sampled`, each from what its row of the cache holds."""
         self.plans.append(plan)
         for chunk in plan.prefill:
             if chunk.copy_from is not None:
-                source, _ = chunk.copy_from
-                assert source != chunk.slot
-                self.cache[chunk.slot][:] = self.cache[source]  # all of the row: more than was asked for
-        for row in plan.decode:
-            self.cache[row.slot][row.position] = row.token
+                assert chunk.copy_from != chunk.row
+                self.cache[chunk.row][:] = self.cache[chunk.copy_from]  # all of the row: more than was asked for
+        for chunk in plan.chunks:
+            self.cache[chunk.row][chunk.start : chunk.end] = chunk.tokens
         for chunk in plan.prefill:
-            self.cache[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] = chunk.tokens
-        tokens = [next_token(self.cache[row.slot][: row.position + 1]) for row in plan.decode]
-        for chunk in plan.prefill:
-            tokens += self.read_chunk(chunk)
-        return tokens
+            prompt = chunk.sequence.prompt_token_ids
+            assert self.cache[chunk.row][: chunk.end] == prompt[: chunk.end], "reused or copied tokens are the prompt's"
+            assert chunk.is_last == (chunk.end == len(prompt))
+        return [next_token(self.cache[chunk.row][: chunk.end]) for chunk in plan.chunks if chunk.is_last]
 
-    def read_chunk(self, chunk: PrefillChunk) -> list[int]:
-        end = chunk.start + len(chunk.tokens)
-        row = self.cache[chunk.slot]
-        assert row[:end] == chunk.request.prompt_token_ids[:end], "reused or copied tokens are the prompt's"
-        assert chunk.is_last == (end == len(chunk.request.prompt_token_ids))
-        return [next_token(row[:end])] if chunk.is_last else []
-
-    def step(self) -> list[Request]:
+    def step(self) -> list[Sequence]:
         plan = self.scheduler.schedule()
         finished = self.scheduler.update(plan, self.run(plan))
-        self.finished.update((request.id, request) for request in finished)
+        self.finished += finished
         return finished
 
     def run_to_end(self) -> None:
@@ -101,59 +86,62 @@ class Watch:
     """What must hold for every plan, whatever the requests."""
 
     scheduler: Scheduler
-    decoding: dict[str, Request] = field(default_factory=dict)  # past their prompt, not finished
-    admitted: list[str] = field(default_factory=list)
-    next_position: dict[str, int] = field(default_factory=dict)
+    decoding: set[Sequence] = field(default_factory=set)  # past their prompt, not finished
+    admitted: list[Sequence] = field(default_factory=list)
+    next_position: dict[Sequence, int] = field(default_factory=dict)
 
     def plan(self, plan: StepPlan) -> None:
-        slots = [row.slot for row in plan.decode]
-        slots += [chunk.slot for chunk in plan.prefill]
-        assert len(set(slots)) == len(slots), "a slot belongs to one request"
-        assert all(0 <= slot < self.scheduler.max_batch for slot in slots)
-        assert {row.request.id for row in plan.decode} == set(self.decoding), "every running sequence in every step"
-        for row in plan.decode:
-            sequence = row.request.prompt_token_ids + row.request.output_token_ids
-            assert row.position == len(sequence) - 1 == self.next_position[row.request.id]
-            assert row.token == sequence[row.position]
-            self.next_position[row.request.id] += 1
+        rows = [chunk.row for chunk in plan.chunks]
+        assert len(set(rows)) == len(rows), "a row belongs to one sequence"
+        assert all(0 <= row < self.scheduler.max_batch for row in rows)
+        assert {chunk.sequence for chunk in plan.decode} == self.decoding, "every running sequence in every step"
+        for chunk in plan.decode:
+            tokens = chunk.sequence.prompt_token_ids + chunk.sequence.output_token_ids
+            assert chunk.start == len(tokens) - 1 == self.next_position[chunk.sequence]
+            assert chunk.tokens == tokens[-1:] and chunk.is_last and chunk.copy_from is None
+            self.next_position[chunk.sequence] += 1
         self.groups(plan)
         for chunk in plan.prefill:
             self.chunk(chunk)
 
     def groups(self, plan: StepPlan) -> None:
-        """Every chunk runs once, in a program that exists, and no row of it is padding."""
-        groups = self.scheduler.prefill_groups(plan)
-        ran = [chunk for group in groups for chunk in group.chunks]
-        assert sorted(chunk.request.id for chunk in ran) == sorted(chunk.request.id for chunk in plan.prefill)
-        assert {(len(group.chunks), group.width) for group in groups} <= set(self.scheduler.prefill_shapes)
-        assert sum(len(group.chunks) * group.width for group in groups) <= self.scheduler.max_prefill_tokens
+        """Every chunk runs once, in a program that exists, and no row of a prompt's is padding."""
+        groups = self.scheduler.groups(plan)
+        assert {chunk for group in groups for chunk in map(id, group.chunks)} == set(map(id, plan.chunks))
+        assert sum(len(group.chunks) for group in groups) == len(plan.chunks)
+        if plan.decode:
+            decode = groups.pop(0)
+            assert decode.chunks == plan.decode and decode.width == 1
+            assert decode.num_rows == bucket(len(plan.decode), self.scheduler.decode_buckets)
+        assert all(group.num_rows == len(group.chunks) for group in groups)
+        assert {(group.num_rows, group.width) for group in groups} <= set(self.scheduler.prefill_shapes)
+        assert sum(group.num_rows * group.width for group in groups) <= self.scheduler.max_prefill_tokens
         for group in groups:
             narrower = [width for width in self.scheduler.prefill_widths if width < group.width]
             assert all(max(narrower, default=0) < len(chunk.tokens) <= group.width for chunk in group.chunks)
             ends = [chunk.is_last for chunk in group.chunks]
             assert ends == sorted(ends, reverse=True), "rows that get a token come first"
 
-    def chunk(self, chunk: PrefillChunk) -> None:
-        request = chunk.request
-        if request.id not in self.next_position:
-            self.admitted.append(request.id)
-            self.next_position[request.id] = request.num_reused_tokens
-            reused = request.sampling.prompt_logprobs is None
-            assert reused or request.num_reused_tokens == 0
+    def chunk(self, chunk: Chunk) -> None:
+        sequence, prompt = chunk.sequence, chunk.sequence.prompt_token_ids
+        if sequence not in self.next_position:
+            self.admitted.append(sequence)
+            self.next_position[sequence] = sequence.num_reused_tokens
+            reused = sequence.sampling.prompt_logprobs is None
+            assert reused or sequence.num_reused_tokens == 0
         else:
             assert chunk.copy_from is None, "copied once"
-        rest = len(request.prompt_token_ids) - chunk.start
-        assert len(chunk.tokens) == min(rest, self.scheduler.prefill_widths[-1]), "cut the same whatever else runs"
-        assert chunk.start == self.next_position[request.id]
-        assert chunk.tokens == request.prompt_token_ids[chunk.start : chunk.start + len(chunk.tokens)]
-        self.next_position[request.id] += len(chunk.tokens)
+        widest = self.scheduler.prefill_widths[-1]
+        assert len(chunk.tokens) == min(len(prompt) - chunk.start, widest), "cut the same whatever else runs"
+        assert chunk.start == self.next_position[sequence]
+        assert chunk.tokens == prompt[chunk.start : chunk.end]
+        self.next_position[sequence] = chunk.end
 
     def update(self, plan: StepPlan) -> None:
-        self.decoding.update((request.id, request) for request in plan.sampled_requests)
-        self.decoding = {id_: request for id_, request in self.decoding.items() if request.state != "finished"}
+        self.decoding = {s for s in (*self.decoding, *plan.sampled) if s.status != "finished"}
 
 
-def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: list[list[int]]) -> Request:
+def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: list[list[int]]) -> Sequence:
     prompt = list(rng.choice(prefixes)) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
     prompt = prompt[: rng.choice([max_seq_len - 1, 5, max_seq_len // 2])]
     max_new_tokens = rng.randrange(1, 25)
@@ -164,7 +152,7 @@ def random_request(rng: random.Random, index: int, max_seq_len: int, prefixes: l
         min_new_tokens=rng.choice([0, 0, rng.randrange(max_new_tokens + 1)]),
         prompt_logprobs=rng.choice([None, None, None, 3]),
     )
-    return Request(f"request-{index}", prompt, sampling)
+    return Sequence(prompt, sampling, request=index)
 
 
 @pytest.mark.parametrize(
@@ -186,75 +174,72 @@ def test_simulation(
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (0, 3, 11, 30, 45)]
     scheduler = make_scheduler(max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens, eos_token_ids=(EOS,))
     engine, watch = Engine(scheduler), Watch(scheduler)
-    requests: dict[str, Request] = {}
-    aborted: set[str] = set()
+    requests: list[Sequence] = []
+    aborted: set[Sequence] = set()
 
     def add(count: int) -> None:
         for _ in range(count):
-            request = random_request(rng, len(requests), max_seq_len, prefixes)
-            requests[request.id] = request
-            scheduler.add(request)
+            requests.append(random_request(rng, len(requests), max_seq_len, prefixes))
+            scheduler.add(requests[-1])
 
     def abort() -> None:
-        unfinished = [id_ for id_, request in requests.items() if request.state != "finished"]
+        unfinished = [request for request in requests if request.status != "finished"]
         if unfinished and rng.random() < 0.05:
-            id_ = rng.choice(unfinished)
-            assert scheduler.abort(id_) is requests[id_]
-            assert requests[id_].finish_reason == "abort"
-            aborted.add(id_)
+            request = rng.choice(unfinished)
+            assert scheduler.finish(request, "abort")
+            assert request.finish_reason == "abort"
+            aborted.add(request)
 
     add(10)
     while scheduler.has_unfinished or len(requests) < 250:
         if len(requests) < 250 and rng.random() < 0.4:
             add(rng.randrange(4))
         abort()
-        watch.update(StepPlan((), ()))
+        watch.update(StepPlan())
         plan = scheduler.schedule()
         assert scheduler.schedule() == plan, "nothing changes until update"
-        assert plan.is_empty == (not scheduler.has_unfinished)
+        assert bool(plan.chunks) == scheduler.has_unfinished
         watch.plan(plan)
         tokens = engine.run(plan)
         abort()  # a client hangs up while the step runs
         finished = scheduler.update(plan, tokens)
-        assert all(request.state == "finished" and request.id not in aborted for request in finished)
-        engine.finished.update((request.id, request) for request in finished)
+        assert all(request.status == "finished" and request not in aborted for request in finished)
+        engine.finished += finished
         watch.update(plan)
 
     assert aborted
     assert set(engine.finished) == set(requests) - aborted
-    for request in engine.finished.values():
+    for request in engine.finished:
         assert (request.output_token_ids, request.finish_reason) == expected_output(request, max_seq_len)
-    arrival = [id_ for id_ in requests if id_ in set(watch.admitted)]
-    assert watch.admitted == arrival, "first come, first served"
-    check_stats(scheduler, engine, requests, aborted)
+    admitted = set(watch.admitted)
+    assert watch.admitted == [request for request in requests if request in admitted], "first come, first served"
+    check_stats(scheduler, engine, requests)
 
 
-def check_stats(scheduler: Scheduler, engine: Engine, requests: dict[str, Request], aborted: set[str]) -> None:
+def check_stats(scheduler: Scheduler, engine: Engine, requests: list[Sequence]) -> None:
     stats = scheduler.stats()
     chunks = [chunk for plan in engine.plans for chunk in plan.prefill]
     assert stats.waiting == stats.running == 0
-    assert stats.steps == sum(not plan.is_empty for plan in engine.plans)
+    assert stats.steps == sum(bool(plan.chunks) for plan in engine.plans)
     assert stats.prefill_tokens == sum(len(chunk.tokens) for chunk in chunks)
     assert stats.decode_tokens == sum(len(plan.decode) for plan in engine.plans)
-    assert stats.reused_tokens == sum(request.num_reused_tokens for request in requests.values()) > 0
-    assert stats.copied_tokens == sum(chunk.copy_from[1] for chunk in chunks if chunk.copy_from is not None)
+    assert stats.reused_tokens == sum(request.num_reused_tokens for request in requests) > 0
+    assert stats.copied_tokens == sum(chunk.start for chunk in chunks if chunk.copy_from is not None)
     assert (stats.copied_tokens > 0) == (scheduler.max_batch > 1)
-    reasons = [request.finish_reason for request in requests.values()]
-    assert stats.finished == {str(reason): reasons.count(reason) for reason in set(reasons)}
-    assert stats.finished["abort"] == len(aborted)
+    assert stats.finished == Counter(request.finish_reason for request in requests)
 
 
-def request(id_: str, prompt: list[int], **sampling: object) -> Request:
-    return Request(id_, prompt, SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}))
+def request(name: str, prompt: list[int], **sampling: object) -> Sequence:
+    return Sequence(prompt, SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}), request=name)
 
 
-def admitted(engine: Engine, new: Request) -> PrefillChunk:
+def admitted(engine: Engine, new: Sequence) -> Chunk:
     """The first chunk of `new`, after which it runs to its end with whatever else runs."""
     engine.scheduler.add(new)
     while True:
         engine.step()
         for chunk in engine.plans[-1].prefill:
-            if chunk.request is new:
+            if chunk.sequence is new:
                 return chunk
 
 
@@ -265,16 +250,16 @@ def test_decode_never_waits_for_a_long_prompt() -> None:
     for step in range(90):
         engine.step()
         plan = engine.plans[-1]
-        assert [row.request.id for row in plan.decode] == ["short"]
+        assert [row.sequence.request for row in plan.decode] == ["short"]
         (chunk,) = plan.prefill
         assert (chunk.start, len(chunk.tokens)) == (10 * step, 10)
         assert chunk.is_last == (step == 89)
     engine.step()
-    assert {row.request.id for row in engine.plans[-1].decode} == {"short", "long"}
+    assert {row.sequence.request for row in engine.plans[-1].decode} == {"short", "long"}
 
 
 def group_shapes(engine: Engine) -> list[tuple[int, int]]:
-    groups = engine.scheduler.prefill_groups(engine.plans[-1])
+    groups = engine.scheduler.groups(replace(engine.plans[-1], decode=()))
     return sorted((len(group.chunks), group.width) for group in groups)
 
 
@@ -287,20 +272,21 @@ def test_many_prompts_in_a_step() -> None:
     engine.step()
     assert [len(chunk.tokens) for chunk in engine.plans[-1].prefill] == [512, 3, 3, 3, 3, 3, 3, 3]
     assert group_shapes(engine) == [(1, 16), (1, 16), (1, 16), (1, 512), (4, 16)]
-    assert [r.id for r in engine.plans[-1].sampled_requests] == list("1234567")
+    assert [r.request for r in engine.plans[-1].sampled] == list("1234567")
     engine.step()
     assert group_shapes(engine) == [(1, 128)]
-    assert [row.request.id for row in engine.plans[-1].decode] == list("1234567")
+    assert [row.sequence.request for row in engine.plans[-1].decode] == list("1234567")
 
 
 def test_what_does_not_fit_the_step_waits_and_nobody_overtakes() -> None:
     engine = Engine(make_scheduler(8, 1000, 64, max_prefill_tokens=150))
-    for index, length in enumerate([100, 60, 60, 5, 5]):
-        engine.scheduler.add(request(str(index), [index] * length))
+    requests = [request(str(index), [index] * length) for index, length in enumerate([100, 60, 60, 5, 5])]
+    for new in requests:
+        engine.scheduler.add(new)
     ran = []
-    while any(r.state != "decode" for r in engine.scheduler._requests.values()):
+    while any(new.status != "decode" for new in requests):
         engine.step()
-        ran.append([(chunk.request.id, len(chunk.tokens)) for chunk in engine.plans[-1].prefill])
+        ran.append([(chunk.sequence.request, len(chunk.tokens)) for chunk in engine.plans[-1].prefill])
     assert ran == [[("0", 64), ("1", 60)], [("0", 36), ("2", 60), ("3", 5)], [("4", 5)]]
 
 
@@ -313,7 +299,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
     starts = []
     while not engine.plans or engine.plans[-1].prefill:
         engine.step()
-        starts.append([(chunk.request.id, chunk.start) for chunk in engine.plans[-1].prefill])
+        starts.append([(chunk.sequence.request, chunk.start) for chunk in engine.plans[-1].prefill])
     assert starts[:3] == [[("long 0", 0)], [("long 0", 8)], [("long 0", 16)]]
     assert starts[3:] == [[("long 1", 20), ("long 2", 20), ("long 3", 20), ("other", 0)], []]
     engine = Engine(make_scheduler(8, 64, 8))
@@ -322,25 +308,25 @@ def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
     engine.step()
     assert [chunk.start for chunk in engine.plans[-1].prefill] == [0] * 4
     engine.run_to_end()
-    assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished.values())
+    assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished)
 
 
 def test_rows_are_copied_before_anything_runs_over_them() -> None:
     """A row that is copied from may be given away before the copy is made: copies come first, in the plan's order."""
     engine = Engine(make_scheduler(3, 64, 64))
     source = request("source", list(range(20)), max_new_tokens=40)
-    row = admitted(engine, source).slot
+    row = admitted(engine, source).row
     engine.scheduler.add(request("copies", [*range(20), 41]))
-    assert engine.scheduler.schedule().prefill[0].copy_from == (row, 20)
-    engine.scheduler.abort("source")
+    assert engine.scheduler.schedule().prefill[0].copy_from == row
+    engine.scheduler.finish(source, "abort")
     engine.scheduler.add(request("overwrites", [*range(3), *[42] * 30]))
     engine.scheduler.add(request("fills", [43] * 30))
     plan = engine.scheduler.schedule()
-    assert [(c.request.id, c.start) for c in plan.prefill] == [("copies", 20), ("overwrites", 3), ("fills", 0)]
-    assert row in (plan.prefill[1].slot, plan.prefill[2].slot)
+    assert [(c.sequence.request, c.start) for c in plan.prefill] == [("copies", 20), ("overwrites", 3), ("fills", 0)]
+    assert row in (plan.prefill[1].row, plan.prefill[2].row)
     engine.run_to_end()
     assert len(engine.finished) == 3
-    assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished.values())
+    assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished)
 
 
 def test_a_finished_request_leaves_its_prefix() -> None:
@@ -352,7 +338,7 @@ def test_a_finished_request_leaves_its_prefix() -> None:
     turn = first.prompt_token_ids + first.output_token_ids + [1, 2]
     second = request("second", turn)
     chunk = admitted(engine, second)
-    assert (chunk.slot, chunk.start, chunk.copy_from) == (engine.plans[0].prefill[0].slot, 23, None)
+    assert (chunk.row, chunk.start, chunk.copy_from) == (engine.plans[0].prefill[0].row, 23, None)
     assert chunk.tokens == turn[23:]
     assert second.num_reused_tokens == 23
     engine.run_to_end()
@@ -365,9 +351,9 @@ def test_a_finished_request_leaves_its_prefix() -> None:
 def test_a_running_prefix_is_copied() -> None:
     engine = Engine(make_scheduler(3, 64, 64))
     first = request("first", list(range(20)), max_new_tokens=30)
-    source = admitted(engine, first).slot
+    source = admitted(engine, first).row
     chunk = admitted(engine, request("second", [*range(15), 40]))
-    assert chunk.copy_from == (source, 15)
+    assert chunk.copy_from == source
     assert (chunk.start, chunk.tokens) == (15, [40])
     assert engine.scheduler.stats().copied_tokens == 15
     engine.run_to_end()
@@ -375,12 +361,12 @@ def test_a_running_prefix_is_copied() -> None:
 
 def test_a_free_prefix_is_preferred_to_a_copy_of_equal_length() -> None:
     engine = Engine(make_scheduler(3, 64, 64))
-    slot = admitted(engine, request("free", list(range(10)))).slot
+    slot = admitted(engine, request("free", list(range(10)))).row
     engine.run_to_end()
     admitted(engine, request("running", list(range(10)), prompt_logprobs=0, max_new_tokens=30))
     chunk = admitted(engine, request("new", [*range(10), 40]))
     assert chunk.copy_from is None
-    assert (chunk.start, chunk.slot) == (10, slot)
+    assert (chunk.start, chunk.row) == (10, slot)
 
 
 def test_prompt_logprobs_need_every_position() -> None:
@@ -399,24 +385,25 @@ def test_the_longest_unused_slot_is_overwritten_first() -> None:
     engine = Engine(make_scheduler(3, 64, 64))
     slots = []
     for index in range(3):
-        slots.append(admitted(engine, request(f"a{index}", [index] * 10)).slot)
+        slots.append(admitted(engine, request(f"a{index}", [index] * 10)).row)
         engine.run_to_end()
     assert sorted(slots) == [0, 1, 2]
     admitted(engine, request("a0 again", [0] * 10))  # used again: now the last to go
     engine.run_to_end()
     for index, slot in enumerate([slots[1], slots[2], slots[0]]):
-        assert admitted(engine, request(f"b{index}", [30 + index] * 10)).slot == slot
+        assert admitted(engine, request(f"b{index}", [30 + index] * 10)).row == slot
         engine.run_to_end()
 
 
 def test_an_aborted_copy_is_not_taken_for_done() -> None:
     engine = Engine(make_scheduler(2, 64, 64))
-    admitted(engine, request("running", list(range(20)), max_new_tokens=40))
-    engine.scheduler.add(request("never", [*range(20), 1]))
+    running, never = request("running", list(range(20)), max_new_tokens=40), request("never", [*range(20), 1])
+    admitted(engine, running)
+    engine.scheduler.add(never)
     plan = engine.scheduler.schedule()
     assert plan.prefill[0].copy_from is not None
-    engine.scheduler.abort("never")  # before the step ran
-    engine.scheduler.abort("running")
+    engine.scheduler.finish(never, "abort")  # before the step ran
+    engine.scheduler.finish(running, "abort")
     chunk = admitted(engine, request("next", [*range(20), 2]))
     assert (chunk.start, chunk.copy_from) == (20, None)
     engine.run_to_end()
@@ -427,29 +414,29 @@ def test_stop_string_found_by_the_engine() -> None:
     new = request("a", [1, 2, 3], max_new_tokens=30)
     admitted(engine, new)
     engine.step()
-    assert engine.scheduler.finish("a", "stop") is new
+    assert engine.scheduler.finish(new, "stop")
     assert (new.finish_reason, len(new.output_token_ids)) == ("stop", 2)
     assert not engine.scheduler.has_unfinished
-    assert engine.scheduler.schedule().is_empty
-    assert engine.scheduler.finish("a", "stop") is None
+    assert not engine.scheduler.schedule().chunks
+    assert not engine.scheduler.finish(new, "stop")
 
 
 def test_abort_in_every_state() -> None:
     scheduler = make_scheduler(1, 64, 2)  # one row: the others wait
     engine = Engine(scheduler)
-    first, second, third = (request(id_, list(range(10))) for id_ in "abc")
+    first, second, third = (request(name, list(range(10))) for name in "abc")
     for new in (first, second, third):
         scheduler.add(new)
     engine.step()
-    assert (first.state, second.state, third.state) == ("prefill", "waiting", "waiting")
-    assert scheduler.abort("b") is second  # waiting
-    assert scheduler.abort("a") is first  # in its prompt
-    assert scheduler.abort("nobody") is None
+    assert (first.status, second.status, third.status) == ("prefill", "waiting", "waiting")
+    assert scheduler.finish(second, "abort")  # waiting
+    assert scheduler.finish(first, "abort")  # in its prompt
+    assert not scheduler.finish(request("nobody", [1]), "abort")
     engine.step()
-    while third.state != "decode":
+    while third.status != "decode":
         engine.step()
     assert third.num_reused_tokens == 2, "of the aborted prompt"
-    assert scheduler.abort("c") is third
+    assert scheduler.finish(third, "abort")
     assert scheduler.stats().finished == {"abort": 3}
 
 
@@ -480,17 +467,8 @@ def test_seeds() -> None:
 def test_bad_prompt(prompt: list[int], message: str) -> None:
     scheduler = make_scheduler(2, 10, 4)
     with pytest.raises(ValueError, match=message):
-        scheduler.add(Request("a", prompt))
+        scheduler.add(Sequence(prompt))
     assert not scheduler.has_unfinished
-
-
-def test_id_in_use() -> None:
-    engine = Engine(make_scheduler(2, 10, 4))
-    engine.scheduler.add(request("a", [1]))
-    with pytest.raises(ValueError, match="id = 'a': is that of a request that has not finished"):
-        engine.scheduler.add(request("a", [1]))
-    engine.run_to_end()
-    engine.scheduler.add(request("a", [1]))
 
 
 @pytest.mark.parametrize("name", ["max_batch", "max_seq_len", "prefill_chunk_tokens"])

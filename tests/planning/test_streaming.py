@@ -9,13 +9,13 @@ import pytest
 from jmoe.config.engine import EngineConfig
 from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
-from jmoe.planning.streaming import Seen, Speeds, StreamingPlan
+from jmoe.planning.streaming import Calibration, RoutingStats, StreamingPlan
 
 # 8 layers of 64 experts of 1 MB; half of them fit
 MODEL = ModelBytes(ExpertWeights(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0)
 FREE = FreeMemory(10**10, 10**10, shared=False)
 HALF = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6))
-SPEEDS = Speeds((1, 8, 512), (0.002, 0.003, 0.1), rest_s=0.01, sync_s=0.001, bandwidth_bytes_per_s=1e9)
+SPEEDS = Calibration((1, 8, 512), (0.002, 0.003, 0.1), rest_s=0.01, sync_s=0.001, bandwidth_bytes_per_s=1e9)
 
 
 def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
@@ -50,8 +50,8 @@ def test_what_decides_between_a_ring_and_single_experts(changes: dict[str, Any],
 
 @pytest.mark.parametrize(("hit_rate", "policy"), [(0.2, "ring"), (0.9, "experts")])
 def test_hits_decide_for_many_tokens(hit_rate: float, policy: str) -> None:
-    seen = Seen(256, 256, active_experts=64, hit_rate=hit_rate, early_fraction=0)
-    speeds = Speeds((1, 512), (0.002, 0.002), bandwidth_bytes_per_s=1e9)
+    seen = RoutingStats(256, 256, active_experts=64, hit_rate=hit_rate, early_fraction=0)
+    speeds = Calibration((1, 512), (0.002, 0.002), bandwidth_bytes_per_s=1e9)
     assert StreamingPlan(HALF, speeds, seen).policy(256) == policy
 
 
@@ -66,7 +66,7 @@ def test_what_bandwidth_does_to_the_choice() -> None:
 
 def test_what_steps_told_of_routing() -> None:
     """It counts for decode steps; prefill ones are predicted as before."""
-    seen = Seen(max_tokens=32, num_tokens=8, active_experts=10.0, hit_rate=0.9, early_fraction=0.5)
+    seen = RoutingStats(max_tokens=32, num_tokens=8, active_experts=10.0, hit_rate=0.9, early_fraction=0.5)
     uniform, plan = StreamingPlan(HALF, SPEEDS), StreamingPlan(HALF, SPEEDS, seen)
     assert plan.measured(8).active_experts == 10.0
     # 1 of 10 experts is fetched, 1 ms, half of it early: 1 ms to read back, 0.5 ms to wait, 3 ms to compute
@@ -89,7 +89,7 @@ def test_a_cache_in_host_memory_saves_reads() -> None:
 
 
 def test_resident_and_given_policies() -> None:
-    resident = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig()), Speeds((1, 512), (0.002, 0.1), rest_s=0.01))
+    resident = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig()), Calibration((1, 512), (0.002, 0.1), rest_s=0.01))
     assert resident.policy(1) == "resident"
     assert resident.bandwidth_bytes_per_s == math.inf
     assert resident.predicted_step_s(1) == pytest.approx(8 * 0.002 + 0.01)

@@ -1,0 +1,118 @@
+"""How a request is answered while its sequences are drawn: as one response, or as server-sent events."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jmoe.inference.sequence import Sequence
+from jmoe.serving.engine_loop import Generation
+from jmoe.serving.errors import ApiError
+from jmoe.serving.middleware import DISCONNECTED
+from jmoe.serving.schemas import Envelope, GenerationBody, Usage
+from jmoe.serving.service import Service
+
+PING_S = 15
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+@dataclass(frozen=True)
+class Answer(ABC, Generic[Body]):
+    """The choices of one request. envelope: what its response, or every chunk of it, repeats."""
+
+    service: Service
+    body: Body
+    prompts: list[list[int]]
+    generation: Generation
+    envelope: dict[str, Any]
+
+    @classmethod
+    async def respond(
+        cls, service: Service, request: Request, body: Body, prompts: list[list[int]], sequences: list[Sequence]
+    ) -> Any:
+        """Let the engine draw the sequences and answer with them."""
+        request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
+        envelope = Envelope(id=f"{cls.id_prefix()}-{request.state.request_id}", model=service.name)
+        generation = service.loop.submit(sequences, request.state.client)
+        answer = cls(service, body, prompts, generation, dict(envelope))
+        return _EventStream(answer) if body.stream else await answer._complete(request)
+
+    @staticmethod
+    @abstractmethod
+    def id_prefix() -> str: ...
+
+    @abstractmethod
+    async def whole(self) -> BaseModel:
+        """Return the response, when everything is drawn."""
+
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[BaseModel]:
+        """Yield the response's pieces as they are drawn."""
+
+    def usage(self) -> Usage:
+        """Return the tokens that have been read so far."""
+        prompt_tokens, completion_tokens = sum(map(len, self.prompts)), self.generation.num_read_tokens
+        total = prompt_tokens + completion_tokens
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
+
+    def usage_so_far(self) -> Usage | None:
+        """Return the usage for a chunk, where every chunk is to have it."""
+        return self.usage() if self.body.usage_so_far else None
+
+    async def _complete(self, request: Request) -> BaseModel | Response:
+        """Return the whole response, which is given up if the client disconnects before."""
+        whole = asyncio.ensure_future(self.whole())
+        gone = asyncio.ensure_future(_disconnected(request))
+        with self.generation:
+            try:
+                await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
+                return whole.result() if whole.done() else Response(status_code=DISCONNECTED)
+            finally:
+                whole.cancel()
+                gone.cancel()
+                request.state.note(f"{self.generation.num_tokens} drawn")
+
+
+class _EventStream(EventSourceResponse):
+    """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end."""
+
+    def __init__(self, answer: Answer[Any]) -> None:
+        super().__init__(_events(answer), ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n")
+        self._generation = answer.generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                scope["state"]["note"](f"{self._generation.num_tokens} drawn")
+
+
+async def _events(answer: Answer[Any]) -> AsyncIterator[bytes]:
+    without = None if answer.body.includes_usage else {"usage"}
+    try:
+        async for chunk in answer.chunks():
+            yield _event(chunk.model_dump_json(exclude=without))
+    except ApiError as error:
+        yield _event(error.body.model_dump_json())
+        return
+    yield _event("[DONE]")
+
+
+def _event(data: str) -> bytes:
+    """Return a server-sent event; `data` is one line. sse-starlette looks for lines in what is not bytes."""
+    return f"data: {data}\n\n".encode()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
