@@ -57,7 +57,7 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         taken.listen()
         port = taken.getsockname()[1]
         for arguments, message in (
-            ([tmp_path / "nothing"], "is no folder; `make train` leaves a model in runs/tiny"),
+            ([tmp_path / "nothing"], "must be a folder; `make train` leaves a model in runs/tiny"),
             ([tmp_path], "config.json: is missing"),
             ([tmp_path / "run"], "the run has no checkpoint yet"),
             ([CHECKPOINTS / "olmoe"], "must hold a tokenizer.json"),

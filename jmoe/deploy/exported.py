@@ -21,23 +21,23 @@ LOCK_LIMIT_S = 3600.0  # another process may just write a large model
 
 @contextmanager
 def hugging_face_folder(
-    given: str | os.PathLike[str], say: Callable[[str], None], name: str = "model"
+    path: str | os.PathLike[str], say: Callable[[str], None], name: str = "model"
 ) -> Iterator[Path]:
-    """Give the folder itself, or the newest checkpoint of a run, exported once, which stays until the block ends.
+    """Yield the folder itself, or the newest checkpoint of a run, exported once, which stays until the block ends.
 
-    say: takes lines about the export. name: of the option that the folder was given by, for messages. Raises
+    say: takes lines about the export. name: of the option that the folder is named by, for messages. Raises
     `ValueError` if the folder is neither.
     """
-    folder = Path(given).expanduser()
+    folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"{name} = {str(given)!r}: is no folder; `make train` leaves a model in runs/tiny")
+        raise ValueError(f"{name} = {str(path)!r}: must be a folder; `make train` leaves a model in runs/tiny")
     if not (folder / "checkpoints").is_dir():
         yield folder
         return
     with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
         step = checkpoints.latest_step()
     if step is None:
-        raise ValueError(f"{name} = {str(given)!r}: the run has no checkpoint yet")
+        raise ValueError(f"{name} = {str(path)!r}: the run has no checkpoint yet")
     exports = folder / EXPORTED
     exported = exports / f"step-{step}"
     use = _in_use(exported)  # also where nothing may be written

@@ -106,7 +106,7 @@ def _median_s(run: Callable[[], object]) -> float:
 
 
 def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Calibration]:
-    """(slots filled, bandwidths) of copying experts as a step copies them.
+    """Return (slots filled, bandwidths) of copying experts as a step copies them.
 
     The first copies read NVMe, and find memory that the system has not yet given; the bandwidth is that of later ones.
     """
@@ -130,6 +130,6 @@ def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[i
 
 
 def _between(then: LinkStats, now: LinkStats) -> float:
-    """Bytes per second; infinite if nothing moved."""
+    """Return bytes per second; infinite if nothing moved."""
     moved_bytes = now.num_bytes - then.num_bytes
     return moved_bytes / (now.seconds - then.seconds) if moved_bytes else math.inf

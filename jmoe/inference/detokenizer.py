@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,26 +15,8 @@ CONTEXT_TOKENS = 5
 MAX_PENDING_TOKENS = 16
 
 
-class Detokenizer:
-    """Makes text streams with one tokenizer. skip_special_tokens: special tokens give no text."""
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of whole sequences."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
-        return text
-
-    def stream(
-        self, prompt_token_ids: Sequence[int] = (), *, stop: Sequence[str] = (), min_new_tokens: int = 0
-    ) -> TextStream:
-        """A stream for the output that follows `prompt_token_ids`."""
-        return TextStream(self, prompt_token_ids, stop, min_new_tokens)
-
-
 class TextStream:
-    """One request's text, piece by piece: what `push` and at last `flush` return, joined, is the whole of it.
+    """The text after a prompt, piece by piece: what `push` and at last `flush` return, joined, is all of it.
 
     Text that may still change is held back: a character of which bytes are missing, and an end that could be the
     beginning of a stop string. At a stop string the text ends, right before it; `matched_stop` is that string, and
@@ -46,10 +28,15 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str], min_new_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        min_new_tokens: int = 0,
     ) -> None:
         self.matched_stop: str | None = None
-        self._decode = detokenizer.decode
+        self._decode: Callable[[list[int]], str] = tokenizer.decode  # special tokens give no text
         self._state, self._min_new_tokens = _automaton(tuple(stop)), min_new_tokens
         self._num_tokens = 0
         self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text is out already
@@ -58,7 +45,7 @@ class TextStream:
         self._held = ""  # text that could be the beginning of a stop string
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The new text after these tokens, possibly empty."""
+        """Return the new text after these tokens, possibly empty."""
         text = ""
         for token in token_ids:
             if self.matched_stop is not None:
@@ -69,7 +56,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The rest of the text: the request has ended. An incomplete character becomes U+FFFD."""
+        """Return the rest of the text: the request has ended. An incomplete character becomes U+FFFD."""
         if self.matched_stop is not None:
             return ""
         text = self._search(self._release(len(self._pending)))
@@ -77,7 +64,7 @@ class TextStream:
         return text + held
 
     def _decode_pending(self) -> str:
-        """Text of the pending tokens that later ones cannot change."""
+        """Return text of the pending tokens that later ones cannot change."""
         text = self._decode(self._context + self._pending)
         if not text.endswith(REPLACEMENT) and text != self._context_text:
             return self._release(len(self._pending))
@@ -87,7 +74,7 @@ class TextStream:
         return ""
 
     def _release(self, count: int) -> str:
-        """Text of the first `count` pending tokens, which become the context of the others."""
+        """Return text of the first `count` pending tokens, which become the context of the others."""
         released, self._pending = self._pending[:count], self._pending[count:]
         text = self._decode(self._context + released)
         if text.startswith(self._context_text):
@@ -98,7 +85,7 @@ class TextStream:
         return text
 
     def _search(self, text: str) -> str:
-        """`text` behind what was held back: what can go out, up to a stop string or the possible beginning of one."""
+        """Return what can go out of held text and `text`, up to a stop string or the possible beginning of one."""
         if self._num_tokens <= self._min_new_tokens:
             return text
         text, begin = self._held + text, len(self._held)
@@ -126,11 +113,11 @@ class _State:
 
     def after(self, char: str) -> _State:
         state = self
-        while (found := state.longer.get(char)) is None:
+        while (longer := state.longer.get(char)) is None:
             if state.shorter is None:
                 return state
             state = state.shorter
-        return found
+        return longer
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,15 +20,13 @@ from tokenizers import Tokenizer
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.calibration import calibrate
-from jmoe.inference.compile_cache import keep_compiled_programs
-from jmoe.inference.constraint import Constraint, Unconstrained
-from jmoe.inference.detokenizer import Detokenizer
+from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampler import NOT_FINITE, Draw, Sampler
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
 from jmoe.inference.scheduler import ChunkGroup, Scheduler, SchedulerStats
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
@@ -61,7 +60,7 @@ class Engine:
         """
         options = config or EngineConfig()
         with LazyCheckpoint(folder, options.dtype) as checkpoint:
-            keep_compiled_programs()
+            _keep_compiled_programs()
             options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
             memory = memory_plan(checkpoint, options)
             self._scheduler = Scheduler(options, checkpoint.eos_token_ids)
@@ -83,7 +82,6 @@ class Engine:
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
         tokenizer = checkpoint.folder / "tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
-        self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         self._warm_up()
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory))
         if options.policy == "auto" and memory.policy != "ring":
@@ -114,20 +112,23 @@ class Engine:
         """Queue a sequence; `ValueError` if `check_request` refuses it."""
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
-        if self._detokenizer is not None:
-            sequence.text = self._detokenizer.stream(
-                sequence.prompt_token_ids, stop=sampling.stop, min_new_tokens=sampling.min_new_tokens
+        if self.tokenizer is not None:
+            sequence.text = TextStream(
+                self.tokenizer,
+                sequence.prompt_token_ids,
+                stop=sampling.stop,
+                min_new_tokens=sampling.min_new_tokens,
             )
         self._scheduler.add(sequence)
 
     def check_request(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """`ValueError` if `add` would refuse it. May be called from any thread."""
+        """Raise `ValueError` if `add` would refuse it. May be called from any thread."""
         sampling.check_vocabulary(self.config.vocab_size)
         for token in prompt_token_ids:
             inside = 0 <= token < self.config.vocab_size
             check(inside, "a token of prompt", token, f"must be at least 0 and below {self.config.vocab_size}")
         self._scheduler.check_prompt(prompt_token_ids)
-        check(not sampling.stop or self._detokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
+        check(not sampling.stop or self.tokenizer is not None, "stop", sampling.stop, "needs a tokenizer.json")
 
     def abort(self, sequence: Sequence) -> None:
         """End a request; nothing happens if it has ended."""
@@ -216,7 +217,7 @@ class Engine:
         self._collector.reset()
 
     def expert_use(self) -> np.ndarray:
-        """int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
+        """Return int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
         return self._runner.expert_use()
 
     def close(self) -> None:
@@ -309,3 +310,16 @@ class Engine:
             log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.calibration)
             for num_tokens in (1, self.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
+
+
+def _keep_compiled_programs() -> None:
+    """Let JAX keep every program in $XDG_CACHE_HOME/jmoe/compiled, unless it has been given a folder already.
+
+    `JAX_COMPILATION_CACHE_DIR` chooses another one, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jmoe" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

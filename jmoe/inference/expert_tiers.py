@@ -56,7 +56,7 @@ def open_experts(
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
 ) -> tuple[Residency, TieredStore | None]:
-    """The experts in their places, and the store that they come from (None: all are on the device)."""
+    """Return the experts in their places, and the store that they come from (None: all are on the device)."""
     slots = _make_slots(plan.expert_slots, checkpoint.expert_fields)
     config = checkpoint.config
     if plan.policy == "resident":

@@ -38,7 +38,7 @@ class KVCache:
 def empty_cache(
     max_batch: int, max_seq_len: int, num_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype
 ) -> KVCache:
-    """Room for `max_batch` rows of `max_seq_len` positions, which is rounded up to whole blocks."""
+    """Return room for `max_batch` rows of `max_seq_len` positions, which is rounded up to whole blocks."""
     length = -(-max_seq_len // BLOCK) * BLOCK
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
     make = lambda dim: jnp.zeros((max_batch, num_heads, length, dim), stored)  # noqa: E731
@@ -46,14 +46,14 @@ def empty_cache(
 
 
 def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype) -> list[KVCache]:
-    """One for each layer of a model."""
+    """Return a cache for each layer of a model."""
     value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
     sizes = (max_batch, max_seq_len, config.num_key_value_heads, config.dim_per_head, value_dim)
     return [empty_cache(*sizes, dtype) for _ in range(config.num_hidden_layers)]
 
 
 def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
-    """The cache with this step's keys and values; positions of S or more are left out.
+    """Return the cache with this step's keys and values; positions of S or more are left out.
 
     The positions of a row follow each other, so that it is written as one piece: a scatter is slow on XLA:CPU. A piece
     that would reach past the end begins earlier, with what is there, and its padding is cut.
@@ -79,7 +79,7 @@ def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: ja
 
 @partial(jax.jit, donate_argnums=0)
 def copy_row(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
-    """The cache with one row copied over another."""
+    """Return the cache with one row copied over another."""
     return jax.tree.map(lambda x: x.at[target].set(x[source]), cache)
 
 
@@ -93,7 +93,7 @@ def attend(
     window: jax.Array | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention [P, C, H, e] of this step's tokens to the positions up to their own in their rows of the cache.
+    """Return attention [P, C, H, e] of this step's tokens to the positions up to their own in their rows of the cache.
 
     Runs over the blocks in use only, with a running maximum (FlashAttention, arXiv 2205.14135). window: a token sees
     this many positions, its own included. sinks_H: a score of every head that takes part in the softmax and carries

@@ -34,7 +34,7 @@ class Estimator(ABC):
 
     @abstractmethod
     def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        """The experts that layer len(path) will be asked for, in any order; of N layers the next is the first again.
+        """Return the experts that layer len(path) will be asked for, in any order; after the last layer the first.
 
         path[l]: int32 [T, K], what the tokens of this step, of all groups, chose in layer l; E for none (padding).
         Called while the device computes the layer's experts.
@@ -65,7 +65,7 @@ class RouterEstimator(Estimator):
 
 @partial(jax.jit, static_argnums=0)
 def _route(structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array) -> jax.Array:
-    """int32 [T, K]: what a router makes of another layer's input."""
+    """Return int32 [T, K]: what a router makes of another layer's input."""
     choice: jax.Array = structure.merge(arrays)(h_TD).topk_idx_TK
     return choice
 
@@ -93,7 +93,7 @@ class CountEstimator(Estimator):
 def make_estimator(
     name: EstimatorName | None, residency: Residency, layers: Sequence[Block], num_experts: int
 ) -> Estimator | None:
-    """The estimator of a name; None without one, or where nobody would listen to it."""
+    """Return the estimator of a name; None without one, or where nobody would listen to it."""
     routers = [moe.router for layer in layers if (moe := layer.moe) is not None and isinstance(moe.router, Router)]
     if name is None or not residency.takes_guesses:
         return None

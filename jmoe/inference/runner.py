@@ -21,7 +21,7 @@ from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
-from jmoe.layers.slot_experts import Routed
+from jmoe.layers.slot_experts import RoutedTokens
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
@@ -32,7 +32,7 @@ Arrays = tuple[jax.Array, ...]  # of a module
 
 
 class TokenBatch(NamedTuple):
-    """What one program runs on: `rows` of the cache, each with C tokens; a position of S marks padding."""
+    """The tokens of one program: rows of the cache, each with C tokens; a position of S marks padding."""
 
     tokens_PC: jax.Array
     rows_P: jax.Array
@@ -72,7 +72,7 @@ def _attend(
     rows_P: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
-) -> tuple[jax.Array, KVCache, jax.Array | Routed]:
+) -> tuple[jax.Array, KVCache, jax.Array | RoutedTokens]:
     """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
     block: Block = structure.merge(arrays)
     x_PCD = add_residual(*hidden)
@@ -84,7 +84,7 @@ def _attend(
     h_TD, routing = block.route(x_PCD, dtype)
     real_T = positions_PC.reshape(-1) < cache.length
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)  # E: padding chooses no expert
-    return x_PCD, attention.cache, Routed(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
+    return x_PCD, attention.cache, RoutedTokens(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
 
 
 _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
@@ -98,7 +98,7 @@ def _embed(structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions
 
 @partial(jax.jit, static_argnums=0)
 def _logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
-    """float32 [P, V]: the logits after token `at_P` of each row."""
+    """Return float32 [P, V]: the logits after token `at_P` of each row."""
     return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
 
 
@@ -120,7 +120,7 @@ class ModelRunner:
         dtype: Any,
         estimator: Estimator | None = None,
     ) -> None:
-        """ends, layers: of `split_decoder`."""
+        """Split the modules for programs. ends, layers: from `LazyCheckpoint.load_rest`."""
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
@@ -144,26 +144,26 @@ class ModelRunner:
         return TokenBatch(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
     def zeros(self, num_rows: int, width: int) -> jax.Array:
-        """Hidden states as `forward` gives them, to compile what follows."""
+        """Return hidden states as `forward` gives them, to compile what follows."""
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return jax.device_put(x_PCD, jax.devices()[0])
 
     def forward(self, groups: Sequence[TokenBatch]) -> list[jax.Array]:
-        """Hidden states [P, C, D] of every group; a layer is acquired once for all of them."""
+        """Return hidden states [P, C, D] of every batch; a layer is acquired once for all of them."""
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = []
         for i, layer in enumerate(self._layers):
-            added: list[jax.Array | Routed] = []
+            added: list[jax.Array | RoutedTokens] = []
             for n, g in enumerate(groups):
                 x_PCD, self.caches[i], y = _attend(
                     *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
-            routed = [y for y in added if isinstance(y, Routed)]
-            ys = [y for y in added if not isinstance(y, Routed)]
+            routed = [y for y in added if isinstance(y, RoutedTokens)]
+            ys = [y for y in added if not isinstance(y, RoutedTokens)]
             if routed:
                 self._release(held)
                 ys = self._run_experts(self._moe_index[i], routed, path)
@@ -174,8 +174,8 @@ class ModelRunner:
         self.recent_choices.append(choices)
         return [_add_alone(x) for x in xs]
 
-    def _run_experts(self, moe_layer: int, routed: list[Routed], path: list[np.ndarray]) -> list[jax.Array]:
-        """What a layer's experts add to every group, when they are in place. path: choices of the layers before."""
+    def _run_experts(self, moe_layer: int, routed: list[RoutedTokens], path: list[np.ndarray]) -> list[jax.Array]:
+        """Return what a layer's experts add to every batch. path: choices of the layers before."""
         residency, chosen = self.residency, None
         if residency.needs_choices:
             if self.estimator is not None:
@@ -199,7 +199,7 @@ class ModelRunner:
         return out
 
     def expert_use(self) -> np.ndarray:
-        """int64 [N, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps.
+        """Return int64 [N, E]: tokens that each expert of each layer got in the last `RECENT_STEPS` steps.
 
         Read from the device now and not in the steps, which only keep what their routers computed.
         """
@@ -221,9 +221,9 @@ class ModelRunner:
         self.caches = [copy_row(cache, np.int32(source), np.int32(target)) for cache in self.caches]
 
     def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
-        """float32 [C, V]: the logits after every token of one row."""
+        """Return float32 [C, V]: the logits after every token of one row."""
         return _all_logits(*self._ends, x_PCD, np.int32(row))
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
-        """float32 [P, V]: the logits after token `at_P` of each row."""
+        """Return float32 [P, V]: the logits after token `at_P` of each row."""
         return _logits(*self._ends, x_PCD, at_P)

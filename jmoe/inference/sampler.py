@@ -24,8 +24,7 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import check
-from jmoe.inference.constraint import Constraint
-from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, SamplingParams
+from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk
 from jmoe.inference.sequence import Sequence, TokenLogprob
 
@@ -88,7 +87,7 @@ def batch_params(
     eos_token_ids: tuple[int, ...] = (),
     wide: bool = False,
 ) -> BatchParams:
-    """The parameters of `size` rows: one for each of `params`, then padding, which is greedy. Keep it while they stay.
+    """Return parameters of `size` rows: one for each of `params`, then padding, which is greedy.
 
     seeds: `Sequence.noise_seed`. The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide`
     the largest. `ValueError` if a token id is not in the vocabulary.
@@ -136,20 +135,20 @@ def batch_params(
 
 
 def new_state(max_batch: int, vocab_size: int) -> SamplerState:
-    """The state of `max_batch` rows, 5 bytes for each of max_batch * vocab_size."""
+    """Return the state of `max_batch` rows, 5 bytes for each of max_batch * vocab_size."""
     shape = (max_batch, vocab_size)
     return SamplerState(in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32))
 
 
 def prompt_mask(prompt_token_ids: list[int], vocab_size: int) -> np.ndarray:
-    """bool [V]: which tokens occur in the prompt, for `start_sequence`."""
+    """Return bool [V]: which tokens occur in the prompt, for `start_sequence`."""
     mask_V = np.zeros(vocab_size, np.bool_)
     mask_V[np.asarray(prompt_token_ids)] = True
     return mask_V
 
 
 def start_sequence(state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray) -> SamplerState:
-    """The state after a new sequence took a row. Needed before its first token if it has penalties, else not."""
+    """Return the state after a new sequence took a row. Needed before its first token if it has penalties, else not."""
     return SamplerState(
         in_prompt_MV=state.in_prompt_MV.at[row].set(in_prompt_V),
         output_counts_MV=state.output_counts_MV.at[row].set(0),
@@ -157,7 +156,7 @@ def start_sequence(state: SamplerState, row: int | jax.Array, in_prompt_V: jax.A
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    """int32 [B]: the largest logit of each row, of equal ones the lowest id; `NOT_FINITE` where a row is not."""
+    """Return int32 [B]: the largest logit of each row, of equal ones the lowest id; `NOT_FINITE` where a row is not."""
     return _if_finite(logits_BV, _largest(logits_BV))
 
 
@@ -183,7 +182,7 @@ def sample(
     *,
     with_logprobs: bool,
 ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
-    """(tokens int32 [B], `Logprobs` with K = 20 or None, the state with the tokens counted).
+    """Return (tokens int32 [B], `Logprobs` with K = 20 or None, the state with the tokens counted).
 
     Rows whose logits are not finite have no token but `NOT_FINITE`.
 
@@ -218,7 +217,7 @@ def sample(
 
 
 def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs: int) -> Logprobs:
-    """`Logprobs` of T positions of a prompt: of the tokens that follow them, and of the `num_logprobs` most likely.
+    """Return `Logprobs` of T positions of a prompt: of the tokens after them and of the `num_logprobs` likeliest.
 
     num_logprobs: static; 20 for every request spares programs.
     """
@@ -231,7 +230,7 @@ def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs
 
 
 def _by_rows(function: Callable[..., Any], *batch: Any) -> Any:
-    """`function(*batch)`, all with a leading B; on a CPU one row after the other.
+    """Return `function(*batch)`, all with a leading B; on a CPU one row after the other.
 
     There a row and all that is made of it stay in the cache, and no row pays for what another one needs.
     """
@@ -256,7 +255,7 @@ def _logprobs(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> L
 
 
 def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """(values [B, k], int32 ids [B, k]) of the k largest, in falling order, equal ones by rising id.
+    """Return (values [B, k], int32 ids [B, k]) of the k largest, in falling order, equal ones by rising id.
 
     The same as `lax.top_k` for less: the k largest lie in the k chunks of W tokens with the largest maxima (of equal
     maxima the first), so only these are ranked.
@@ -276,7 +275,7 @@ def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _row_sums(x_BV: jax.Array) -> jax.Array:
-    """[B, 1] sums in an order that is a function of V alone; that of `jnp.sum` depends on B."""
+    """Return [B, 1] sums in an order that is a function of V alone; that of `jnp.sum` depends on B."""
     while x_BV.shape[1] > 1:
         parts = min(16, x_BV.shape[1])
         x_BV = jnp.pad(x_BV, ((0, 0), (0, -x_BV.shape[1] % parts)))
@@ -287,7 +286,7 @@ def _row_sums(x_BV: jax.Array) -> jax.Array:
 def _adjust(
     logits_BV: jax.Array, params: BatchParams, state: SamplerState, rows_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Logits after bias, penalties and the ban on early ends."""
+    """Return logits after bias, penalties and the ban on early ends."""
     vocab_size = logits_BV.shape[1]
     repetition_B1, presence_B1, frequency_B1 = (
         penalty_B[:, None]
@@ -321,13 +320,13 @@ def _adjust(
 
 
 def _bits(words_BW: jax.Array, size: int) -> jax.Array:
-    """bool [B, size]: bit i of word w is element 32 w + i."""
+    """Return bool [B, size]: bit i of word w is element 32 w + i."""
     bits_BWI = (words_BW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits_BWI.reshape(words_BW.shape[0], -1)[:, :size] != 0
 
 
 def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
-    """int32 [B]: a token for each row from its adjusted logits."""
+    """Return int32 [B]: a token for each row from its adjusted logits."""
     vocab_size = x_BV.shape[1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
     random_B = params.temperature_B > 0
@@ -359,7 +358,7 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
 
 
 def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
-    """bool [B, C]: which of the C most likely tokens, in falling order, the filters keep.
+    """Return bool [B, C]: which of the C most likely tokens, in falling order, the filters keep.
 
     z: logits / temperature minus their maximum, so exp(z) is relative to the most likely token. total: the sum of
     exp(z) over the whole vocabulary, used where top_k exceeds C.
@@ -375,7 +374,7 @@ def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) 
 
 
 def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
-    """bool [B, V]: which tokens top-k and top-p keep, without sorting them.
+    """Return bool [B, V]: which tokens top-k and top-p keep, without sorting them.
 
     For each filter the last value that is kept is found by bisection, in 31 passes over the row, which take less time
     than a sort. Of the tokens equal to it the first by id are kept, as many as are needed.
@@ -387,7 +386,7 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
 
     def first(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
-        """bool [B, V]: the fewest tokens, by rising distance, then id, whose integer amounts sum to `needed`."""
+        """Return bool [B, V]: the fewest tokens, by rising distance, then id, whose integer amounts sum to `needed`."""
 
         def enough(mask_BV: jax.Array) -> jax.Array:
             amounts_BV = jnp.where(mask_BV, amount_BV, jnp.uint32(0))
@@ -418,7 +417,7 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
 
 
 def _bisect(enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array) -> jax.Array:
-    """The smallest integer of (low, high] of which `enough` holds, as it does of high and of all that follow."""
+    """Return the smallest integer of (low, high] of which `enough` holds, as it does of high and of all that follow."""
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B1, high_B1 = bounds
@@ -432,7 +431,7 @@ def _bisect(enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1
 def _draw(
     z_BC: jax.Array, ids_BC: jax.Array, kept_BC: jax.Array, seed_B2: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """int32 [B]: a token id from the softmax of z over the kept tokens: the largest z + Gumbel noise.
+    """Return int32 [B]: a token id from the softmax of z over the kept tokens: the largest z + Gumbel noise.
 
     The noise is -log(-log(1 - u)) with u from a hash of seed, position and token id, so neither the order of the
     candidates nor how many there are matters.
@@ -446,7 +445,7 @@ def _draw(
 
 
 def _threefry(key_0: jax.Array, key_1: jax.Array, counter_0: jax.Array, counter_1: jax.Array) -> jax.Array:
-    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), elementwise, uint32.
+    """Return the first word of Threefry-2x32 with 20 rounds (Salmon et al., SC '11), elementwise, uint32.
 
     `jax.random` has the same function for consecutive counters; for chosen ones there is only `fold_in`, which does
     not fuse on a CPU.

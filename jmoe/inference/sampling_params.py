@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. No JAX, so that a server's front can check a request by itself."""
+"""Parameters of a request's draws, and restrictions of its output. No JAX: requests are checked before all else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from jmoe.config import check
 
@@ -66,11 +68,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        self._check_integers()
         check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "must be True or False")
 
-        given: Any = self.stop
-        stop = (given,) if isinstance(given, str) else given
+        stop: Any = self.stop
+        stop = (stop,) if isinstance(stop, str) else stop
         ok = isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
         check(ok, "stop", self.stop, "must be a string or a list of strings, none of them empty")
         check(len(stop) <= MAX_STOP, "len(stop)", len(stop), f"must be at most {MAX_STOP}")
@@ -100,31 +101,24 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0),
         ):
             value = getattr(self, name)
-            ok = _is_number(value) and low <= value <= high
-            check(ok, name, value, f"must be in [{low:g}, {high:g}]" if high < math.inf else "must be 0 or greater")
+            constraint = f"must be in [{low:g}, {high:g}]" if high < math.inf else "must be 0 or greater"
+            check(_is_number(value) and low <= value <= high, name, value, constraint)
         for name, high in (("top_p", 1.0), ("repetition_penalty", math.inf)):
             value = getattr(self, name)
-            ok = _is_number(value) and 0 < value <= high
-            check(ok, name, value, f"must be in (0, {high:g}]" if high < math.inf else "must be greater than 0")
-
-    def _check_integers(self) -> None:
-        for name, low, high in (
-            ("max_new_tokens", 1, None),
-            ("top_k", -1, None),
-            ("min_new_tokens", 0, self.max_new_tokens),
-        ):
+            constraint = f"must be in (0, {high:g}]" if high < math.inf else "must be greater than 0"
+            check(_is_number(value) and 0 < value <= high, name, value, constraint)
+        for name, least in (("max_new_tokens", 1), ("top_k", -1)):
             value = getattr(self, name)
-            upper = "" if high is None else f" and at most max_new_tokens = {high}"
-            ok = _is_integer(value) and low <= value and (high is None or value <= high)
-            check(ok, name, value, f"must be an integer, at least {low}{upper}")
-        for name, low, high in (
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-            ("seed", -(2**63), 2**63 - 1),
-        ):
+            check(_is_integer(value) and value >= least, name, value, f"must be an integer, at least {least}")
+        most = self.max_new_tokens
+        fits = _is_integer(self.min_new_tokens) and 0 <= self.min_new_tokens <= most
+        constraint = f"must be an integer, at least 0 and at most max_new_tokens = {most}"
+        check(fits, "min_new_tokens", self.min_new_tokens, constraint)
+        counts = (0, MAX_LOGPROBS)
+        for name, bounds in (("logprobs", counts), ("prompt_logprobs", counts), ("seed", (-(2**63), 2**63 - 1))):
             value = getattr(self, name)
-            ok = value is None or (_is_integer(value) and low <= value <= high)
-            check(ok, name, value, f"must be None or an integer in [{low}, {high}]")
+            fits = value is None or (_is_integer(value) and bounds[0] <= value <= bounds[1])
+            check(fits, name, value, f"must be None or an integer in {list(bounds)}")
 
     @property
     def greedy(self) -> bool:
@@ -145,10 +139,33 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """`ValueError` if a token id of `logit_bias` or `stop_token_ids` is not below `vocab_size`."""
+        """Raise `ValueError` if a token id of `logit_bias` or `stop_token_ids` is not below `vocab_size`."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 check(token < vocab_size, f"a token of {name}", token, f"must be below vocab_size = {vocab_size}")
+
+
+class Constraint(Protocol):
+    """Restricts one output. W = ceil(V / 32) words for a vocabulary of V tokens."""
+
+    def fill(self, words_W: np.ndarray) -> None:
+        """Set the bits of the tokens that may come next and clear the others. int32, the lowest bit first.
+
+        At least one is set: the end-of-text token where nothing else can follow.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """Take in the token that has come next."""
+
+
+class Unconstrained:
+    """Lets any token come next."""
+
+    def fill(self, words_W: np.ndarray) -> None:
+        words_W[:] = -1
+
+    def accept(self, token_id: int) -> None:
+        pass
 
 
 def _is_number(value: Any) -> bool:

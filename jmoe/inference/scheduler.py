@@ -83,7 +83,7 @@ class StepPlan:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Those that get a token, in the order that `update` wants them."""
+        """The sequences that get a token, in the order that `update` wants them."""
         return [chunk.sequence for chunk in self.chunks if chunk.is_last]
 
 
@@ -148,7 +148,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def check_prompt(self, prompt_token_ids: Collection[int]) -> None:
-        """`ValueError` if it is empty or too long."""
+        """Raise `ValueError` if it is empty or too long."""
         length = len(prompt_token_ids)
         check(length > 0, "prompt", prompt_token_ids, "must hold at least one token")
         constraint = f"must be below max_seq_len = {self.max_seq_len}, to leave room for a token of output"

@@ -9,9 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.inference.constraint import Constraint
 from jmoe.inference.detokenizer import TextStream
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sampling_params import Constraint, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

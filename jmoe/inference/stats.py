@@ -1,4 +1,4 @@
-"""What an engine did and what it moved, counted where it happens and put together when somebody asks."""
+"""Counters of an engine: steps, tokens and bytes moved, put together when somebody asks."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, Self
@@ -124,7 +124,7 @@ class StatsCollector:
             self._streamed_bytes = now
 
     def routing_stats(self, max_tokens: int) -> RoutingStats | None:
-        """What decode steps told of routing since this was last asked; None if they were too few."""
+        """Return what decode steps told of routing since this was last asked; None if they were too few."""
         if self._decode_steps < ROUTING_STEPS:
             return None
         now, then = self._residency.stats(), self._routing_since
@@ -146,6 +146,7 @@ class StatsCollector:
         phases = self._phases.values()
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
         chosen = total.hits + total.misses
+        counters = {name: value for name, value in vars(total).items() if name not in ("hits", "misses")}
         return EngineStats(
             policy=self.plan.memory.policy,
             device_expert_bytes=self._residency.slots.num_bytes,
@@ -153,20 +154,12 @@ class StatsCollector:
             steps=sum(p.steps for p in phases),
             step_s=step_s,
             tokens=tokens,
-            streamed_bytes=total.streamed_bytes,
-            streamed_s=total.streamed_s,
-            nvme_bytes=total.nvme_bytes,
-            nvme_s=total.nvme_s,
             bytes_per_token=total.streamed_bytes / tokens if tokens else 0.0,
-            waited_s=total.waited_s,
             hit_rate=total.hits / chosen if chosen else 0.0,
-            guessed=total.guessed,
-            guessed_right=total.guessed_right,
-            readback_s=total.readback_s,
-            estimate_s=total.estimate_s,
             roofline_fraction=total.streamed_s / step_s if step_s else 0.0,
             prefill=self._phase("prefill"),
             decode=self._phase("decode"),
+            **counters,
         )
 
     def _phase(self, phase: Phase) -> PhaseStats:

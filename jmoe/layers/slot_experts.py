@@ -28,7 +28,7 @@ FEW_TOKENS = 32  # up to here every expert in use runs on all tokens: its weight
 TILE_FACTOR = 1.25  # rows of a tile / a fair share of the assignments
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Tokens on their way to their experts.
 
     idx_TK: E for a choice that is none (padding). y_TD: float32, what the experts' outputs are added to.
@@ -59,8 +59,8 @@ def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
     return _Sorted(token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E)
 
 
-def _combine(out: jax.Array, routed: Routed, by_expert: _Sorted) -> jax.Array:
-    """y + the weighted sum of each token's rows."""
+def _combine(out: jax.Array, routed: RoutedTokens, by_expert: _Sorted) -> jax.Array:
+    """Return y + the weighted sum of each token's rows."""
     num_experts = by_expert.sizes_E.shape[0]
     weights_TK = jnp.where(routed.idx_TK < num_experts, routed.weights_TK, 0.0)
     src_N = by_expert.token_N[: routed.idx_TK.size]
@@ -70,7 +70,7 @@ def _combine(out: jax.Array, routed: Routed, by_expert: _Sorted) -> jax.Array:
 def _tile(
     out: jax.Array, h_TD: jax.Array, by_expert: _Sorted, row: jax.Array, expert: MLPWeights, activation: str
 ) -> jax.Array:
-    """`out` with one expert's rows from `row` on; rows past its end are overwritten by the next tile."""
+    """Return `out` with one expert's rows from `row` on; rows past its end are overwritten by the next tile."""
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
     x_BD = h_TD[lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)]
     return lax.dynamic_update_slice_in_dim(out, expert_mlp(x_BD, expert, activation).astype(jnp.float32), row, axis=0)
@@ -80,9 +80,9 @@ def _tile(
 
 
 def table_mlp(
-    routed: Routed, slots: Mapping[str, jax.Array], table_E: jax.Array, *, activation: str, tile_rows: int
+    routed: RoutedTokens, slots: Mapping[str, jax.Array], table_E: jax.Array, *, activation: str, tile_rows: int
 ) -> jax.Array:
-    """float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
+    """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
 
     slots: by name, [M, ...]; bfloat16 as its bits. Assignments are sorted by expert and cut into tiles of one expert;
     the loop runs once a tile in use, so that an expert without tokens costs nothing and its slot may hold anything.
@@ -115,8 +115,8 @@ def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) 
 # From the arrays of single experts, a bundle at a time
 
 
-def bundled_mlp(routed: Routed, experts: Sequence[MLPWeights], activation: str) -> jax.Array:
-    """float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
+def bundled_mlp(routed: RoutedTokens, experts: Sequence[MLPWeights], activation: str) -> jax.Array:
+    """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
 
     experts: all E; what no token chose may be anything.
     """
@@ -135,7 +135,7 @@ def bundled_mlp(routed: Routed, experts: Sequence[MLPWeights], activation: str) 
 
 
 def _bundles(idx_TK: jax.Array, experts: Sequence[MLPWeights]) -> Iterator[tuple[np.ndarray, tuple[MLPWeights, ...]]]:
-    """(numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of experts.
+    """Return (numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of experts.
 
     All experts where the tokens will choose most of them; else those chosen, which the host has to read.
     """
@@ -165,7 +165,7 @@ def _few_tokens(
     numbers_A: jax.Array,
     experts: Sequence[MLPWeights],
 ) -> jax.Array:
-    """y + the outputs of a bundle's experts, each run on all tokens."""
+    """Return y + the outputs of a bundle's experts, each run on all tokens."""
     for a, expert in enumerate(experts):
         mine_TK = idx_TK == numbers_A[a]
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
@@ -175,7 +175,7 @@ def _few_tokens(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _begin(num_experts: int, tile_rows: int, routed: Routed) -> tuple[_Sorted, jax.Array]:
+def _begin(num_experts: int, tile_rows: int, routed: RoutedTokens) -> tuple[_Sorted, jax.Array]:
     out = jnp.zeros((routed.idx_TK.size + tile_rows, routed.h_TD.shape[1]), jnp.float32)
     return _sort(routed.idx_TK, num_experts, tile_rows), out
 
@@ -190,7 +190,7 @@ def _many_tokens(
     numbers_A: jax.Array,
     experts: Sequence[MLPWeights],
 ) -> jax.Array:
-    """`out` with the rows of a bundle's experts."""
+    """Return `out` with the rows of a bundle's experts."""
     for a, expert in enumerate(experts):
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]

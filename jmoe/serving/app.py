@@ -31,7 +31,7 @@ from jmoe.serving.schemas import (
     TokenizeResponse,
 )
 from jmoe.serving.service import Service
-from jmoe.serving.vocabulary import Vocabulary
+from jmoe.serving.vocabulary import TokenVocabulary
 
 PAGE = Path(__file__).with_name("page.html")
 # What the page's own meta element says, and that no other page may show it in a frame.
@@ -54,20 +54,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -> Service:
-    """Everything but HTTP. The folder must hold a tokenizer.json."""
+    """Return everything but HTTP. The folder must hold a tokenizer.json."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "checked before the weights were read"
     engine.compile_for_service()
     metrics = Metrics(name)
     loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
     metrics.watch(loop)
-    vocabulary = Vocabulary(tokenizer)
+    vocabulary = TokenVocabulary(tokenizer)
     grammars = Grammars(tokenizer, engine.config.vocab_size, engine.eos_token_ids)
     return Service(config, name, loop, metrics, tokenizer, vocabulary, ChatTemplate.from_folder(folder), grammars)
 
 
 def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
-    """The application for one service; the engine's loop runs while the application does."""
+    """Return the application for one service; the engine's loop runs while the application does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -83,7 +83,7 @@ def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
         app.include_router(router(service))
 
     def openapi() -> dict[str, Any]:
-        """Without the 422 that FastAPI adds: what is not valid gets 400."""
+        """Return the schema without the 422 that FastAPI adds: what is not valid gets 400."""
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             for path in schema["paths"].values():
@@ -97,7 +97,7 @@ def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
 
 
 def tokens_router(service: Service) -> APIRouter:
-    """Tokens of text and text of tokens."""
+    """Return the routes between text and tokens."""
     router = APIRouter()
 
     @router.post("/tokenize")
@@ -133,7 +133,7 @@ def tokens_router(service: Service) -> APIRouter:
 
 
 def state_router(service: Service) -> APIRouter:
-    """The models, the state of the server, and the page."""
+    """Return the routes of models, the state of the server, and the page."""
     router = APIRouter()
     card = ModelCard(id=service.name, created=service.created, max_model_len=service.max_seq_len)
 
@@ -180,7 +180,7 @@ def state_router(service: Service) -> APIRouter:
 
 
 def live_view(service: Service, view: View) -> Live:
-    """What the machine does."""
+    """Return what the machine does, for the page."""
     engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
     return Live(
         model=service.name,

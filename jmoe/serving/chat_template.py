@@ -45,7 +45,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The templates of a Hugging Face folder, None if it has none; `ValueError` for files that are damaged.
+        """Return the templates of a Hugging Face folder, None if it has none; `ValueError` for files that are damaged.
 
         `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of
         tokenizer_config.json: a template, or a list of `{"name": ..., "template": ...}`.
@@ -67,7 +67,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation in the OpenAI API's form; further variables go to the template.
+        """Return the prompt for a conversation in the OpenAI API's form; further variables go to the template.
 
         A message's keys whose value is None are left out: many templates would print them. Everything must be plain
         JSON values. `ValueError` if it is not, or with what the template itself refuses, or where it fails.
@@ -75,7 +75,7 @@ class ChatTemplate:
         name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
         if not messages:
             raise ValueError("messages = []: must not be empty")
-        given = {
+        context = {
             "messages": [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages],
             "tools": tools,
             "documents": documents,
@@ -84,7 +84,7 @@ class ChatTemplate:
         }
         try:
             # A copy without objects: whatever has methods could be a way out of the sandbox.
-            plain = json.loads(json.dumps(given))
+            plain = json.loads(json.dumps(context))
         except TypeError as error:
             raise ValueError(f"{self._called(name)}: not JSON values: {error}") from error
         try:
@@ -128,7 +128,7 @@ def _refuse_underscore(name: object) -> None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The Jinja dialect of transformers."""
+    """Return the Jinja dialect of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -157,7 +157,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the names that templates read."""
+    """Return a message with its reasoning under the names that templates read."""
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -175,7 +175,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
-    """`chat_template` of tokenizer_config.json: absent, a template, or a list of named ones."""
+    """Return `chat_template` of tokenizer_config.json: absent, a template, or a list of named ones."""
     if entry is None:
         return {}
     if isinstance(entry, str):

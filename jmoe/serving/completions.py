@@ -16,7 +16,7 @@ from jmoe.serving.schemas import (
     Usage,
 )
 from jmoe.serving.service import Service
-from jmoe.serving.vocabulary import TextOffsets, Vocabulary
+from jmoe.serving.vocabulary import TextOffsets, TokenVocabulary
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -24,13 +24,13 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class _Choice:
     """Turns what the engine draws for one sequence into pieces of a completion."""
 
-    def __init__(self, body: CompletionRequest, vocabulary: Vocabulary, sequence: Sequence) -> None:
+    def __init__(self, body: CompletionRequest, vocabulary: TokenVocabulary, sequence: Sequence) -> None:
         self._body, self._vocabulary, self._sequence = body, vocabulary, sequence
         self._begun = False
         self._offsets: TextOffsets | None = None
 
     def piece(self, output: Output) -> CompletionChoice:
-        """The next piece; the first has the prompt, if it is to be echoed."""
+        """Return the next piece; the first has the prompt, if it is to be echoed."""
         text, logprobs = output.text, output.logprobs
         if self._body.max_tokens == 0:  # one was drawn, since the engine draws at least one
             text, logprobs = "", []
@@ -60,7 +60,7 @@ class _Choice:
 
 
 def join(pieces: list[CompletionChoice]) -> CompletionChoice:
-    """One choice of its pieces."""
+    """Return one choice of its pieces."""
     logprobs = None
     if pieces[0].logprobs is not None:
         parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]

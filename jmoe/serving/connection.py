@@ -21,7 +21,7 @@ LINGER_S = 1.0  # for a client that still sends to read why it was refused
 
 @dataclass
 class Connections:
-    """What the connections of one server share. waiting: those whose client has to do something, the oldest first."""
+    """State of all connections. waiting: those whose client has to do something, the oldest first."""
 
     config: ServeConfig
     waiting: "dict[Connection, None]" = field(default_factory=dict)

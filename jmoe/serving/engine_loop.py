@@ -55,7 +55,7 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Drawn so far."""
+        """Tokens drawn so far."""
         return sum(sequence.num_delivered_tokens for sequence in self.sequences)
 
     def put(self, output: Output | ApiError) -> None:
@@ -150,21 +150,21 @@ class EngineLoop:
 
     @property
     def engine(self) -> Engine:
-        """For what any thread may ask of it."""
+        """The engine, for what any thread may ask of it."""
         return self._engine
 
     @property
     def kv_tokens_total(self) -> int:
-        """What the cache holds at most."""
+        """Tokens that the cache holds at most."""
         return self._engine.max_batch * self._engine.max_seq_len
 
     @property
     def tokens_per_s(self) -> float:
-        """Drawn in the last seconds."""
+        """Tokens drawn a second, of late."""
         return self._rate.value(time.monotonic())
 
     async def view(self) -> View:
-        """Not older than a second, unless a step takes longer than that or the engine has failed."""
+        """Return a view not older than a second, unless a step takes longer than that or the engine has failed."""
         if not self.failed and time.monotonic() - self._viewed_s > VIEW_S:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
@@ -174,19 +174,19 @@ class EngineLoop:
         return self.last_view
 
     def check_ready(self) -> None:
-        """`ApiError` 503 if no request is taken in any more."""
+        """Raise `ApiError` 503 if no request is taken in any more."""
         if self.failed:
             raise ApiError(503, ENGINE_FAILED, code="engine_failed")
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def check_room(self, count: int) -> None:
-        """`ApiError` 503, 429 or 400 if so many sequences are not taken in now."""
+        """Raise `ApiError` 503, 429 or 400 if so many sequences are not taken in now."""
         self.check_ready()
         if count > self._capacity:
             raise ApiError(400, f"{count} sequences in one request: at most {self._capacity} run and wait here")
         if len(self._open) + count > self._capacity:
-            self._metrics.rejected.labels("queue").inc()
+            self._metrics.rejected("queue").inc()
             message = f"{len(self._open)} sequences run and wait, {self._capacity} can: try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(self._retry_after_s(count))})
 
@@ -213,7 +213,7 @@ class EngineLoop:
         self._loop.call_later(timeout_s, self._fail_all, error)
 
     def _retry_after_s(self, count: int) -> int:
-        """When there should be room for `count` sequences, if those that run and wait draw all the tokens they may."""
+        """Return when there is room for `count` sequences, if those before draw all the tokens they may."""
         left = [s.sampling.max_new_tokens - s.num_delivered_tokens for s in self._open]
         ends = sorted(left[: self._engine.max_batch])  # in tokens from now
         waiting = deque(left[self._engine.max_batch :])
@@ -226,7 +226,7 @@ class EngineLoop:
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if self._open.pop(sequence, None) is not None:
-                self._metrics.finished.labels("abort").inc()
+                self._metrics.finished("abort").inc()
                 self._commands.put(partial(self._end, sequence))
 
     def _deliver(self, outputs: list[Output]) -> None:
@@ -253,7 +253,7 @@ class EngineLoop:
 
     def _engine_failed(self) -> None:
         self.failed = True
-        self._metrics.finished.labels("error").inc(len(self._open))
+        self._metrics.finished("error").inc(len(self._open))
         self._fail_all(ApiError(500, ENGINE_FAILED, code="engine_failed"))
         self._open.clear()
 

@@ -25,7 +25,7 @@ PARAMS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "promp
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and with which parameter."""
+    """The error, and the parameter that it is about."""
 
     message: str
     type: str
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
     @classmethod
     def from_value_error(cls, error: ValueError) -> "ApiError":
-        """400 for what `jmoe.config.check` refused: `name = value: constraint`."""
+        """Return 400 for what `jmoe.config.check` refused: `name = value: constraint`."""
         message = str(error)
         for ours, theirs in PARAMS.items():
             message = message.replace(ours, theirs)
@@ -71,12 +71,12 @@ class ApiError(Exception):
 
 
 def printable(text: str) -> str:
-    """`text` without what UTF-8 cannot carry: JSON may hold half of a surrogate pair."""
+    """Return `text` without what UTF-8 cannot carry: JSON may hold half of a surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """400 for the first thing in which a body departs from its schema."""
+    """Return 400 for the first thing in which a body departs from its schema."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     param = printable(".".join(place)) or None

@@ -34,7 +34,7 @@ class FairQueue:
         self._clock = itertools.count()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many wait."""
         return sum(len(sequences) for requests in self._waiting.values() for sequences in requests.values())
 
     @property

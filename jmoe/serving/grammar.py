@@ -47,7 +47,7 @@ class Grammars:
         return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
 
     def constraints(self, schema: dict[str, Any], count: int) -> list[JsonConstraint]:
-        """One for each of `count` outputs; `ValueError` for a schema that cannot be followed."""
+        """Return one for each of `count` outputs; `ValueError` for a schema that cannot be followed."""
         check(bool(self._eos_token_ids), "response_format", "json_schema", "the model has no end-of-text token")
         text = json.dumps(schema)
         constraint = f"must have at most {MAX_SCHEMA_BYTES} bytes"

@@ -54,7 +54,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's would raise the signal again when all is done, and end the process with its status."""
+        """Drain at a signal; uvicorn would raise it again when all is done, and end the process with its status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._drain, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
@@ -84,13 +84,13 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket to listen on, taken before the model is loaded; `OSError` naming the address if it is in use."""
+    """Return a socket to listen on, taken before the model is loaded; `OSError` naming the address if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        listening.bind((host, port))
     except OSError as error:
-        found.close()
+        listening.close()
         raise OSError(f"host = {host!r}, port = {port}: {error.strerror or error}") from error
-    return found
+    return listening

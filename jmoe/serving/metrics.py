@@ -3,8 +3,9 @@
 https://docs.vllm.ai/en/latest/usage/metrics
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -32,7 +33,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class View:
-    """What lies where, which takes longer to find out. slots: (layer, expert) of each, or None; empty: all stay."""
+    """The places of experts, which take a while to find. slots: (layer, expert) of each, or None; empty: all stay."""
 
     slots: list[tuple[int, int] | None]
     expert_counts: list[list[int]]  # [layer][expert], tokens of the last steps
@@ -49,18 +50,17 @@ class Watched(Protocol):
 
 
 class Metrics:
-    """What is counted while requests are served."""
+    """Counters of requests while they are served."""
 
     def __init__(self, model_name: str) -> None:
         self.registry, self.model_name = CollectorRegistry(), model_name
         self.prompt_tokens_total = self.generation_tokens_total = 0
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            found = Histogram(name, text, [LABEL], registry=self.registry, buckets=buckets)
-            return found.labels(model_name)
+            return Histogram(name, text, [LABEL], registry=self.registry, buckets=buckets).labels(model_name)
 
-        def counter(name: str, text: str, *labels: str) -> "_Labelled":
-            return _Labelled(Counter(name, text, [LABEL, *labels], registry=self.registry), model_name)
+        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
+            return partial(Counter(name, text, [LABEL, *labels], registry=self.registry).labels, model_name)
 
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds", "From the arrival of a request to its first token.", SECONDS
@@ -74,8 +74,8 @@ class Metrics:
         self.latency = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.request_generation_tokens = histogram("vllm:request_generation_tokens", "Tokens drawn.", TOKENS)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels()
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.").labels()
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")()
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")()
         self.finished = counter("vllm:request_success", "Sequences that ended.", "finished_reason")
         self.rejected = counter("jmoe:requests_rejected", "Requests that were not taken in.", "reason")
 
@@ -95,7 +95,7 @@ class Metrics:
         sequence.num_delivered_tokens += num_tokens
         sequence.last_token_s = now_s
         if output.finish_reason is not None:
-            self.finished.labels(output.finish_reason).inc()
+            self.finished(output.finish_reason).inc()
             self.latency.observe(now_s - sequence.arrived_s)
             self.request_prompt_tokens.observe(prompt_tokens)
             self.request_generation_tokens.observe(sequence.num_delivered_tokens)
@@ -104,22 +104,12 @@ class Metrics:
                 self.time_per_output_token.observe(mean_s)
 
     def watch(self, loop: Watched) -> None:
-        """Also give what the engine counts itself."""
+        """Include what the engine counts itself."""
         self.registry.register(_EngineCollector(loop, self.model_name))
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """Return everything in Prometheus's text format."""
         return generate_latest(self.registry)
-
-
-class _Labelled:
-    """A counter with the model's name filled in."""
-
-    def __init__(self, counter: Counter, model_name: str) -> None:
-        self._counter, self._model_name = counter, model_name
-
-    def labels(self, *values: str) -> Counter:
-        return self._counter.labels(self._model_name, *values)
 
 
 class _EngineCollector(Collector):
@@ -158,7 +148,7 @@ class _EngineCollector(Collector):
         moved = [(["host"], engine.streamed_bytes), (["nvme"], engine.nvme_bytes)]
         yield self._counter("jmoe:tier_bytes", "Read from this tier.", ["tier"], moved)
 
-    def _counter(self, name: str, text: str, labels: list[str], values: Sequence[tuple[list[str], float]]) -> Any:
+    def _counter(self, name: str, text: str, labels: list[str], values: Iterable[tuple[list[str], float]]) -> Any:
         counter = CounterMetricFamily(name, text, labels=[LABEL, *labels])
         for value_labels, value in values:
             counter.add_metric([self._model_name, *value_labels], value)

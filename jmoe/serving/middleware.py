@@ -1,4 +1,4 @@
-"""What stands before every handler: a request id, API keys, the host, limits of bodies, headers, one line of log."""
+"""Middleware before every handler: a request id, API keys, the host, limits of bodies, headers, one line of log."""
 
 import hashlib
 import hmac
@@ -31,7 +31,7 @@ CONTENT_SECURITY_POLICY = "default-src 'none'; frame-ancestors 'none'"  # where 
 
 
 def read_api_keys(path: str | None) -> list[str]:
-    """One key a line; `ValueError` naming the file if it has none, or one that cannot stand in a header."""
+    """Return a file's keys, one a line; `ValueError` if it has none, or one that cannot stand in a header."""
     if path is None:
         return []
     lines = Path(path).expanduser().read_text(errors="replace").splitlines()
@@ -44,7 +44,7 @@ def read_api_keys(path: str | None) -> list[str]:
 
 
 class AuthMiddleware:
-    """ASGI middleware. api_keys: none lets everyone in."""
+    """ASGI middleware that lets in who may be served. api_keys: none lets everyone in."""
 
     def __init__(self, app: ASGIApp, api_keys: list[str], config: ServeConfig) -> None:
         self._app, self._max_body_bytes = app, config.max_body_bytes
@@ -57,8 +57,8 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get(ID_HEADER, "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        asked_id = headers.get(ID_HEADER, "")
+        request_id = asked_id if _ID.fullmatch(asked_id) else uuid.uuid4().hex
         notes: list[str] = []
         scope.setdefault("state", {}).update(request_id=request_id, note=notes.append)
         begun_s, status = time.monotonic(), DISCONNECTED
@@ -92,7 +92,7 @@ class AuthMiddleware:
             log.log(level, "%s %s %s %d %.3f s %s", request_id, scope["method"], path, status, took_s, "; ".join(notes))
 
     def _check_host(self, headers: Headers) -> None:
-        """`ApiError` 403 for a name that a page of another site may have given to a loopback address."""
+        """Raise `ApiError` 403 for a name that a page of another site may have given to a loopback address."""
         host = headers.get("host", "localhost").lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
         if self._hosts is not None and name not in self._hosts and not _is_address(name):
@@ -108,14 +108,14 @@ class AuthMiddleware:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key)
         # every key is compared, in constant time
-        found = sum(hmac.compare_digest(digest, known) for known in self._digests)
-        if scheme.lower() != "bearer" or not found:
+        matches = sum(hmac.compare_digest(digest, known) for known in self._digests)
+        if scheme.lower() != "bearer" or not matches:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["state"]["client"] = digest.hex()
 
     async def _read_body(self, scope: Scope, headers: Headers, receive: Receive, body: bytearray) -> bool:
-        """Append all of it to `body`; False if the client has gone before.
+        """Append the whole body to `body`; False if the client has gone before.
 
         `ApiError` 413 as soon as it is known to be too large, 503 if too much of others is held. A body that nothing
         asks for is not read.
@@ -145,7 +145,7 @@ LOGGED_PATHS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detoke
 
 
 def _digest(key: str) -> bytes:
-    """Keys are compared by digests of one length, so that not even their length shows."""
+    """Return a digest of a key, by which it is compared, so that not even its length shows."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -162,7 +162,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body at once, then what follows it."""
+    """Return the body at once, then what follows it."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

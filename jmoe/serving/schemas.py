@@ -32,9 +32,9 @@ FastList = Annotated[list[T], Field(fail_fast=True)]  # its first mistake is eno
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _text_or_list(given: Any) -> str:
-    """What it is validated as: errors of both would be told of both."""
-    return "list" if isinstance(given, list) else "text"
+def _text_or_list(value: Any) -> str:
+    """Return what a value is validated as: errors of both would be told of both."""
+    return "list" if isinstance(value, list) else "text"
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -45,10 +45,10 @@ FinishReason = Literal["stop", "length"]
 def _at_most(count: int) -> BeforeValidator:
     """Refuse a longer dict before each of its entries is looked at."""
 
-    def check(given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > count:
-            raise ValueError(f"has {len(given)} entries; at most {count} are allowed")
-        return given
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"has {len(value)} entries; at most {count} are allowed")
+        return value
 
     return BeforeValidator(check)
 
@@ -56,11 +56,11 @@ def _at_most(count: int) -> BeforeValidator:
 def _only(harmless: Any) -> BeforeValidator:
     """Refuse, as a parameter that is not supported, every value but the one that changes nothing."""
 
-    def check(given: Any) -> Any:
-        if given != harmless:
+    def check(value: Any) -> Any:
+        if value != harmless:
             message = "is not a parameter that this server supports, except as {harmless}"
             raise PydanticCustomError("not_supported", message, {"harmless": repr(harmless)})
-        return given
+        return value
 
     return BeforeValidator(check)
 
@@ -73,17 +73,17 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: Any) -> Any:
-        """Null is the same as not given. Of parameters that are not known the first is named, and only that."""
+        """Take null for nothing. Of parameters that are not known the first is named, and only that."""
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
+        present = {name: value for name, value in data.items() if value is not None}
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given:
+        for name in present:
             if name not in known:
                 raise PydanticCustomError(
                     UNKNOWN, "is not a parameter that this server supports", {"name": printable(name)}
                 )
-        return given
+        return present
 
 
 class StreamOptions(RequestBody):
@@ -109,7 +109,7 @@ class JsonSchema(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """What form an answer has."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -122,7 +122,7 @@ class ResponseFormat(RequestBody):
 
 
 class GenerationBody(RequestBody):
-    """What completions and chat completions have in common.
+    """Parameters that completions and chat completions have in common.
 
     user and metadata name the client, nothing else. store and the like may only have the value that changes nothing.
     """
@@ -169,8 +169,8 @@ class GenerationBody(RequestBody):
         """The schema that the answer has to follow."""
         if self.response_format is None or self.response_format.type == "text":
             return None
-        given = self.response_format.json_schema
-        return {"type": "object"} if given is None else given.schema_
+        schema = self.response_format.json_schema
+        return {"type": "object"} if schema is None else schema.schema_
 
     @property
     def includes_usage(self) -> bool:
@@ -184,7 +184,7 @@ class GenerationBody(RequestBody):
     def sampling(
         self, max_new_tokens: int, choice: int, *, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Of one of the `n` choices, each of which has a seed of its own; the first has the given one."""
+        """Return the parameters of one of the `n` choices; each has a seed of its own, the first the request's."""
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -207,7 +207,7 @@ class GenerationBody(RequestBody):
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """By its first element: a list is validated as one thing, not as all that it might have been."""
+    """Return what a prompt is by its first element: a list is validated as one thing, not as all it might be."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else 0
@@ -263,11 +263,11 @@ class Message(RequestBody):
 
     @property
     def size(self) -> int:
-        """In characters."""
+        """Characters of the content."""
         return len(self.content) if isinstance(self.content, str) else sum(len(part.text) for part in self.content)
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Return the message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
@@ -340,7 +340,7 @@ class TokenizeRequest(RequestBody):
 
     @property
     def size(self) -> int:
-        """In characters, about."""
+        """Characters, about."""
         return len(self.prompt or "") + sum(message.size for message in self.messages or [])
 
 
@@ -375,7 +375,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Per token; null for the first of a prompt, which follows nothing."""
+    """Lists by token; null for the first of a prompt, which follows nothing."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -393,7 +393,7 @@ class CompletionChoice(BaseModel):
 
 
 class Envelope(BaseModel):
-    """What every response and every chunk of one request repeats."""
+    """Fields that every response and every chunk of one request repeats."""
 
     id: str
     created: int = Field(default_factory=lambda: math.floor(time.time()))
@@ -401,7 +401,7 @@ class Envelope(BaseModel):
 
 
 class CompletionResponse(Envelope):
-    """Also a chunk of a stream."""
+    """A response, or a chunk of a stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -423,13 +423,13 @@ class ChatLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of a choice, or of a chunk."""
+    """Log-probabilities of a choice, or of a chunk."""
 
     content: list[ChatLogprob]
 
 
 class AnswerMessage(BaseModel):
-    """What the model says."""
+    """The model's answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -453,7 +453,7 @@ class ChatCompletionResponse(Envelope):
 
 
 class Delta(BaseModel):
-    """What a chunk adds to a message; the role comes with the first."""
+    """Text that a chunk adds to a message; the role comes with the first."""
 
     role: Literal["assistant"] | None = None
     content: str

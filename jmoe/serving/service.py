@@ -1,4 +1,4 @@
-"""What every handler needs: the model that is served, its tokenizer and template, and the engine's loop."""
+"""The model that is served, with its tokenizer and template, and the engine's loop: what handlers share."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from jmoe.serving.errors import ApiError, printable
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.schemas import GenerationBody, Message
-from jmoe.serving.vocabulary import Vocabulary
+from jmoe.serving.vocabulary import TokenVocabulary
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Service:
     loop: EngineLoop
     metrics: Metrics
     tokenizer: Tokenizer
-    vocabulary: Vocabulary
+    vocabulary: TokenVocabulary
     chat_template: ChatTemplate | None
     grammars: Grammars
     created: int = field(default_factory=lambda: int(time.time()))
@@ -49,12 +49,12 @@ class Service:
         return self.loop.engine.max_seq_len
 
     def check_model(self, name: str | None) -> None:
-        """`ApiError` 404 for another model."""
+        """Raise `ApiError` 404 for another model."""
         if name not in (None, self.name):
             raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
 
     async def off_the_loop(self, make: Callable[[], T], size: int) -> T:
-        """What `make` gives in a thread: whatever grows with a request must not hold up the others. size: of its text.
+        """Run `make` in a thread: what grows with a request must not hold up the others. size: of its text.
 
         `ApiError` 400 for a `ValueError`.
         """
@@ -65,7 +65,7 @@ class Service:
             raise ApiError.from_value_error(error) from error
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids; `ApiError` 400 for a text that cannot fit, by its length alone."""
+        """Return token ids; `ApiError` 400 for a text that cannot fit, by its length alone."""
         for text in texts:
             if printable(text) != text:
                 raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
@@ -74,20 +74,20 @@ class Service:
                 message = f"the prompt has {len(text)} characters; at most {limit} can be the {tokens} tokens that fit"
                 raise ApiError(400, message, code="context_length_exceeded")
         # `encode` would not let another thread of Python run meanwhile
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoded.ids for encoded in found]
+        batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in batch]
 
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
-        """The prompt of a chat.
+        """Return the prompt of a chat.
 
         Text of a message that looks like a control token becomes one, as it does in transformers and vLLM: the template
         gives one string. https://github.com/huggingface/transformers/issues/29279
         """
         if self.chat_template is None:
             raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
-        given = [message.for_template() for message in messages]
+        plain = [message.for_template() for message in messages]
         try:
-            return self.chat_template.render(given, add_generation_prompt=add_generation_prompt, **variables)
+            return self.chat_template.render(plain, add_generation_prompt=add_generation_prompt, **variables)
         except ValueError as error:
             log.info("%s", error)
             reason = error.__cause__ or error
@@ -95,7 +95,7 @@ class Service:
             raise ApiError(400, f"messages: the model's chat template: {said}", param="messages") from error
 
     def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None, default: int | None) -> int:
-        """Tokens to draw at most; `ApiError` 400 with both numbers if prompt and output do not fit."""
+        """Return how many tokens to draw at most; `ApiError` 400 with both numbers if prompt and output do not fit."""
         length, limit = len(prompt_token_ids), self.max_seq_len
         if length + max(1, asked or 1) > limit:
             output = f" and {asked} of output" if asked else ""

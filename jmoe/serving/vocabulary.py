@@ -1,9 +1,8 @@
-"""What single tokens are: bytes, which need not be whole characters; and log-probabilities as OpenAI gives them."""
+"""The bytes of single tokens, which need not be whole characters; log-probabilities as OpenAI gives them."""
 
 import codecs
 import json
 import re
-from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -14,13 +13,13 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in the tokens of a byte-level BPE (GPT-2's `bytes_to_unicode`)."""
+    """Return the character that stands for each byte in the tokens of a byte-level BPE (GPT-2's `bytes_to_unicode`)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class Vocabulary:
+class TokenVocabulary:
     """The bytes and the text of each token of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,7 +33,7 @@ class Vocabulary:
         self._longest = max((len(self.bytes(token)) for token in vocabulary.values()), default=0) if whole else None
 
     def bytes(self, token_id: int) -> bytes:
-        """b"" for an id that the tokenizer does not have; models have more rows than tokenizers tokens."""
+        """Return b"" for an id that the tokenizer does not have; models have more rows than tokenizers tokens."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -42,12 +41,12 @@ class Vocabulary:
             return token.encode()
         if self._alphabet is not None:
             return bytes(self._alphabet[char] for char in token)
-        if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
-            return bytes([int(found[1], 16)])
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(byte[1], 16)])
         return token.replace("▁", " ").encode()
 
     def text(self, token_id: int) -> str:
-        r"""The text, or as OpenAI writes a part of a character, e.g. `bytes:\xf0\x9f`."""
+        r"""Return the text, or as OpenAI writes a part of a character, e.g. `bytes:\xf0\x9f`."""
         data = self.bytes(token_id)
         try:
             return data.decode()
@@ -55,15 +54,15 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def longest_text(self, num_tokens: int) -> int | None:
-        """The most characters that so many tokens can be; None if there is no limit."""
+        """Return the most characters that so many tokens can be; None if there is no limit."""
         return None if self._longest is None else num_tokens * self._longest
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is left out of the text of an output."""
+        """Return whether the token is left out of the text of an output."""
         return token_id in self._special
 
     def completion_logprobs(
-        self, prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: list[int]
+        self, prompt_token_ids: list[int], logprobs: list[TokenLogprob], text_offset: list[int]
     ) -> CompletionLogprobs:
         """Return them as OpenAI does. prompt_token_ids: only the first, if the tokens begin with it."""
         first = [self.text(token) for token in prompt_token_ids]
@@ -74,7 +73,7 @@ class Vocabulary:
             text_offset=text_offset,
         )
 
-    def chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def chat_logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
         content = []
         for lp in logprobs:
             drawn, *top = (self._described(*pair) for pair in ((lp.token_id, lp.logprob), *lp.top))
@@ -82,7 +81,7 @@ class Vocabulary:
         return ChatLogprobs(content=content)
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """The most likely tokens and the one drawn; of several with the same text the most likely."""
+        """Return the most likely tokens and the one drawn; of several with the same text the most likely."""
         top: dict[str, float] = {}
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
             top.setdefault(self.text(token), value)
@@ -100,19 +99,19 @@ class TextOffsets:
     the numbers do not depend on when which piece of the text goes out.
     """
 
-    def __init__(self, texts: Vocabulary, text: str) -> None:
-        """text: how the whole begins; decoders strip the space before a first word."""
-        self._texts, self._strips_space = texts, not text.startswith(" ")
+    def __init__(self, vocabulary: TokenVocabulary, text: str) -> None:
+        """Begin with a text, of which decoders strip the space before a first word."""
+        self._vocabulary, self._strips_space = vocabulary, not text.startswith(" ")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
-    def of(self, token_ids: Sequence[int], text: str = "") -> list[int]:
+    def of(self, token_ids: list[int], text: str = "") -> list[int]:
         """Return the offsets of the next tokens. text: special tokens count where they are part of it."""
         offsets = []
         for token in token_ids:
             offsets.append(self._num_characters)
-            data = self._texts.bytes(token)
-            if self._texts.is_special(token) and not text.startswith(data.decode(), self._num_characters):
+            data = self._vocabulary.bytes(token)
+            if self._vocabulary.is_special(token) and not text.startswith(data.decode(), self._num_characters):
                 continue
             if self._strips_space:
                 data = data.removeprefix(b" ")

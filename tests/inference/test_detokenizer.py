@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jmoe.inference.detokenizer import MAX_PENDING_TOKENS, Detokenizer, TextStream
+from jmoe.inference.detokenizer import MAX_PENDING_TOKENS, TextStream
 
 TEXT = "The quick brown fox. Grüße aus München! 日本語のテキスト, 한국어. 👩‍👩‍👧 🎉🎉 naïve café — “done”.\n"
 END = "<|endoftext|>"
@@ -58,7 +58,7 @@ def pieces(stream: TextStream, ids: list[int]) -> list[str]:
 
 def test_byte_level_text_in_whole_characters(byte_level: Tokenizer) -> None:
     ids = byte_level.encode(TEXT).ids
-    stream = Detokenizer(byte_level).stream()
+    stream = TextStream(byte_level)
     texts = pieces(stream, ids)
     assert all("\ufffd" not in text for text in texts)
     assert sum(not text for text in texts) > 20, "characters that are several tokens came in one piece"
@@ -70,7 +70,7 @@ def test_every_character_of_one_to_four_bytes(byte_level: Tokenizer) -> None:
     text = "a\u00df\u20ac\U0001f389" * 3
     ids = byte_ids(byte_level, text.encode())
     assert len(ids) == len(text.encode())
-    stream = Detokenizer(byte_level).stream()
+    stream = TextStream(byte_level)
     texts = pieces(stream, ids)
     assert [t for t in texts if t] == list(text)
     # as soon as its last byte is there
@@ -83,7 +83,7 @@ def test_cut_does_not_matter(byte_level: Tokenizer) -> None:
     for stop in ((), ("fox",), ("日本語のテ", "本語"), ("🎉 naïve",), ("not there",)):
         texts = set()
         for _ in range(10):
-            stream, text, at = Detokenizer(byte_level).stream(stop=stop), "", 0
+            stream, text, at = TextStream(byte_level, stop=stop), "", 0
             while at < len(ids):
                 count = rng.randrange(1, 12)
                 text += stream.push(ids[at : at + count])
@@ -100,7 +100,7 @@ def test_cut_does_not_matter(byte_level: Tokenizer) -> None:
 
 def test_incomplete_character_at_the_end(byte_level: Tokenizer) -> None:
     ids = byte_ids(byte_level, b"ab\xf0\x9f\x8e")
-    stream = Detokenizer(byte_level).stream()
+    stream = TextStream(byte_level)
     assert pieces(stream, ids) == ["a", "b", "", "", ""]
     assert stream.flush() == "\ufffd"
     assert stream.flush() == ""
@@ -108,7 +108,7 @@ def test_incomplete_character_at_the_end(byte_level: Tokenizer) -> None:
 
 def test_invalid_bytes_between(byte_level: Tokenizer) -> None:
     data = b"a\xffb\xe2\x82c\xc3"
-    stream = Detokenizer(byte_level).stream()
+    stream = TextStream(byte_level)
     text = "".join(pieces(stream, byte_ids(byte_level, data)))
     assert text == "a\ufffdb\ufffdc"
     assert text + stream.flush() == data.decode(errors="replace")
@@ -119,7 +119,7 @@ def test_bytes_that_never_become_text(byte_level: Tokenizer) -> None:
     for count in range(40):
         data = b"a" + b"\xff" * count + "\U0001f389b".encode()
         ids = byte_ids(byte_level, data)
-        stream = Detokenizer(byte_level).stream()
+        stream = TextStream(byte_level)
         texts = pieces(stream, ids)
         assert "".join(texts) == data.decode(errors="replace"), count
         waited = max(len(run) for run in "".join("x" if t else "-" for t in texts).split("x"))
@@ -129,17 +129,15 @@ def test_bytes_that_never_become_text(byte_level: Tokenizer) -> None:
 def test_special_tokens_give_no_text(byte_level: Tokenizer) -> None:
     end = byte_level.token_to_id(END)
     ids = [end, *byte_level.encode("the end").ids, end, end, *byte_level.encode(" of it").ids, *[end] * 50]
-    stream = Detokenizer(byte_level).stream()
+    stream = TextStream(byte_level)
     assert "".join(pieces(stream, ids)) + stream.flush() == "the end of it"
-    stream = Detokenizer(byte_level, skip_special_tokens=False).stream()
-    assert "".join(pieces(stream, ids[:3])).startswith(END + "t")
 
 
 def test_stop_string_over_several_tokens(byte_level: Tokenizer) -> None:
     for stop in ("STOP", "the end", "日本語", "🎉🎉", "\n", "x y"):
         text = f"quick brown {stop} fox"
         ids = byte_level.encode(text).ids
-        stream = Detokenizer(byte_level).stream(stop=(stop,))
+        stream = TextStream(byte_level, stop=(stop,))
         assert "".join(pieces(stream, ids)) == "quick brown "
         assert stream.matched_stop == stop
         assert stream.push(ids) == ""
@@ -148,7 +146,7 @@ def test_stop_string_over_several_tokens(byte_level: Tokenizer) -> None:
 
 def test_what_could_begin_a_stop_string_is_held_back(byte_level: Tokenizer) -> None:
     ids = byte_ids(byte_level, b"aababac")
-    stream = Detokenizer(byte_level).stream(stop=("abac!",))
+    stream = TextStream(byte_level, stop=("abac!",))
     assert pieces(stream, ids) == ["", "a", "", "", "ab", "", ""]
     assert stream.flush() == "abac"
     assert stream.matched_stop is None
@@ -162,13 +160,13 @@ def test_the_stop_string_that_is_complete_first(byte_level: Tokenizer) -> None:
     ):
         for whole in (False, True):
             ids = byte_ids(byte_level, text.encode())
-            stream = Detokenizer(byte_level).stream(stop=stops)
+            stream = TextStream(byte_level, stop=stops)
             assert (stream.push(ids) if whole else "".join(pieces(stream, ids))) == kept
             assert stream.matched_stop == matched
 
 
 def test_stop_string_of_replacement_characters_at_the_end(byte_level: Tokenizer) -> None:
-    stream = Detokenizer(byte_level).stream(stop=("b\ufffd",))
+    stream = TextStream(byte_level, stop=("b\ufffd",))
     assert "".join(pieces(stream, byte_ids(byte_level, b"ab\xf0"))) == "a"
     assert stream.flush() == ""
     assert stream.matched_stop == "b\ufffd"
@@ -176,41 +174,39 @@ def test_stop_string_of_replacement_characters_at_the_end(byte_level: Tokenizer)
 
 def test_min_new_tokens(byte_level: Tokenizer) -> None:
     ids = byte_ids(byte_level, b"abcabc")
-    stream = Detokenizer(byte_level).stream(stop=("bc",), min_new_tokens=3)
+    stream = TextStream(byte_level, stop=("bc",), min_new_tokens=3)
     assert "".join(pieces(stream, ids)) == "abca"
     assert stream.matched_stop == "bc"
-    stream = Detokenizer(byte_level).stream(stop=("bc",), min_new_tokens=3)
+    stream = TextStream(byte_level, stop=("bc",), min_new_tokens=3)
     assert stream.push(ids) == "abca"
-    stream = Detokenizer(byte_level).stream(stop=("c",), min_new_tokens=3)
+    stream = TextStream(byte_level, stop=("c",), min_new_tokens=3)
     assert stream.push(ids) == "abcab"
 
 
 def test_spaces_after_a_prompt(byte_fallback: Tokenizer) -> None:
     """A decoder that strips the first space must not strip the one between prompt and output."""
-    detokenizer = Detokenizer(byte_fallback)
     prompt, ids = byte_fallback.encode("ab c").ids, [byte_fallback.token_to_id("\u2581ab")] * 3
-    assert "".join(pieces(detokenizer.stream(prompt), ids)) == " ab ab ab"
-    assert "".join(pieces(detokenizer.stream(), ids)) == "ab ab ab"
+    assert "".join(pieces(TextStream(byte_fallback, prompt), ids)) == " ab ab ab"
+    assert "".join(pieces(TextStream(byte_fallback), ids)) == "ab ab ab"
 
 
 def test_byte_fallback(byte_fallback: Tokenizer) -> None:
     text = "a\u20ac\U0001f389\u00df b \U0001f389"
     ids = byte_fallback.encode(text).ids
     assert byte_fallback.decode(ids) == text
-    texts = pieces(Detokenizer(byte_fallback).stream(), ids)
+    texts = pieces(TextStream(byte_fallback), ids)
     assert "".join(texts) == text
     assert all("\ufffd" not in t for t in texts)
     # A run of bytes of which the first were a character, and all together are none.
     broken = [*byte_fallback.encode("a\u20ac").ids, byte_fallback.token_to_id("<0xF0>"), byte_fallback.token_to_id("b")]
-    stream = Detokenizer(byte_fallback).stream()
+    stream = TextStream(byte_fallback)
     assert "".join(pieces(stream, broken)) + stream.flush() == "a\u20ac\ufffdb"
 
 
 def test_random_tokens(byte_level: Tokenizer) -> None:
     """Whatever an untrained model says: the pieces are the text."""
     rng = random.Random(1)
-    detokenizer = Detokenizer(byte_level)
     for _ in range(20):
         ids = [rng.randrange(byte_level.get_vocab_size()) for _ in range(200)]
-        stream = detokenizer.stream()
-        assert "".join(pieces(stream, ids)) + stream.flush() == detokenizer.decode(ids)
+        stream = TextStream(byte_level)
+        assert "".join(pieces(stream, ids)) + stream.flush() == byte_level.decode(ids)

@@ -24,7 +24,7 @@ from jmoe.inference.sampler import (
     prompt_logprobs,
     prompt_mask,
     sample,
-    start_request,
+    start_sequence,
     top_k,
 )
 from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
@@ -38,7 +38,7 @@ def jitted() -> Step:
 
 
 run = jitted()
-start = jax.jit(start_request, donate_argnames="state")
+start = jax.jit(start_sequence, donate_argnames="state")
 
 
 def params_of(rows: Sequence[SamplingParams], vocab_size: int, **changes: Any) -> BatchParams:

@@ -1,6 +1,5 @@
 """/v1/chat/completions, tokens, and what the server says of itself."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from conftest import END, TEMPLATE
-from http_servers import LIMIT_S, HttpProcess, events
+from http_servers import LIMIT_S, HttpProcess
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -75,18 +74,6 @@ def test_stream(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
 
-def test_async_client(server: HttpProcess) -> None:
-    async def ask() -> list[str | None]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S) as client:
-            ask_one = client.chat.completions.create
-            answers = await asyncio.gather(
-                *(ask_one(model="org/tiny", messages=MESSAGES, max_tokens=8, **SAMPLED) for _ in range(6))
-            )
-            return [answer.choices[0].message.content for answer in answers]
-
-    assert len(set(asyncio.run(ask()))) == 1
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -114,15 +101,6 @@ def test_what_changes_nothing_is_taken(server: HttpProcess) -> None:
     for name, value in (("tool_choice", "auto"), ("store", True)):
         refused = server.post("/v1/chat/completions", **body, **{name: value})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name
-
-
-def test_usage_with_every_chunk(server: HttpProcess) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"messages": MESSAGES, "max_tokens": 4, "ignore_eos": True, "stream": True, "stream_options": options}
-    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
-        *chunks, last, _ = events(response.iter_lines())
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 4]
-    assert last["usage"] == chunks[-1]["usage"]
 
 
 def test_errors_hold_nothing_of_the_server(server: HttpProcess, model_folder: Path) -> None:

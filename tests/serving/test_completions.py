@@ -287,13 +287,6 @@ def test_a_page_of_another_site_cannot_reach_the_server(server: HttpProcess, hos
             assert "--allowed-hosts" in response.json()["error"]["message"]
 
 
-def test_openai_raises_what_it_is_told(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="suffix"):
-        client.completions.create(model="tiny-moe", prompt="x", suffix="y")
-
-
 def test_an_abandoned_stream_frees_its_slot(server: HttpProcess) -> None:
     """Concurrent clients that leave, in mid-stream or while they wait, leave nothing behind."""
 
