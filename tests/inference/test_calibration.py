@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
@@ -61,14 +60,6 @@ def test_auto_computes_what_resident_computes(
                 assert known == stats.steps * layers
 
 
-def test_use_of_experts_is_counted_in_tokens() -> None:
-    with tiny_engine("mixtral") as served:
-        served.generate([[5, 6, 7, 8, 9, 10]], max_new_tokens=5, ignore_eos=True)  # 10 tokens run, in 6 steps
-        use = served.expert_use()
-        assert use.shape == (2, 4)
-        assert use.sum(axis=1).tolist() == [20, 20]
-
-
 def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """2.5 of 3 layers fit. A link that costs nothing: whole layers, no read-back. A slow one: what tokens chose."""
     device_bytes = layer_bytes("qwen3_moe") * 5 // 2
@@ -110,18 +101,3 @@ def test_a_given_policy_is_not_measured(policy: str) -> None:
         assert served.plan.memory.policy == policy and served.plan.calibration is None
         served.generate([[5]], max_new_tokens=2, ignore_eos=True)
         assert served.stats().decode.predicted_step_s is None
-
-
-def test_plan_without_weights(tmp_path: Path) -> None:
-    """What the headers tell is what the engine then takes."""
-    options = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 20_000}
-    plan = memory_plan(CHECKPOINTS / "olmoe", EngineConfig(**SIZES, **options))
-    with tiny_engine("olmoe", cache_dir=tmp_path, **options) as served:
-        assert served.plan.memory == plan
-        assert served.stats().device_expert_bytes == plan.device_expert_bytes
-        (records,) = tmp_path.glob("records-*.bin")
-        assert records.stat().st_size >= plan.nvme_bytes
-        weights = sum(x.nbytes for layer in served._runner._layers for x in jax.tree.leaves(layer[1]))
-        weights += sum(x.nbytes for x in jax.tree.leaves(served._runner._ends[1]))
-        assert weights == plan.model.dense_bytes
-        assert sum(x.nbytes for x in jax.tree.leaves(served._runner.caches)) == plan.model.cache_bytes

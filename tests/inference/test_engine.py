@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, tiny_engine
@@ -16,10 +15,7 @@ import jmoe
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
-from jmoe.layers.slot_experts import RoutedTokens
 from jmoe.offload.policies import LayerRing
-from jmoe.offload.slots import DeviceSlots, HostSlots
-from kernels_pallas.grouped_mlp.reference import activate
 from tests.damage import flip_everywhere, poison
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -88,21 +84,6 @@ def test_logprobs_are_the_models() -> None:
         np.testing.assert_allclose([lp.logprob for lp in said], chosen, atol=2e-5)
         top = np.sort(expected[len(prompt) - 1 : -1], axis=1)[:, ::-1][:, :3]
         np.testing.assert_allclose([[v for _, v in lp.top] for lp in completion.logprobs], top, atol=2e-5)
-
-
-def test_more_requests_than_rows_and_prefix_reuse() -> None:
-    """Requests of many lengths through two rows give what each gives alone; a repeated prompt is not computed again."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 60, n).tolist() for n in (1, 5, 17, 9, 30, 2)]
-    with tiny_engine("qwen3_moe", policy="resident") as served:
-        alone = [served.generate([p], max_new_tokens=5, ignore_eos=True)[0].token_ids for p in prompts]
-    with tiny_engine("qwen3_moe", policy="resident") as served:
-        together = [c.token_ids for c in served.generate(prompts, max_new_tokens=5, ignore_eos=True)]
-        assert together == alone
-        ran = served.stats().tokens
-        again = served.generate([prompts[-2]], max_new_tokens=5, ignore_eos=True)[0].token_ids
-        assert again == alone[-2]
-        assert served.stats().tokens - ran < len(prompts[-2])
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
@@ -225,32 +206,6 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
     assert any(sampling.prompt_logprobs is not None for _, sampling in requests)
     assert copied_tokens, "rows were copied, too"
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
-
-
-@pytest.mark.parametrize("num_tokens", [5, 70])  # all tokens through every expert in use, tiles of sorted rows
-@pytest.mark.parametrize("num_experts", [3, 13])
-def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) -> None:
-    """Slots of an accelerator and those of the CPU give the same result, whatever order experts lie in."""
-    rng = np.random.default_rng(0)
-    e, d, f, t, k = num_experts, 8, 6, num_tokens, 2
-    fields = {"w_up": ((d, 2 * f), np.dtype(np.float32)), "w_down": ((f, d), np.dtype(np.float32))}
-    records = [{n: rng.standard_normal(shape).astype(dtype) for n, (shape, dtype) in fields.items()} for _ in range(e)]
-    places = rng.permutation(e + 1)[:e].astype(np.int32)
-    x_TD = rng.standard_normal((t, d)).astype(np.float32)
-    idx_TK = np.stack([rng.permutation(e + 1)[:k] for _ in range(t)]).astype(np.int32)  # e: no choice
-    idx_TK[-1] = e
-    weights_TK = rng.random((t, k)).astype(np.float32)
-    y_TD = rng.standard_normal((t, d)).astype(np.float32)
-    expected = y_TD.copy()
-    for token, choice in np.argwhere(idx_TK < e):
-        r = records[idx_TK[token, choice]]
-        h = np.asarray(activate(jnp.asarray(x_TD[token] @ r["w_up"]), "swiglu"))
-        expected[token] += weights_TK[token, choice] * (h @ r["w_down"])
-    for slots in (HostSlots(e + 1, fields), DeviceSlots(e + 1, fields, jax.devices()[0])):
-        for record, place in zip(records, places.tolist(), strict=True):
-            slots.write(place, record)
-        got = slots.mlp(RoutedTokens(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu")
-        np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
