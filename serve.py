@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from jmoe.command_line import answer_early, parse_serve
@@ -14,10 +15,7 @@ from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 
-
-def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+say = partial(print, flush=True)
 
 
 def run(arguments: Sequence[str]) -> None:

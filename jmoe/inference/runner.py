@@ -21,7 +21,7 @@ from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
-from jmoe.layers.slot_experts import RoutedTokens
+from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
@@ -72,7 +72,7 @@ def _attend(
     rows_P: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
-) -> tuple[jax.Array, KVCache, jax.Array | RoutedTokens]:
+) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
     """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
     block: Block = structure.merge(arrays)
     x_PCD = add_residual(*hidden)
@@ -84,7 +84,7 @@ def _attend(
     h_TD, routing = block.route(x_PCD, dtype)
     real_T = positions_PC.reshape(-1) < cache.length
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)  # E: padding chooses no expert
-    return x_PCD, attention.cache, RoutedTokens(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
+    return x_PCD, attention.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
 
 
 _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
@@ -155,15 +155,15 @@ class ModelRunner:
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = []
         for i, layer in enumerate(self._layers):
-            added: list[jax.Array | RoutedTokens] = []
+            added: list[jax.Array | ExpertInputs] = []
             for n, g in enumerate(groups):
                 x_PCD, self.caches[i], y = _attend(
                     *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
-            routed = [y for y in added if isinstance(y, RoutedTokens)]
-            ys = [y for y in added if not isinstance(y, RoutedTokens)]
+            routed = [y for y in added if isinstance(y, ExpertInputs)]
+            ys = [y for y in added if not isinstance(y, ExpertInputs)]
             if routed:
                 self._release(held)
                 ys = self._run_experts(self._moe_index[i], routed, path)
@@ -174,7 +174,7 @@ class ModelRunner:
         self.recent_choices.append(choices)
         return [_add_alone(x) for x in xs]
 
-    def _run_experts(self, moe_layer: int, routed: list[RoutedTokens], path: list[np.ndarray]) -> list[jax.Array]:
+    def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""
         residency, chosen = self.residency, None
         if residency.needs_choices:

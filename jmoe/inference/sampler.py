@@ -1,6 +1,6 @@
 """Tokens from logits: pure functions of static shapes, in float32, for `jax.jit`.
 
-    params = batch_params([request.sampling, ...], seeds, prompt_lengths, size=bucket, vocab_size=V)
+    params = batch_params(sequences, size=bucket, vocab_size=V)
     tokens_B, logprobs, state = sample(logits_BV, params, state, rows_B, positions_B, with_logprobs=False)
 
 `SamplingParams` says what the parameters mean. A row's token and log-probabilities depend on that row alone, not on
@@ -78,24 +78,22 @@ class Logprobs:
 
 
 def batch_params(
-    params: list[SamplingParams],
-    seeds: list[int],
-    prompt_lengths: list[int],
+    sequences: list[Sequence],
     *,
     size: int,
     vocab_size: int,
     eos_token_ids: tuple[int, ...] = (),
     wide: bool = False,
 ) -> BatchParams:
-    """Return parameters of `size` rows: one for each of `params`, then padding, which is greedy.
+    """Return parameters of `size` rows: one for each sequence, then padding, which is greedy.
 
-    seeds: `Sequence.noise_seed`. The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide`
-    the largest. `ValueError` if a token id is not in the vocabulary.
+    The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide` the largest. `ValueError` if
+    a token id is not in the vocabulary.
     """
-    assert len(params) == len(seeds) == len(prompt_lengths) <= size
-    for request in params:
-        request.check_vocabulary(vocab_size)
-    bias_ids = [list(request.logit_bias) for request in params]
+    params = [sequence.sampling for sequence in sequences]
+    for sampling in params:
+        sampling.check_vocabulary(vocab_size)
+    bias_ids = [list(sampling.logit_bias) for sampling in params]
     stop_ids = [sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params]
     num_ids = max((len(ids) for ids in bias_ids + stop_ids), default=0)
     check(
@@ -112,11 +110,11 @@ def batch_params(
     stop_ids_BN: Any = np.full((size, width), vocab_size, np.int32)
     bias_BN: Any = np.zeros((size, width), np.float32)
     seed_B2: Any = np.zeros((size, 2), np.uint32)
-    for row, (request, seed) in enumerate(zip(params, seeds)):
+    for row, sequence in enumerate(sequences):
         bias_ids_BN[row, : len(bias_ids[row])] = bias_ids[row]
-        bias_BN[row, : len(bias_ids[row])] = list(request.logit_bias.values())
+        bias_BN[row, : len(bias_ids[row])] = list(sequence.sampling.logit_bias.values())
         stop_ids_BN[row, : len(stop_ids[row])] = stop_ids[row]
-        seed_B2[row] = divmod(seed % 2**64, 2**32)
+        seed_B2[row] = divmod(sequence.noise_seed % 2**64, 2**32)
     params_B = BatchParams(
         temperature_B=column([0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0),
         top_k_B=column([min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32),
@@ -129,7 +127,7 @@ def batch_params(
         bias_ids_BN=bias_ids_BN,
         bias_BN=bias_BN,
         stop_ids_BN=stop_ids_BN,
-        min_position_B=column([n + r.min_new_tokens for n, r in zip(prompt_lengths, params)], 0, np.int32),
+        min_position_B=column([len(s.prompt_token_ids) + s.sampling.min_new_tokens for s in sequences], 0, np.int32),
     )
     return jax.device_put(params_B)
 
@@ -541,9 +539,7 @@ class Sampler:
     def _batch_params(self, sequences: list[Sequence], constrained: bool) -> BatchParams:
         if self._params is None or self._params[0] != sequences:
             params = batch_params(
-                [sequence.sampling for sequence in sequences],
-                [sequence.noise_seed for sequence in sequences],
-                [len(sequence.prompt_token_ids) for sequence in sequences],
+                sequences,
                 size=self._max_batch,
                 vocab_size=self._vocab_size,
                 eos_token_ids=self._eos_token_ids,

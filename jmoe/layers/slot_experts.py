@@ -28,7 +28,7 @@ FEW_TOKENS = 32  # up to here every expert in use runs on all tokens: its weight
 TILE_FACTOR = 1.25  # rows of a tile / a fair share of the assignments
 
 
-class RoutedTokens(NamedTuple):
+class ExpertInputs(NamedTuple):
     """Tokens on their way to their experts.
 
     idx_TK: E for a choice that is none (padding). y_TD: float32, what the experts' outputs are added to.
@@ -59,7 +59,7 @@ def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
     return _Sorted(token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E)
 
 
-def _combine(out: jax.Array, routed: RoutedTokens, by_expert: _Sorted) -> jax.Array:
+def _combine(out: jax.Array, routed: ExpertInputs, by_expert: _Sorted) -> jax.Array:
     """Return y + the weighted sum of each token's rows."""
     num_experts = by_expert.sizes_E.shape[0]
     weights_TK = jnp.where(routed.idx_TK < num_experts, routed.weights_TK, 0.0)
@@ -80,7 +80,7 @@ def _tile(
 
 
 def table_mlp(
-    routed: RoutedTokens, slots: Mapping[str, jax.Array], table_E: jax.Array, *, activation: str, tile_rows: int
+    routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, *, activation: str, tile_rows: int
 ) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
 
@@ -115,7 +115,7 @@ def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) 
 # From the arrays of single experts, a bundle at a time
 
 
-def bundled_mlp(routed: RoutedTokens, experts: Sequence[MLPWeights], activation: str) -> jax.Array:
+def bundled_mlp(routed: ExpertInputs, experts: Sequence[MLPWeights], activation: str) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
 
     experts: all E; what no token chose may be anything.
@@ -175,7 +175,7 @@ def _few_tokens(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _begin(num_experts: int, tile_rows: int, routed: RoutedTokens) -> tuple[_Sorted, jax.Array]:
+def _begin(num_experts: int, tile_rows: int, routed: ExpertInputs) -> tuple[_Sorted, jax.Array]:
     out = jnp.zeros((routed.idx_TK.size + tile_rows, routed.h_TD.shape[1]), jnp.float32)
     return _sort(routed.idx_TK, num_experts, tile_rows), out
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmoe.layers.slot_experts import RoutedTokens, bundled_mlp, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from kernels_pallas.grouped_mlp import MLPWeights
 
@@ -43,7 +43,7 @@ class ExpertSlots(ABC):
         """Copy one expert's weights into a slot, from any thread. No program that reads this slot may be running."""
 
     @abstractmethod
-    def mlp(self, routed: RoutedTokens, table_E: np.ndarray, activation: str) -> jax.Array:
+    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         """float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, read from slot table_E[expert]."""
 
 
@@ -61,7 +61,7 @@ class HostSlots(ExpertSlots):
         for name, memory in self._memory[slot].items():
             np.copyto(memory, record[name])
 
-    def mlp(self, routed: RoutedTokens, table_E: np.ndarray, activation: str) -> jax.Array:
+    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
 
     def weights(self, slot: int) -> MLPWeights:
@@ -86,7 +86,7 @@ class DeviceSlots(ExpertSlots):
         with self._lock:
             self._arrays = self._put(self._arrays, sent, np.int32(slot))
 
-    def mlp(self, routed: RoutedTokens, table_E: np.ndarray, activation: str) -> jax.Array:
+    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
         with self._lock:
             return _table_mlp(activation, tile_rows, routed, self._arrays, table_E)
@@ -98,7 +98,7 @@ def _put(arrays: dict[str, jax.Array], record: dict[str, jax.Array], slot: jax.A
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _table_mlp(
-    activation: str, tile_rows: int, routed: RoutedTokens, slots: dict[str, jax.Array], table_E: jax.Array
+    activation: str, tile_rows: int, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
 ) -> jax.Array:
     return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
 

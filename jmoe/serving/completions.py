@@ -22,15 +22,15 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class _Choice:
-    """Turns what the engine draws for one sequence into pieces of a completion."""
+    """Turns what the engine draws for one sequence into deltas of a completion."""
 
     def __init__(self, body: CompletionRequest, vocabulary: TokenVocabulary, sequence: Sequence) -> None:
         self._body, self._vocabulary, self._sequence = body, vocabulary, sequence
         self._begun = False
         self._offsets: TextOffsets | None = None
 
-    def piece(self, output: Output) -> CompletionChoice:
-        """Return the next piece; the first has the prompt, if it is to be echoed."""
+    def delta(self, output: Output) -> CompletionChoice:
+        """Return the next delta; the first has the prompt, if it is to be echoed."""
         text, logprobs = output.text, output.logprobs
         if self._body.max_tokens == 0:  # one was drawn, since the engine draws at least one
             text, logprobs = "", []
@@ -59,19 +59,19 @@ class _Choice:
         return self._vocabulary.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
 
-def join(pieces: list[CompletionChoice]) -> CompletionChoice:
-    """Return one choice of its pieces."""
+def join(deltas: list[CompletionChoice]) -> CompletionChoice:
+    """Return one choice of what a stream gives of it."""
     logprobs = None
-    if pieces[0].logprobs is not None:
-        parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    if deltas[0].logprobs is not None:
+        parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
         logprobs = CompletionLogprobs(
             tokens=[x for part in parts for x in part.tokens],
             token_logprobs=[x for part in parts for x in part.token_logprobs],
             top_logprobs=[x for part in parts for x in part.top_logprobs],
             text_offset=[x for part in parts for x in part.text_offset],
         )
-    text = "".join(piece.text for piece in pieces)
-    return pieces[-1].model_copy(update={"text": text, "logprobs": logprobs})
+    text = "".join(delta.text for delta in deltas)
+    return deltas[-1].model_copy(update={"text": text, "logprobs": logprobs})
 
 
 def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
@@ -92,22 +92,22 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return "cmpl"
 
     async def whole(self) -> CompletionResponse:
-        pieces: dict[int, list[CompletionChoice]] = {}
-        async for piece in self._pieces():
-            pieces.setdefault(piece.index, []).append(piece)
-        choices = [join(pieces[index]) for index in sorted(pieces)]
+        deltas: dict[int, list[CompletionChoice]] = {}
+        async for delta in self._deltas():
+            deltas.setdefault(delta.index, []).append(delta)
+        choices = [join(deltas[index]) for index in sorted(deltas)]
         return CompletionResponse(**self.envelope, choices=choices, usage=self.usage())
 
     async def chunks(self) -> AsyncIterator[CompletionResponse]:
-        async for piece in self._pieces():
-            yield CompletionResponse(**self.envelope, choices=[piece], usage=self.usage_so_far())
+        async for delta in self._deltas():
+            yield CompletionResponse(**self.envelope, choices=[delta], usage=self.usage_so_far())
         if self.body.includes_usage:
             yield CompletionResponse(**self.envelope, choices=[], usage=self.usage())
 
-    async def _pieces(self) -> AsyncIterator[CompletionChoice]:
+    async def _deltas(self) -> AsyncIterator[CompletionChoice]:
         choices = [_Choice(self.body, self.service.vocabulary, sequence) for sequence in self.generation.sequences]
         async for output in self.generation:
-            yield choices[output.sequence.index].piece(output)
+            yield choices[output.sequence.index].delta(output)
 
     def usage(self) -> Usage:
         usage = super().usage()

@@ -1,6 +1,6 @@
 """The sampler against distributions worked out in float64, and against itself in batches of every size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from jmoe.inference.sampler import (
     top_k,
 )
 from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
+from jmoe.inference.sequence import Sequence
 
 Step = Callable[..., tuple[jax.Array, Logprobs | None, SamplerState]]
 
@@ -41,13 +42,17 @@ run = jitted()
 start = jax.jit(start_sequence, donate_argnames="state")
 
 
-def params_of(rows: Sequence[SamplingParams], vocab_size: int, **changes: Any) -> BatchParams:
-    changes = {"seeds": [row.seed or 0 for row in rows], "prompt_lengths": [1] * len(rows), "size": len(rows)} | changes
-    return batch_params(rows, vocab_size=vocab_size, **changes)
+def params_of(
+    rows: list[SamplingParams], vocab_size: int, prompt_lengths: list[int] | None = None, **changes: Any
+) -> BatchParams:
+    sequences = [Sequence([0] * length, row) for length, row in zip(prompt_lengths or [1] * len(rows), rows)]
+    for sequence in sequences:
+        sequence.noise_seed = sequence.sampling.seed or 0
+    return batch_params(sequences, vocab_size=vocab_size, **{"size": len(rows), **changes})
 
 
 def draws(
-    logits_V: np.ndarray | Sequence[float], sampling: SamplingParams, step: Step | None = None, **changes: Any
+    logits_V: np.ndarray | list[float], sampling: SamplingParams, step: Step | None = None, **changes: Any
 ) -> np.ndarray:
     """Tokens drawn at positions 1, 2, ... of one request whose prompt has one token; 256, or 2,048 for V >= 40."""
     vocab_size = len(logits_V)
@@ -256,7 +261,7 @@ MIXED = [
 
 
 def one_step(
-    logits_BV: np.ndarray, which: Sequence[int], seen: np.ndarray, size: int, step: Step | None = None
+    logits_BV: np.ndarray, which: list[int], seen: np.ndarray, size: int, step: Step | None = None
 ) -> tuple[np.ndarray, Logprobs, np.ndarray]:
     """Rows `which` of MIXED in a batch of `size`; row i uses slot i, whatever its place."""
     vocab_size = logits_BV.shape[1]
@@ -495,7 +500,7 @@ def test_width_of_sparse_ids() -> None:
     assert params_of([few, many], 2000).bias_ids_BN.shape == (2, ID_BUCKETS[1])
     batch = params_of([ends], 2000, eos_token_ids=(1500, 1501))
     assert sorted(set(np.asarray(batch.stop_ids_BN)[0].tolist())) == [*range(MAX_IDS), 1500, 1501, 2000]
-    assert batch_params([], [], [], size=4, vocab_size=10).temperature_B.tolist() == [0.0] * 4
+    assert batch_params([], size=4, vocab_size=10).temperature_B.tolist() == [0.0] * 4
 
 
 def test_token_outside_the_vocabulary() -> None:

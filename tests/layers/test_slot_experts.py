@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.layers.slot_experts import RoutedTokens
+from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from kernels_pallas.grouped_mlp.reference import activate
 
@@ -32,5 +32,5 @@ def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) ->
     for slots in (HostSlots(e + 1, fields), DeviceSlots(e + 1, fields, jax.devices()[0])):
         for record, place in zip(records, places.tolist(), strict=True):
             slots.write(place, record)
-        got = slots.mlp(RoutedTokens(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu")
+        got = slots.mlp(ExpertInputs(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu")
         np.testing.assert_allclose(got, expected, atol=1e-4)
