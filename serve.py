@@ -33,7 +33,7 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests."""
     import jmoe
     from jmoe.inference.engine import Engine
-    from jmoe.inference.expert_tiers import memory_plan
+    from jmoe.inference.memory_plan import memory_plan
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.serving.app import make_app, make_service
     from jmoe.serving.http_server import HttpServer, bind

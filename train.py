@@ -31,9 +31,9 @@ from jmoe.run.compatibility import FINGERPRINT, has_checkpoint
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
 from jmoe.run.planner import training_plan, with_chosen_tiers
 from jmoe.run.report import write_report
+from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.status import status
 from jmoe.training.finetune import TOKENIZER, with_pretrained_model
-from jmoe.training.run_folder import WAIT_S, RunFolder
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer

@@ -145,7 +145,7 @@ class Ours(Policy):
         return hit
 
     def end_step(self, records: NDArray[np.int64]) -> None:
-        self.cache.touch(records)
+        self.cache.counts.touch(records)
 
 
 class Ahead(Ours):
@@ -159,7 +159,7 @@ class Ahead(Ours):
 
     def tell(self) -> None:
         if (step := next(self.coming, None)) is not None:
-            self.cache.expect(np.concatenate(step))
+            self.cache.counts.expect(np.concatenate(step))
 
     def end_step(self, records: NDArray[np.int64]) -> None:
         super().end_step(records)

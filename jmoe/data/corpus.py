@@ -47,7 +47,7 @@ from jmoe.data.text_files import (
     standard_library,
 )
 from jmoe.data.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
-from jmoe.memory.direct_io import fsync_folder
+from jmoe.memory.direct_io import fsync
 from jmoe.status import repeating
 
 FORMAT = 1  # of a folder of prepared text; another number: prepared anew
@@ -243,7 +243,7 @@ def publish(corpus: Corpus, cache_dir: Path) -> None:
     (cache_dir / MANIFEST).unlink(missing_ok=True)
     for path in sorted(made.iterdir(), key=lambda path: path.name == MANIFEST):
         path.replace(cache_dir / path.name)
-    fsync_folder(cache_dir)
+    fsync(cache_dir)
     made.rmdir()
 
 

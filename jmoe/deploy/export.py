@@ -18,7 +18,8 @@ from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
 from jmoe.models.weights import Names, StoredExperts, flat
-from jmoe.offload.saved_experts import SavedExperts, expert_arrays
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.saved_experts import SavedExperts, names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.finetune import TOKENIZER
@@ -45,12 +46,12 @@ def saved_parameters(
     names = checkpoints.arrays(step)
     experts = experts_of(shape.params)
     params = without_experts(shape.params) if experts else shape.params
-    but = [*expert_arrays(names), *(name for name in names if name.startswith(("m.", "v.")))]
+    but = [*names_of_experts(names), *(name for name in names if name.startswith(("m.", "v.")))]
     state, _, _ = checkpoints.restore(step, TrainState(params, {}, {}, shape.router_bias, shape.step), but=but)
     arrays: dict[Names, jax.Array | StoredExperts] = {**flat(state.params), **flat(state.router_bias)}
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
-        saved = SavedExperts(checkpoints.folder_of(step), shapes, config.model.num_experts)
+        saved = SavedExperts(checkpoints.folder_of(step), shapes, ExpertIndex.of(config.model))
         for path, leaf in flat(shape.params).items():
             if path not in arrays:
                 arrays[path] = StoredExperts(partial(saved.one, path[-1]), np.dtype(leaf.dtype))

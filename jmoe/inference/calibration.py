@@ -19,6 +19,7 @@ from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import COPY_THREADS, Residency, ResidencyStats, copy_record
 from jmoe.offload.slots import ExpertSlots
 from jmoe.planning.streaming import Calibration
@@ -33,13 +34,12 @@ MAX_RUNS = 3
 class _Filled(Residency):
     """Any layer's experts are what the first slots hold: as much to compute, and nothing to wait for."""
 
-    def __init__(self, slots: ExpertSlots, num_experts: int, num_filled: int, streams: bool) -> None:
-        super().__init__(slots, num_experts)
+    def __init__(self, slots: ExpertSlots, index: ExpertIndex, num_filled: int, streams: bool) -> None:
+        super().__init__(slots, index)
         self._num_filled, self.streams = num_filled, streams
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        first = moe_layer * self._num_experts
-        return np.arange(first, first + self._num_experts, dtype=np.int32) % np.int32(self._num_filled)
+        return self.index.records(moe_layer).astype(np.int32) % np.int32(self._num_filled)
 
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
@@ -70,7 +70,7 @@ def calibrate(
         before_s = runner.readback_s
         runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # of padding: it needs no expert
         calibration = replace(calibration, sync_s=(runner.readback_s - before_s) / layers)
-    runner.residency = _Filled(residency.slots, runner.config.num_experts, num_filled, residency.streams)
+    runner.residency = _Filled(residency.slots, residency.index, num_filled, residency.streams)
     tokens = np.random.default_rng(0).integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
     sequence = Sequence(tokens)
     decode = tuple(Chunk(sequence, row, position, [tokens[row]]) for row in range(max_batch))

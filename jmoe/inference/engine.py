@@ -21,8 +21,8 @@ from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
-from jmoe.inference.expert_tiers import memory_plan, open_experts
 from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.memory_plan import memory_plan
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampler import NOT_FINITE, Draw, Sampler
@@ -31,6 +31,7 @@ from jmoe.inference.scheduler import ChunkGroup, Scheduler, SchedulerStats
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.offload.residency import open_experts
 from jmoe.planning.streaming import RoutingStats, StreamingPlan
 
 log = logging.getLogger("jmoe")

@@ -55,5 +55,5 @@ class RecordBuffers:
         return self._slots_MR.nbytes
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """The writable bytes `[slot_bytes]` of one slot."""
+        """Return the writable bytes `[slot_bytes]` of one slot."""
         return self._slots_MR[slot]

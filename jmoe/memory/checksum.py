@@ -11,19 +11,19 @@ WEIGHTS_W = np.random.default_rng(0).integers(0, 1 << 64, WORDS, np.uint64) | np
 
 
 def page_sums(record_R: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """A weighted sum modulo 2^64 of the words of each page. Eight times as fast as CRC-32 in hardware."""
+    """Return a weighted sum modulo 2^64 of the words of each page. Eight times as fast as CRC-32 in hardware."""
     words_PW = record_R.view(np.uint64).reshape(-1, WORDS)
     sums_P: NDArray[np.uint64] = np.einsum("pw,w->p", words_PW, WEIGHTS_W)
     return sums_P
 
 
 def checksum(record_R: NDArray[np.uint8]) -> int:
-    """One number for the content of whole pages: notices any change of one word and pages that change places."""
+    """Return one number for whole pages: it shows any change of one word, and pages that change places."""
     return _over_pages(_mixed(page_sums(record_R)))
 
 
 def is_checksum(value: int, record_R: NDArray[np.uint8]) -> bool:
-    """Whether this seals a record: `checksum`, or that of versions up to 0.1.0, which did not mix page sums."""
+    """Return whether this seals a record: `checksum`, or that of versions up to 0.1.0, which did not mix page sums."""
     return value == checksum(record_R) or value == _over_pages(page_sums(record_R))
 
 

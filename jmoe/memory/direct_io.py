@@ -105,27 +105,26 @@ def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, 
 
 
 def write_all(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
-    """Write all of `record_R` at `first_byte`."""
     memory, done_bytes = record_R.data, 0
     while done_bytes < record_R.nbytes:
         done_bytes += os.pwritev(fd, [memory[done_bytes:]], first_byte + done_bytes)
 
 
 def check_buffer(record_R: NDArray[np.uint8], record_bytes: int) -> None:
-    """`ValueError` unless these are `record_bytes` writable bytes at a page-aligned address."""
+    """Raise `ValueError` unless these are `record_bytes` writable bytes at a page-aligned address."""
     if record_R.nbytes != record_bytes or not record_R.flags.writeable:
         raise ValueError(f"record_R: must be {record_bytes} writable bytes, has {record_R.nbytes}")
     if record_R.ctypes.data % PAGE_BYTES:
         raise ValueError(f"record_R: must begin at a multiple of {PAGE_BYTES} bytes")
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make what was created, renamed or deleted in this folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def fsync(path: Path) -> None:
+    """Make a file's content durable, or what was created, renamed or deleted in a folder; errors name the path."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(fd)
 
@@ -135,7 +134,7 @@ def make_folder(folder: Path) -> None:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
-        fsync_folder(path.parent)
+        fsync(path.parent)
 
 
 def remove_folder(folder: Path) -> None:

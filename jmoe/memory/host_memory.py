@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take without swapping: the least that the machine and its cgroups leave.
+    """Return the bytes that this process may still take without swapping: what machine and cgroups leave at least.
 
     Page cache counts as free. proc, cgroups: where Linux shows them; elsewhere this is all of the machine's memory.
     """
@@ -24,13 +24,13 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _limits(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[int]:
-    """What the cgroup at `path` and those above it leave. In a container `path` may lie outside of what is mounted."""
+    """Return what the cgroup at `path` and those above leave. In a container `path` may lie outside of the mount."""
     inside = Path(path.lstrip("/"))
-    found = []
+    left = []
     for folder in (root / inside, *(root / parent for parent in inside.parents)):
         if not (folder / limit).is_file() or (allowed := (folder / limit).read_text().strip()) == "max":
             continue
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         cached = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
-        found.append(int(allowed) - int((folder / usage).read_text()) + cached)
-    return found
+        left.append(int(allowed) - int((folder / usage).read_text()) + cached)
+    return left

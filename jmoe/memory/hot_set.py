@@ -1,4 +1,4 @@
-"""Which records deserve a place: hit counts, and the set of slots that is ruled by them.
+"""Hit counts, which say which records deserve a place, and the set of slots that they rule.
 
 A record is a number from 0 to num_records - 1. `LFUCache` (host memory) and `SlotPool` (device memory) both stand on
 this. Not thread-safe: whoever shares one holds a lock.
@@ -15,9 +15,9 @@ from jmoe.config import check
 # Decayed counts grow by beta ** -decays. Before that leaves float64 they are all brought down again.
 RESCALE_ABOVE = 2.0**512
 # How much better other counts must explain the uses before the old ones are forgotten: log likelihood, natural units.
-FORGET_FROM = 20.0
+CUSUM_THRESHOLD = 20.0
 # The most that one step may add to that: an odd one alone makes nothing be forgotten.
-STEP_SAYS = 10.0
+MAX_STEP_EVIDENCE = 10.0
 # Uses of every record that counts are taken to begin with, so that what has not been seen is not impossible.
 PRIOR = 2.0
 # What is left of counts that are forgotten: it orders what nothing newer does.
@@ -27,7 +27,7 @@ ANNOUNCED = 2.0**900
 
 
 def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
-    """`indices` as a flat integer array; `ValueError` if one of them is no record."""
+    """Return `indices` as a flat integer array; `ValueError` if one of them is no record."""
     ids = np.asarray(indices, dtype=np.int64).reshape(-1)
     unknown = ids[(ids < 0) | (ids >= num_records)]
     if unknown.size:
@@ -36,21 +36,19 @@ def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
 
 
 class HitCounts:
-    """Hit counts that forget when the traffic changes: a step that uses a record adds 1; `scores` are what ranks.
+    """Hit counts that forget when the traffic changes: a step that uses a record adds 1; `scores` rank the records.
 
     The more steps are counted the better is the order of the records known, unless their popularity has changed. So
-    `scores` do not decay, but other counts are kept beside them: decayed ones (MoESys, Algorithm 2: times beta every
-    `decay_every_steps` steps), and those since the step at which a change is suspected. Each predicts which records a
-    step uses, a record's share of them being its share of the counts. Where one of the two has explained what came
-    better than the scores by `FORGET_FROM` (the sum of log likelihood ratios over uses, from where it was last
-    below 0: Page's CUSUM test), it becomes the scores. The fresh counts notice that everything is different, within
-    a few steps; the decayed ones that something is, or drifts.
-    Scores only ever rise but when something is forgotten, which `generation` counts. Counts belong to records, not
-    to slots, so they survive eviction.
+    `scores` do not decay, but other counts are kept beside them: decayed ones (MoESys, Algorithm 2, arXiv 2205.10034:
+    times beta every `decay_every_steps` steps), and fresh ones since the step at which a change is suspected. Each
+    predicts that a step uses records in proportion to their counts. Where one has explained what came better than the
+    scores by `CUSUM_THRESHOLD` (the sum of log likelihood ratios over uses, from where it was last below 0: Page's
+    CUSUM test, Biometrika 1954), it becomes the scores. Fresh counts notice within a few steps that everything is
+    different, decayed ones that something is, or drifts. Scores only fall when something is forgotten, which
+    `generation` counts. Counts belong to records, not to slots, so they survive eviction.
 
     Who knows what the next step will use says so with `expect`. Until it is used, such a record ranks above all that
-    are not expected: the rule that is best when the future is known (Belady's), as far as it is known here.
-    MoESys, Algorithm 2 (arXiv 2205.10034); Page, Continuous inspection schemes (Biometrika 1954).
+    are not expected: the rule that is best when the future is known (Belady's), as far as it is known.
     """
 
     def __init__(self, num_records: int, *, beta: float = 0.8, decay_every_steps: int = 4) -> None:
@@ -72,16 +70,13 @@ class HitCounts:
         return self.scores.size
 
     def expect(self, indices: ArrayLike) -> None:
-        """All that the next step will use, in order, which is after what was expected before.
-
-        What has not come by the end of the step after that is not expected any more.
-        """
+        """Expect all that the next step will use, in order, until the end of the step after that."""
         for index in record_ids(indices, self.num_records).tolist():
             self._coming.setdefault(index, deque()).append(self._place)
             self._place += 1
 
     def used(self, index: int) -> bool:
-        """An expected use of the record has come, so that its rank falls; False if none was expected."""
+        """Note that an expected use of the record has come, so its rank falls; return False if none was expected."""
         coming = self._coming.get(index)
         if coming is None:
             return False
@@ -91,13 +86,13 @@ class HitCounts:
         return True
 
     def rank(self, index: int, *, uses: int = 0) -> float:
-        """What says which of two records deserves its place more, after so many of the expected uses."""
+        """Return which of two records deserves its place more, after so many of the expected uses: the higher rank."""
         coming = self._coming.get(index, ())
         return ANNOUNCED / (1 + coming[uses]) if len(coming) > uses else float(self.scores[index])
 
     @property
     def decayed(self) -> NDArray[np.float64]:
-        """The counts of Algorithm 2, [num_records]: every use since the last change, with its decay."""
+        """Return the counts of Algorithm 2, [num_records]: every use since the last change, with its decay."""
         return self._decayed / self._hit
 
     def touch(self, indices: ArrayLike) -> None:
@@ -123,18 +118,18 @@ class HitCounts:
         self._compare(ids)
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
-        if self._fresh_is_better >= FORGET_FROM:
+        if self._fresh_is_better >= CUSUM_THRESHOLD:
             self._forget(self._fresh)
-        elif self._decayed_is_better >= FORGET_FROM:
+        elif self._decayed_is_better >= CUSUM_THRESHOLD:
             self._forget(self.decayed)
 
     def _compare(self, ids: NDArray[np.int64]) -> None:
-        """Which counts foretold this step better than the scores did; the fresh ones begin again if they did not."""
+        """Add up how much better other counts foretold this step; the fresh ones begin again if they did not."""
         scores = _log_likelihood(self.scores, ids, 1.0)
         decayed = _log_likelihood(self._decayed, ids, self._hit)
         fresh = _log_likelihood(self._fresh, ids, 1.0)
-        self._decayed_is_better = max(0.0, self._decayed_is_better + min(decayed - scores, STEP_SAYS))
-        self._fresh_is_better = max(0.0, self._fresh_is_better + min(fresh - scores, STEP_SAYS))
+        self._decayed_is_better = max(0.0, self._decayed_is_better + min(decayed - scores, MAX_STEP_EVIDENCE))
+        self._fresh_is_better = max(0.0, self._fresh_is_better + min(fresh - scores, MAX_STEP_EVIDENCE))
         if self._fresh_is_better > 0:
             self._fresh[ids] += 1
         else:
@@ -150,13 +145,13 @@ class HitCounts:
 
 
 def _log_likelihood(counts: NDArray[np.float64], ids: NDArray[np.int64], one: float) -> float:
-    """log P of uses of these records, where each has its share of the counts; `one` is what a use has added."""
+    """Return log P of uses of these records, where each has its share of the counts; `one` is what a use has added."""
     prior = PRIOR * one
     return float(np.log(counts[ids] + prior).sum() - ids.size * np.log(counts.sum() + prior * counts.size))
 
 
 class HotSet:
-    """`num_slots` slots that hold records; knows which of them deserves its place least.
+    """Says which of the records in `num_slots` slots deserves its place least.
 
     The victim is the slot with the lowest score; among equal ones the record that came last, so that on balanced
     traffic what is there stays there (evicting the oldest would lose every hit of a repeating order). Slots with pins
@@ -187,7 +182,7 @@ class HotSet:
         return len(self._free)
 
     def victim(self) -> int | None:
-        """The slot to give up next; None if every occupied slot is pinned."""
+        """Return the slot to give up next; None if every occupied slot is pinned."""
         if self._generation != self.counts.generation or len(self._heap) > 8 * self.num_slots:
             self._rebuild()
         heap = self._heap
@@ -226,7 +221,7 @@ class HotSet:
         return record
 
     def pin(self, slots: ArrayLike) -> None:
-        """One more pin on each of these different, occupied slots."""
+        """Put one more pin on each of these different, occupied slots."""
         slots = np.asarray(slots)
         self.num_pinned += int(np.count_nonzero(self._pins[slots] == 0))
         self._pins[slots] += 1
@@ -242,16 +237,8 @@ class HotSet:
             if not self._in_heap[slot]:
                 self._push(slot)
 
-    def is_pinned(self, slot: int) -> bool:
-        return bool(self._pins[slot])
-
-    def records(self) -> list[int]:
-        """The records that are here, by slot."""
-        held: list[int] = self.record_in[self.record_in >= 0].tolist()
-        return held
-
     def fallen(self, record: int) -> None:
-        """The rank of this record, which is here, has fallen."""
+        """Note that the rank of this record, which has a slot, has fallen."""
         self._push(int(self.slot_of[record]))
 
     def _score(self, slot: int) -> float:

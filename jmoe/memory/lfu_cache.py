@@ -1,16 +1,13 @@
-"""The bookkeeping of the host tier: which records are in memory, and which one goes when another comes.
+"""Bookkeeping of the host tier: which records are in memory, and which one goes when another comes.
 
 Slots are numbers of places in `RecordBuffers`: `num_slots` of them form the cache, `staging_slots` more take what the
-cache does not let in, and what it has given up until that is written back. Not thread-safe: `TieredStore` holds the
-lock.
+cache does not let in, and what it has given up until that is written back. Not thread-safe: `TieredStore` holds a lock.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
-
-from numpy.typing import ArrayLike
 
 from jmoe.config import check
 from jmoe.memory.hot_set import HitCounts, HotSet
@@ -80,21 +77,13 @@ class LFUCache:
     def num_slots(self) -> int:
         return self._hot.num_slots
 
-    def touch(self, indices: ArrayLike) -> None:
-        """Count one step that used these records."""
-        self.counts.touch(indices)
-
-    def expect(self, indices: ArrayLike) -> None:
-        """All that the next step will use, in order; see `HitCounts.expect`."""
-        self.counts.expect(indices)
-
     def slot_of(self, index: int) -> int | None:
-        """The slot that the record has, or None."""
+        """Return the slot that the record has, or None."""
         place = int(self._hot.slot_of[index])
         return self._slot_at[place] if place >= 0 else self._staged.get(index)
 
     def use(self, index: int) -> int | None:
-        """The slot of a record that is here, with one more pin, counted as a hit or miss; None if it is not here."""
+        """Return the slot of a record, with one more pin, counted as a hit or miss; None if it has none."""
         slot = self.slot_of(index)
         if slot is None:
             return None
@@ -111,7 +100,7 @@ class LFUCache:
         return slot
 
     def admit(self, index: int, *, demanded: bool) -> int | None:
-        """A slot, pinned once, to read a record into that is not here; None if there is none for it now.
+        """Return a slot, pinned once, to read a record into that has none; None if there is none for it now.
 
         demanded: someone waits for the record, so what was read ahead may be given up for it; a read ahead itself
         may not push out another one that is not used yet.
@@ -141,13 +130,12 @@ class LFUCache:
             self._free_staging.append(slot)
 
     def discard(self, index: int) -> None:
-        """A record read ahead will not be used after all: its staging slot may be taken."""
+        """Let the staging slot of a record be taken that was read ahead and will not be used."""
         if index in self._fresh:
             self._fresh.remove(index)
             self._unused += 1
 
     def unpin(self, slot: int) -> None:
-        """Take back one pin."""
         if slot in self._place_of:
             self._hot.unpin(self._place_of[slot])
             return
@@ -157,30 +145,30 @@ class LFUCache:
 
     @property
     def num_dirty(self) -> int:
-        """Records that are newer here than in the store, those being written included."""
+        """Return how many records are newer here than in the store, those being written included."""
         return len(self._dirty) + len(self._writing)
 
     def is_writing(self, index: int) -> bool:
-        """Whether the record is handed out to be written, so that its bytes must not change."""
+        """Return whether the record is handed out to be written, so that its bytes must not change."""
         return index in self._writing
 
     def mark_dirty(self, index: int) -> None:
-        """A record that is here, pinned by the caller, has changed."""
+        """Note that a record, pinned by the caller, has changed."""
         self._dirty.setdefault(index)
         if index in self._staged:
             self._to_write.setdefault(index)
 
     def forget_changes(self, index: int) -> None:
-        """A record need not be written, whatever was changed in it; one that is being written is written to its end."""
+        """Do not write a record, whatever was changed in it; one that is being written is written to its end."""
         for queue in (self._dirty, self._to_write, self._to_clean):
             queue.pop(index, None)
 
     def write_back(self) -> None:
-        """Every record that is dirty now is to be written."""
+        """Have every record written that is dirty now."""
         self._to_clean |= self._dirty
 
     def next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
-        """(record, slot) of a dirty record to write now, with a pin for the writer; None if there is none.
+        """Return (record, slot) of a dirty record to write now, with a pin for the writer; None if there is none.
 
         changing: records not to hand out, since somebody is writing to their memory.
         """

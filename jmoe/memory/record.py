@@ -1,17 +1,17 @@
 """A record in host memory, in use. Axes: R bytes of a record."""
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import check
+from jmoe.memory.closing import Closing
 from jmoe.memory.link import Link
 
 
-class Record:
+class Record(Closing):
     """A record in host memory, for as long as it is open: use it in a `with` statement.
 
     record[name] is an array of the record's layout, `data_R` all its bytes, read-only unless it was got as writable.
@@ -36,7 +36,7 @@ class Record:
         return self._views[name]
 
     def put(self) -> None:
-        """The record has been changed: it is dirty from now on, and given back."""
+        """Give the record back as changed: it is dirty from now on."""
         check(self.data_R.flags.writeable, "writable", False, "must be True in `get` to put a record")
         self._close(True)
 
@@ -49,11 +49,3 @@ class Record:
         if give_back is not None:
             self._link.finish(self._start_s, self.data_R.nbytes)
             give_back(dirty)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

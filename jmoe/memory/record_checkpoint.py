@@ -1,13 +1,11 @@
 """Records as part of an Orbax checkpoint: pinned when it is saved, copied to its folder afterwards.
 
-Records in host memory have no files to pin: they are written into the folder at once.
-
 A step's item `records` is a folder of lists, `process-K.json`: which versions process K had pinned, and where. The pins
 are hard links beside the store (`VersionStore.pin`), so saving takes time by the number of records, none by their
 bytes, and the lists commit with the rest of the step, by Orbax's rename. Then each process copies its pinned versions
-into the folder, `NAME/INDEX.COUNTER.TOKEN`; where that is the same file system, or the step before has the same
-version, a hard link does it. `durable-K.json` says that process K is done. A step with all of those needs no local
-folder any more.
+into the folder, `NAME/INDEX.COUNTER.TOKEN`; a hard link does where that is the same file system, or the step before has
+the same version. `durable-K.json` says that process K is done: a step with all of those needs no local folder any more.
+Records in host memory have no files to pin: they are written into the folder at once.
 """
 
 import contextlib
@@ -26,7 +24,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.direct_io import Io, fsync_folder, io_of, write_file
+from jmoe.memory.direct_io import Io, fsync, io_of, write_file
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import Indexed, flush, places, read_lists, whole_files, write_records
 from jmoe.memory.version_store import PINS, Version, VersionStore, is_pins, remove_store, remove_versions, sealed
@@ -45,8 +43,8 @@ class DrainStats:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A process's records of a step. files: one that is whole, of every record, by store.
+class StepRecords:
+    """What `find` says of a process's records of a step. files: one that is whole, of every record, by store.
 
     damaged: a sentence for every file that is not what was written. missing: records without a whole file.
     """
@@ -57,14 +55,8 @@ class Found:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file of a step, relative to the step's folder, is a record."""
+    """Return whether a file of a step, relative to the step's folder, is a record."""
     return len(path.parts) == 3 and path.parts[0].startswith(ITEM) and Version.parse(path.name) is not None
-
-
-def is_durable(folder: Path) -> bool:
-    """Whether every process has copied its records of this step."""
-    lists = read_lists(folder)
-    return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
 
 
 class RecordCheckpoints:
@@ -105,7 +97,7 @@ class RecordCheckpoints:
         self._drained = (0, 0)  # records, of how many
         self._counted = 0  # records, by `find` and `write_memory`
         self._stats = DrainStats()
-        self._found: tuple[Path, Found] | None = None  # by `find`, for `restore`
+        self._found: tuple[Path, StepRecords] | None = None  # by `find`, for `restore`
 
     def pin(self, step: int) -> dict[str, Any]:
         """Pin the current versions under the step's number; what `write_list` writes. Flush caches first.
@@ -132,7 +124,7 @@ class RecordCheckpoints:
         path.write_text(json.dumps(pinned))
 
     def committed(self, folder: Path, steps: list[int]) -> None:
-        """The step of `folder` is committed: begin to drain it, and to free the pins of all steps but `steps`."""
+        """Begin to drain the step of `folder`, which is committed, and to free the pins of all steps but `steps`."""
         self.wait()
         self._start(self._drain_and_free, folder, {str(step) for step in steps})
 
@@ -170,24 +162,20 @@ class RecordCheckpoints:
             raise
 
     def progress(self) -> tuple[int, ...]:
-        """What changes as long as records are saved, drained or restored."""
+        """Return what changes as long as records are saved, drained or restored."""
         return (*self._drained, self._counted)
 
-    def missing(self, folder: Path) -> list[str]:
-        """This process's records that have no whole file, for a step of any number of processes; empty if none."""
-        return self.find(folder).missing
-
-    def find(self, folder: Path) -> Found:
-        """Read every record of this process, for a step of any number of processes: pinned files first, then copies.
+    def find(self, folder: Path) -> StepRecords:
+        """Read every record of this process, in a step of any number of processes: pinned files first, then copies.
 
         `ValueError` naming a list that is damaged.
         """
         lists = read_lists(folder)
         num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
-        found = Found({}, [], [])
+        records = StepRecords({}, [], [])
         if len(lists) != num_processes or not lists:
-            found.missing.append(f"{folder}: {len(lists)} lists of {num_processes} processes")
-            return found
+            records.missing.append(f"{folder}: {len(lists)} lists of {num_processes} processes")
+            return records
         kinds = {name: (store.layout, store.owned) for name, store in self.stores.items()}
         kinds |= {name: (sealed(layout), self._owned) for name, layout in self._layouts.items()}
         saved = {name for listed in lists.values() for name in listed["versions"]}
@@ -197,11 +185,11 @@ class RecordCheckpoints:
                 there = places(folder, name, lists)
                 owned = tuple(index for index in owned if index in there)
             files, damaged = whole_files(folder, name, layout, owned, self._count)
-            found.files[name] = files
-            found.damaged.extend(damaged)
-            found.missing.extend(f"{name} {index}" for index in owned if index not in files)
-        self._found = folder, found
-        return found
+            records.files[name] = files
+            records.damaged.extend(damaged)
+            records.missing.extend(f"{name} {index}" for index in owned if index not in files)
+        self._found = folder, records
+        return records
 
     def restore(self, folder: Path) -> None:
         """Make the records of this step the current ones: linked from what is pinned here, or copied.
@@ -209,15 +197,15 @@ class RecordCheckpoints:
         Goes on with the drain of the step if a killed process left it to this one. Raises `FileNotFoundError` naming
         the records that are whole neither here nor in the step.
         """
-        found = self._found[1] if self._found is not None and self._found[0] == folder else self.find(folder)
+        records = self._found[1] if self._found is not None and self._found[0] == folder else self.find(folder)
         self._found = self._error = None
-        if found.missing:
-            what = f"{len(found.missing)} records, the first {found.missing[0]}, are neither on this machine nor "
-            what += f"drained; {' '.join(found.damaged[:8])} delete {folder.parent} to go on from an older step"
+        if records.missing:
+            what = f"{len(records.missing)} records, the first {records.missing[0]}, are neither on this machine nor "
+            what += f"drained; {' '.join(records.damaged[:8])} delete {folder.parent} to go on from an older step"
             raise FileNotFoundError(errno.ENOENT, what, str(folder))
         for name, store in self.stores.items():
             partial = name in self.partial
-            store.restore(found.files.get(name, {}) if partial else found.files[name], partial=partial)
+            store.restore(records.files.get(name, {}) if partial else records.files[name], partial=partial)
         lists = read_lists(folder)
         self.restored = list(lists.values())
         own = lists.get(self.process, {"pins": {}})["pins"]
@@ -232,7 +220,6 @@ class RecordCheckpoints:
         return self._stats
 
     def close(self) -> None:
-        """Wait for the drain, unless one has failed already."""
         if self._error is None:
             self.wait()
 
@@ -274,7 +261,7 @@ class RecordCheckpoints:
                 continue
             if place.is_dir() and not any(path.is_relative_to(place.absolute()) for path in pins):
                 with contextlib.suppress(FileNotFoundError):  # another process of this machine does the same
-                    removed = [remove_store(found, store.fingerprint) for found in list(place.iterdir())]
+                    removed = [remove_store(kind, store.fingerprint) for kind in list(place.iterdir())]
                     if any(removed):
                         print(f"{place}: removed records of a process that is no more, unneeded by now", flush=True)
                         with contextlib.suppress(OSError):  # something else is there
@@ -282,7 +269,7 @@ class RecordCheckpoints:
 
     def _drain(self, folder: Path) -> bool:
         before = _step_before(folder)
-        steps, linked, copied, copied_bytes = 1, 0, 0, 0
+        linked = copied = copied_bytes = 0
         try:
             io = io_of(folder)
             pinned = {
@@ -299,18 +286,18 @@ class RecordCheckpoints:
                     else:
                         _copy(store, source, target, buffers, io)
                         copied, copied_bytes = copied + 1, copied_bytes + buffers.slot_bytes
-                fsync_folder(folder / name)
+                fsync(folder / name)
             mark = folder / f"durable-{self.process}.json"
             mark.with_suffix(".tmp").write_text(json.dumps({"linked": linked, "copied": copied}))
             mark.with_suffix(".tmp").rename(mark)
-            fsync_folder(folder)
+            fsync(folder)
         except FileNotFoundError:
             if folder.exists():
                 raise
             return False
         was = self._stats
         self._stats = DrainStats(
-            was.steps + steps, was.linked + linked, was.copied + copied, was.copied_bytes + copied_bytes
+            was.steps + 1, was.linked + linked, was.copied + copied, was.copied_bytes + copied_bytes
         )
         return True
 
@@ -325,7 +312,7 @@ def _fulfil(future: Future[object], work: Callable[..., object], *arguments: Any
 
 
 def _step_before(folder: Path) -> Path:
-    """The same item of the step before; it may not exist."""
+    """Return the folder of records of the step before; it may not exist."""
     root, step = folder.parent.parent, int(folder.parent.name)
     older = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and int(entry.name) < step]
     return root / str(max(older, default=-1)) / folder.name
@@ -352,7 +339,7 @@ def _copy(store: VersionStore, source: Path, target: Path, buffers: RecordBuffer
 
 
 class RecordsHandler(ocp.AsyncCheckpointHandler):
-    """The item of an Orbax step that is a `RecordCheckpoints`; see `RecordsSave` and `RecordsRestore`."""
+    """The item of an Orbax step that is a `RecordCheckpoints`, which restores it itself."""
 
     async def async_save(self, directory: Path, args: "RecordsSave") -> list[ocp.future.Future]:
         """Pin and write what is in memory now; the list is written in the background."""
@@ -365,26 +352,16 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name=ITEM)]
 
     def save(self, directory: Path, args: "RecordsSave") -> None:
-        pinned = args.records.pin(args.step)
-        args.records.write_memory(Path(directory), pinned)
-        args.records.write_list(Path(directory), pinned)
+        raise NotImplementedError
 
-    def restore(self, directory: Path, args: "RecordsRestore") -> None:
-        args.records.restore(Path(directory))
+    def restore(self, directory: Path, args: Any = None) -> None:
+        raise NotImplementedError
 
 
-@ocp.args.register_with_handler(RecordsHandler, for_save=True)
+@ocp.args.register_with_handler(RecordsHandler, for_save=True, for_restore=True)
 @dataclass
 class RecordsSave(ocp.args.CheckpointArgs):
     """Save the current versions with a step."""
 
     records: RecordCheckpoints
     step: int
-
-
-@ocp.args.register_with_handler(RecordsHandler, for_restore=True)
-@dataclass
-class RecordsRestore(ocp.args.CheckpointArgs):
-    """Make the versions of a step current."""
-
-    records: RecordCheckpoints

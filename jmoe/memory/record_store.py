@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -30,7 +29,8 @@ from numpy.typing import DTypeLike, NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from jmoe.memory.checksum import checksum
-from jmoe.memory.direct_io import check_buffer, fsync_folder, make_folder, naming_the_room, read_all, write_all
+from jmoe.memory.closing import Closing
+from jmoe.memory.direct_io import check_buffer, fsync, make_folder, naming_the_room, read_all, write_all
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
 MANIFEST = "manifest.json"
@@ -43,7 +43,7 @@ log = logging.getLogger("jmoe")
 
 
 class PackError(ValueError):
-    """The folder holds no usable pack: none, a half-written or damaged one, or one of something else."""
+    """A folder holds no usable pack: none, a half-written or damaged one, or one of something else."""
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -66,7 +66,7 @@ class RecordField:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Which arrays a record holds and where: in the order given, each at a multiple of 64 bytes.
+    """Says which arrays a record holds and where: in the order given, each at a multiple of 64 bytes.
 
     `RecordLayout.of({"w1": ((D, F), np.float32), ...})` makes one. data_bytes: up to the end of the last array;
     record_bytes: rounded up to whole pages of 4096 bytes, the size and alignment of a record everywhere.
@@ -102,14 +102,14 @@ class RecordLayout:
         return _round_up(self.data_bytes, PAGE_BYTES)
 
     def views(self, record_R: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """The arrays of the record in these `record_bytes` bytes; views, writable as far as the bytes are."""
+        """Return the record's arrays in these `record_bytes` bytes: views, writable as far as the bytes are."""
         return {
             f.name: record_R[f.offset_bytes : f.offset_bytes + f.num_bytes].view(f.dtype).reshape(f.shape)
             for f in self.fields
         }
 
     def describe(self) -> list[list[Any]]:
-        """For the manifest: [name, shape, dtype, offset] of every array."""
+        """Return [name, shape, dtype, offset] of every array, for the manifest."""
         return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
 
 
@@ -132,12 +132,12 @@ class HostRecords:
 
     @classmethod
     def fill(cls, layout: RecordLayout, num_records: int, fill: Fill, owned: Iterable[int] | None = None) -> Self:
-        """Allocate them and let `fill` write each one, as `RecordStore.pack` does."""
-        here = tuple(range(num_records) if owned is None else owned)
-        buffers = RecordBuffers(len(here), layout.record_bytes)
-        for slot, index in enumerate(here):
+        """Allocate records and let `fill` write each one, as `RecordStore.pack` does."""
+        records = tuple(range(num_records) if owned is None else owned)
+        buffers = RecordBuffers(len(records), layout.record_bytes)
+        for slot, index in enumerate(records):
             fill(index, layout.views(buffers.slot(slot)))
-        return cls(layout, buffers, here, num_records)
+        return cls(layout, buffers, records, num_records)
 
     @property
     def num_records(self) -> int:
@@ -145,7 +145,6 @@ class HostRecords:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """The records that are here."""
         return tuple(range(self.buffers.num_slots)) if self.only is None else self.only
 
     @cached_property
@@ -153,12 +152,11 @@ class HostRecords:
         return {index: slot for slot, index in enumerate(self.owned)}
 
     def slot_of(self, index: int) -> int:
-        """Where a record is."""
         check(index in self._slots, "index", index, "must be one of the records that this process owns")
         return self._slots[index]
 
 
-class RecordStore:
+class RecordStore(Closing):
     """A pack, open for reading; its methods may be called from many threads.
 
     `RecordStore.pack(...)` opens the pack of a folder or makes it first; `RecordStore.open(...)` only opens.
@@ -190,10 +188,7 @@ class RecordStore:
         expected = manifest_of(layout, num_records, fingerprint)
         for last_try in (False, True):
             manifest = read_manifest(folder)
-            differ = [key for key in expected if manifest.get(key) != expected[key]]
-            if differ:
-                was = {key: manifest.get(key) for key in differ}
-                raise PackError(f"{folder}: packed with {was}, expected { {key: expected[key] for key in differ} }")
+            check_manifest(folder, manifest, expected)
             path = folder / str(manifest.get("file"))
             try:
                 store = cls(path, layout, _sums(folder, manifest), repair)
@@ -304,17 +299,9 @@ class RecordStore:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _open_for_reading(path: Path) -> tuple[int, str]:
-    """A file descriptor and how it reads: with O_DIRECT where a first page really comes that way."""
+    """Return a file descriptor and how it reads: with O_DIRECT where a first page really comes that way."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -332,7 +319,7 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
 
 
 def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dict[str, Any]:
-    """What a folder of such records says of itself."""
+    """Return what a folder of such records says of itself."""
     return {
         "format": FORMAT,
         "layout": layout.describe(),
@@ -343,7 +330,7 @@ def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> dic
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The folder's manifest; `PackError` if there is none that can be read."""
+    """Return the folder's manifest; `PackError` if there is none that can be read."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -356,23 +343,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def check_manifest(folder: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise `PackError` naming the fields in which a manifest differs from what is expected."""
+    differ = [key for key in expected if manifest.get(key) != expected[key]]
+    if differ:
+        was = {key: manifest.get(key) for key in differ}
+        raise PackError(f"{folder}: holds {was}, expected { {key: expected[key] for key in differ} }")
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Replace the folder's manifest at once."""
-    fsync_folder(folder)  # the data file's name must not come after the manifest's
+    fsync(folder)  # the data file's name must not come after the manifest's
     path = folder / f"{MANIFEST}.tmp"
-    with path.open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        try:
-            os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    path.write_text(json.dumps(manifest, indent=1))
+    fsync(path)
     path.replace(folder / MANIFEST)
-    fsync_folder(folder)
+    fsync(folder)
 
 
 def _sums(folder: Path, manifest: dict[str, Any]) -> NDArray[np.uint64]:
-    """The checksums of the records; `PackError` if there are none, or not those that were written."""
+    """Return the checksums of the records; `PackError` if there are none, or not those that were written."""
     try:
         sums_N = np.frombuffer(bytes.fromhex(manifest["sums"]), np.uint64)
     except (KeyError, TypeError, ValueError) as error:

@@ -7,13 +7,13 @@ section 3.3.2 (arXiv 2205.10034).
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from jmoe.config import check
+from jmoe.memory.closing import Closing
 from jmoe.memory.link import Link, LinkStats
 
 
@@ -34,7 +34,7 @@ class RingStats:
     waited_s: float
 
 
-class Ring:
+class Ring(Closing):
     """`num_slots` slots that hold the layers of `order` by turns, one round after the other.
 
     `acquire()` waits for the next layer of the order and returns it with its slot; `release()` gives back the
@@ -45,9 +45,7 @@ class Ring:
     needed last is taken. A slot is never written to between acquire and release.
 
     load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread of the ring, one
-    call at a time, and must not return before the slot may be used. resident: layers that keep the slot they first
-    get; at least one slot has to be left for the others (two, for loads to overlap with use). Spread evenly over
-    the layers they cut the bytes of a round and leave the time to load the rest.
+    call at a time, and must not return before the slot may be used.
     bandwidth_limit_bytes_per_s: loads take at least the time that a link of that bandwidth needs.
 
     Errors: what `load` raised is raised by every later `acquire`, `restart`, `reload` and `wait`, for good, since what
@@ -61,11 +59,9 @@ class Ring:
         num_slots: int,
         load: Callable[[int, int], int],
         *,
-        resident: Collection[int] = (),
         bandwidth_limit_bytes_per_s: float | None = None,
         wait_limit_s: float = 300.0,
     ) -> None:
-        self._resident = frozenset(resident)
         check(num_slots > 0, "num_slots", num_slots, "must be greater than 0")
         check(wait_limit_s > 0, "wait_limit_s", wait_limit_s, "must be greater than 0")
         self._load, self._wait_limit_s = load, wait_limit_s
@@ -92,12 +88,12 @@ class Ring:
 
     @property
     def layers(self) -> list[int | None]:
-        """The layer of every slot, also one that is being loaded; None for an empty slot."""
+        """Return the layer of every slot, also one that is being loaded; None for an empty slot."""
         with self._changed:
             return list(self._layer_in)
 
     def acquire(self) -> Acquired:
-        """The next layer of the order, when it is in its slot."""
+        """Return the next layer of the order when it is in its slot."""
         with self._changed:
             start_s = time.monotonic()
             waited = False
@@ -126,10 +122,7 @@ class Ring:
             self._plan()
 
     def restart(self, order: Sequence[int] | None = None) -> None:
-        """Begin a round anew, in another order if one is given; what is in the slots stays.
-
-        Every layer acquired must have been released.
-        """
+        """Begin a round anew, in another order if one is given; what is in the slots stays. All must be released."""
         with self._changed:
             self._check_loads()
             self._check_all_released()
@@ -137,10 +130,7 @@ class Ring:
             self._begin(self._order if order is None else order)
 
     def reload(self) -> None:
-        """Load the layers that stay in their slots for the next round once more, the first to be used first.
-
-        For layers that change below. Every layer acquired must have been released.
-        """
+        """Load once more the layers that stay in their slots for the next round. All must be released."""
         with self._changed:
             self._check_loads()
             self._check_all_released()
@@ -173,16 +163,7 @@ class Ring:
         if self._thread.is_alive():
             raise TimeoutError(f"ring: slot {self._loading} is still being loaded {self._wait_limit_s} s after close()")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _check_loads(self) -> None:
-        """Raise the error of a load that has failed, if any."""
         if self._error is not None:
             raise self._error
 
@@ -193,13 +174,6 @@ class Ring:
     def _begin(self, order: Sequence[int]) -> None:
         """Plan `order` from its first position. The lock is held."""
         check(len(order) > 0, "order", order, "must name at least one layer")
-        moving = set(order) - self._resident
-        check(
-            self.num_slots >= len(self._resident) + bool(moving),
-            "num_slots",
-            self.num_slots,
-            f"must exceed the {len(self._resident)} resident layers, which leave no slot for the others",
-        )
         self._order = tuple(order)
         self._acquired = self._released = self._planned_to = 0  # positions, counted on from round to round
         self._planned: deque[int] = deque()  # slots of the positions from _released on
@@ -230,20 +204,16 @@ class Ring:
         self._changed.notify_all()
 
     def _free_slot(self) -> int | None:
-        """A slot that no planned position needs; the one whose layer the order comes to last."""
-        free = [
-            slot
-            for slot, uses in enumerate(self._uses)
-            if not uses and slot != self._loading and self._layer_in[slot] not in self._resident
-        ]
+        """Return a slot that no planned position needs; the one whose layer the order comes to last."""
+        free = [slot for slot, uses in enumerate(self._uses) if not uses and slot != self._loading]
         return max(free, key=self._distance, default=None)
 
     def _distance(self, slot: int) -> int:
-        """Positions from the next one to plan to the next use of a slot's layer; empty slots are infinitely far."""
+        """Return the positions from the next one to plan to the next use of a slot's layer, or one round."""
         layer = self._layer_in[slot]
         ahead = range(self._planned_to, self._planned_to + len(self._order))
-        found = (position - self._planned_to for position in ahead if self._layer_at(position) == layer)
-        return next(found, len(self._order))
+        uses = (position - self._planned_to for position in ahead if self._layer_at(position) == layer)
+        return next(uses, len(self._order))
 
     def _forget(self, slot: int) -> None:
         layer = self._layer_in[slot]

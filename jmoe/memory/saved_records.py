@@ -5,10 +5,8 @@ record, and `pins`, the folders on the process's machine that have them. What is
 the step itself, `KIND/INDEX.COUNTER.TOKEN`. All files are sealed (`version_store`). Axes: R bytes of a record.
 """
 
-import contextlib
 import errno
 import json
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.direct_io import fsync_folder, naming_the_room
+from jmoe.memory.direct_io import fsync, naming_the_room
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import Version, check_sealed, sealed, set_seal
 
@@ -49,14 +47,12 @@ def _list(path: Path) -> dict[str, Any]:
 
 def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
     """Return where the files of the records of a kind may be, the best place first."""
-    found = {}
+    files = {}
     for listed in lists.values():
         for name in listed["versions"].get(kind, []):
-            version = Version.parse(name)
-            assert version is not None, name
             pinned = [Path(listed["pins"][kind]) / name] if kind in listed["pins"] else []
-            found[version.index] = [*pinned, folder / kind / name]
-    return found
+            files[Version.of(name).index] = [*pinned, folder / kind / name]
+    return files
 
 
 def whole_files(
@@ -80,19 +76,16 @@ def whole_files(
             damaged += lines
         return whole, damaged
 
-    files: dict[int, Path] = {}
-    sentences: list[str] = []
     with ThreadPoolExecutor(THREADS, "verify") as pool:
-        for whole, damaged in pool.map(part, range(THREADS)):
-            files |= whole
-            sentences += damaged
-    return files, sentences
+        parts = list(pool.map(part, range(THREADS)))
+    files = {index: path for whole, _ in parts for index, path in whole.items()}
+    return files, [line for _, damaged in parts for line in damaged]
 
 
 def first_whole(paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]) -> tuple[Path | None, list[str]]:
-    """Read the first of these files that is what was written; a sentence for every one that is not."""
+    """Read the first of these files that is what was written; return it, and a sentence for every one that is not."""
     errors = []
-    found = None
+    whole = None
     for path in paths:
         try:
             check_sealed(path, layout, record_R, "buffered")
@@ -101,10 +94,10 @@ def first_whole(paths: list[Path], layout: RecordLayout, record_R: NDArray[np.ui
         except OSError as error:
             errors.append((path, f"{path}: {error.strerror}"))
         else:
-            found = path
+            whole = path
             break
-    instead = f"{found} is used instead" if found is not None else "no other file has this record"
-    return found, [f"{line}; {instead}, delete {path}." for path, line in errors]
+    instead = f"{whole} is used instead" if whole is not None else "no other file has this record"
+    return whole, [f"{line}; {instead}, delete {path}." for path, line in errors]
 
 
 class SavedRecords:
@@ -151,7 +144,7 @@ def write_records(
     """
     folder.mkdir(exist_ok=True)
     layout = sealed(layout)
-    versions = {version.index: version for version in map(Version.parse, names) if version is not None}
+    versions = {version.index: version for version in map(Version.of, names)}
     buffers = RecordBuffers(2 * THREADS, layout.record_bytes)
     free = queue.SimpleQueue[int]()
     for slot in range(buffers.num_slots):
@@ -183,7 +176,6 @@ def write_records(
 def flush(folder: Path, names: Iterable[str]) -> None:
     """Make files of a folder durable, and their names."""
     for name in names:
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        with contextlib.closing(os.fdopen(descriptor, "rb")) as file, naming_the_room(folder / name, name):
-            os.fsync(file.fileno())
-    fsync_folder(folder)
+        with naming_the_room(folder / name, name):
+            fsync(folder / name)
+    fsync(folder)

@@ -1,8 +1,7 @@
-"""Records of a model, wherever they are: on NVMe behind a cache in host memory, or all in host memory.
+"""Records, wherever they are: on NVMe behind a cache in host memory, or all in host memory.
 
 Worker threads read from NVMe into page-aligned host memory, ahead where told to; `get` waits for what is not there
 yet. Others write back what was changed (`Record.put`), where the store is a `VersionStore`. Everything is counted.
-Nothing here knows what a record means.
 """
 
 import threading
@@ -12,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
 from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.closing import Closing
 from jmoe.memory.hot_set import HitCounts, record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
@@ -27,7 +26,7 @@ from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 
-Tier = Literal["nvme", "host"]
+LinkName = Literal["nvme", "host"]
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,15 @@ class _Read:
         self.error: Exception | None = None
 
 
-class TieredStore:
-    """Records by number, from a `RecordStore` through a cache of `cache_bytes`, or from `host_records`.
+class TieredStore(Closing):
+    """Records by number, from a `RecordStore` or `VersionStore` through a cache of `cache_bytes`, or `HostRecords`.
 
-    One of the two; of either this process may own some records only (`owned`). cache_bytes: all the host memory used
-    for records, allocated at once; what the cache rule (`LFUCache`) does not let in passes through some staging slots
-    of it, two per thread, at most a third. So at most that many records outside the cache can be held open or be
-    read ahead at one time. threads: reads at one time. bandwidth_limit_bytes_per_s by tier: "nvme" for reads, "host"
-    for records handed out (bytes count when their handle closes). wait_limit_s: no call waits longer; `TimeoutError`
-    names record and file.
+    Of any of them this process may own some records only (`owned`). cache_bytes: all the host memory used for records,
+    allocated at once; what the cache rule (`LFUCache`) does not let in passes through some staging slots of it, two per
+    thread, at most a third. So at most that many records outside the cache can be held open or be read ahead at one
+    time. threads: reads at one time. bandwidth_limit_bytes_per_s: "nvme" for reads,
+    "host" for records handed out (bytes count when their handle closes). wait_limit_s: no call waits longer;
+    `TimeoutError` names record and file.
 
     With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
     A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
@@ -82,23 +81,20 @@ class TieredStore:
 
     def __init__(
         self,
-        store: RecordStore | VersionStore | None = None,
+        store: RecordStore | VersionStore | HostRecords,
         *,
-        host_records: HostRecords | None = None,
         cache_bytes: int | None = None,
         threads: int = 4,
         write_threads: int = 2,
         write_back_every_steps: int | None = None,
-        beta: float = 0.8,
-        decay_every_steps: int = 4,
-        bandwidth_limit_bytes_per_s: Mapping[Tier, float] | None = None,
+        bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         wait_limit_s: float = 60.0,
     ) -> None:
         positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
         for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
             check(value is None or value > 0, name, value, "must be greater than 0")
         limits = dict(bandwidth_limit_bytes_per_s or {})
-        check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "tiers are nvme and host")
+        check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "links are nvme and host")
         self._lock = threading.Lock()
         self._to_do = threading.Condition(self._lock)  # for the threads: a read may begin
         self._to_write = threading.Condition(self._lock)  # for the threads: a write may begin
@@ -118,22 +114,20 @@ class TieredStore:
         self._changing: set[int] = set()  # records open as writable
         self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
         self._steps, self._write_back_every_steps = 0, write_back_every_steps
-        self._store, self._host_records = store, host_records
+        self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
+        self._host_records = store if isinstance(store, HostRecords) else None
+        self._store = None if isinstance(store, HostRecords) else store
         self._versions = store if isinstance(store, VersionStore) else None
         self._cache: LFUCache | None = None
-        if store is None:
-            if host_records is None or cache_bytes is not None:
-                raise ValueError("host_records: without a store all records must be in host memory, without a cache")
-            self.layout, self._buffers = host_records.layout, host_records.buffers
-            self.num_records, self.owned = host_records.num_records, host_records.owned
+        needed = "a store needs a cache in host memory, records in host memory need none"
+        check((cache_bytes is None) == isinstance(store, HostRecords), "cache_bytes", cache_bytes, needed)
+        if isinstance(store, HostRecords):
+            self._buffers = store.buffers
         else:
-            if host_records is not None or cache_bytes is None:
-                raise ValueError("cache_bytes: a store needs a cache in host memory, and no host_records")
-            self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
+            assert cache_bytes is not None
             cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
             self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
-            counts = HitCounts(self.num_records, beta=beta, decay_every_steps=decay_every_steps)
-            self._cache = LFUCache(counts, cache_slots, staging_slots)
+            self._cache = LFUCache(HitCounts(self.num_records), cache_slots, staging_slots)
             self._threads = [self._thread(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
                 self._threads += [self._thread(self._work_back, f"write-{n}") for n in range(write_threads)]
@@ -143,7 +137,6 @@ class TieredStore:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that holds records."""
         return self._buffers.total_bytes
 
     def touch(self, indices: ArrayLike) -> None:
@@ -151,7 +144,7 @@ class TieredStore:
         ids = record_ids(indices, self.num_records)
         with self._lock:
             if self._cache is not None:
-                self._cache.touch(ids)
+                self._cache.counts.touch(ids)
                 self._to_do.notify()  # a higher count may open the cache to a record that found no slot
                 self._steps += 1
                 if self._write_back_every_steps and self._steps % self._write_back_every_steps == 0:
@@ -159,11 +152,11 @@ class TieredStore:
                     self._to_write.notify_all()
 
     def expect(self, indices: ArrayLike) -> None:
-        """All that the next step will use, in order, where that is known a step ahead: the cache then keeps them."""
+        """Let the cache keep all that the next step will use, in order, where that is known a step ahead."""
         ids = record_ids(indices, self.num_records)
         with self._lock:
             if self._cache is not None:
-                self._cache.expect(ids)
+                self._cache.counts.expect(ids)
 
     def prefetch(self, indices: ArrayLike) -> None:
         """Begin to read those of these records that are not in host memory, in this order; returns at once."""
@@ -177,7 +170,7 @@ class TieredStore:
                     self._to_do.notify()
 
     def discard(self, indices: ArrayLike) -> None:
-        """Records that were prefetched are not needed after all: do not read them, or let go of them unread."""
+        """Do not read these records, which were prefetched, or let go of them unread."""
         ids = record_ids(indices, self.num_records).tolist()
         with self._lock:
             for index in ids:
@@ -191,7 +184,7 @@ class TieredStore:
             self._to_do.notify_all()
 
     def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
-        """The record, in host memory; waits until it is there. Close or put what comes back.
+        """Return the record, in host memory, when it is there. Close or put it.
 
         writable: for the caller alone. `ValueError` if the record is open elsewhere and either is writable. empty:
         the caller writes all of it and puts it, so it is not read; what it holds until then is undefined.
@@ -206,8 +199,9 @@ class TieredStore:
                 assert self._host_records is not None
                 slot = self._host_records.slot_of(index)
             else:
-                if writable and self._cache.is_writing(index):
-                    self._wait_until(lambda: not self._is_writing(index), f"record {index} to be written")
+                cache = self._cache
+                if writable and cache.is_writing(index):
+                    self._wait_for_writes(lambda: not cache.is_writing(index), f"record {index} to be written")
                 held = None if index in self._reads else self._cache.use(index)
                 slot = self._wait_for(index, empty) if held is None else held
             taken = index in self._changing or (index in self._blank and not empty)
@@ -225,7 +219,7 @@ class TieredStore:
         return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
 
     def forget(self, index: int) -> None:
-        """What the record holds is not wanted any more: it need not be written, and must not be read."""
+        """Do not write a record back whose content is not wanted any more; it must not be read."""
         with self._lock:
             if self._cache is not None:
                 self._cache.forget_changes(index)
@@ -243,7 +237,9 @@ class TieredStore:
             cache.write_back()
             self._to_write.notify_all()
             while left := cache.num_dirty:
-                self._wait_until(partial(self._fewer_dirty, left), f"{left} records to be written")
+                self._wait_for_writes(
+                    partial(lambda then: cache.num_dirty < then, left), f"{left} records to be written"
+                )
         self._versions.sync()
 
     def stats(self) -> TieredStats:
@@ -277,12 +273,7 @@ class TieredStore:
         if stuck:
             raise TimeoutError(f"{stuck} did not end within {self._wait_limit_s} s of close()")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None and self._versions is not None and not self._closing.is_set():
                 self.flush()
@@ -293,7 +284,7 @@ class TieredStore:
         return threading.Thread(target=work, name=f"{name}-{Path(self._where()).name}", daemon=True)
 
     def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
-        """How many slots the cache and the staging get out of `cache_bytes`."""
+        """Return how many slots the cache and the staging get out of `cache_bytes`."""
         record_bytes = self.layout.record_bytes
         slots = cache_bytes // record_bytes
         if slots >= len(self.owned):
@@ -335,28 +326,29 @@ class TieredStore:
             if self._demanded or self._ahead:
                 self._to_do.notify()
 
-    def _is_writing(self, index: int) -> bool:
-        return self._cache is not None and self._cache.is_writing(index)
-
-    def _fewer_dirty(self, num_dirty: int) -> bool:
-        return self._cache is not None and self._cache.num_dirty < num_dirty
-
-    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait for the threads that write; counted. The lock is held."""
+    def _wait(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
+        """Wait for the threads, counted; the lock is held. late: says what has not happened within the limit."""
         start_s = time.monotonic()
         try:
             while not done():
-                self._check_usable()
                 left_s = start_s + self._wait_limit_s - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"waited {self._wait_limit_s} s for {what} back to {self._where()}")
+                    raise TimeoutError(late())
                 self._arrived.wait(left_s)
         finally:
             self._waits += 1
             self._waited_s += time.monotonic() - start_s
 
+    def _wait_for_writes(self, done: Callable[[], bool], what: str) -> None:
+        self._wait(
+            lambda: done() or self._closing.is_set() or self._error is not None,
+            lambda: f"waited {self._wait_limit_s} s for {what} back to {self._where()}",
+        )
+        if not done():
+            self._check_usable()
+
     def _wait_for(self, index: int, empty: bool) -> int:
-        """The slot of a record that is not there yet, with a pin for the caller. The lock is held."""
+        """Return the slot of a record that is not there yet, with a pin for the caller; the lock is held."""
         read = self._reads.get(index)
         if read is None:
             self._reads[index] = read = _Read(index)
@@ -368,21 +360,21 @@ class TieredStore:
             self._demanded.append(read)  # if its read has begun, the threads skip it
             self._to_do.notify()
         read.waiters += 1
-        start_s = time.monotonic()
-        while not read.done and not self._closing.is_set():
-            left_s = start_s + self._wait_limit_s - time.monotonic()
-            if read.slot is None and self._write_error:  # no slot will come free
+
+        def late() -> str:
+            why = "every staging slot is held open" if read.slot is None else "the read has not come back"
+            return f"record {index} of {self._where()}: not there after {self._wait_limit_s} s; {why}"
+
+        try:
+            # without a write no slot will come free
+            self._wait(lambda: read.done or self._closing.is_set() or (read.slot is None and self._write_error), late)
+        finally:
+            if not read.done:
                 read.waiters -= 1
-                self._check_usable()
-            if left_s <= 0:
-                read.waiters -= 1
-                why = "every staging slot is held open" if read.slot is None else "the read has not come back"
-                raise TimeoutError(f"record {index} of {self._where()}: not there after {self._wait_limit_s} s; {why}")
-            self._arrived.wait(left_s)
-        self._waits += 1
-        self._waited_s += time.monotonic() - start_s
         if read.error is not None:
             raise read.error
+        if not read.done and self._write_error and not self._closing.is_set():
+            self._check_usable()
         if not read.done or read.slot is None:
             raise ValueError(f"the store was closed while record {index} of {self._where()} was waited for")
         return read.slot
@@ -406,7 +398,7 @@ class TieredStore:
         return self.layout.record_bytes
 
     def _next(self) -> _Read | None:
-        """The next read to do, with its slot; waits for one. None when the store is closed."""
+        """Wait for a read to do and return it, with its slot; None when the store is closed."""
         with self._lock:
             while not self._closing.is_set():
                 read = self._startable(self._demanded, demanded=True) or self._startable(self._ahead, demanded=False)
@@ -464,7 +456,7 @@ class TieredStore:
                 self._arrived.notify_all()
 
     def _next_write(self) -> tuple[int, int] | None:
-        """The next record to write back, with its slot; waits for one. None when the store is closed."""
+        """Wait for a record to write back and return it, with its slot; None when the store is closed."""
         with self._lock:
             while not self._closing.is_set():
                 assert self._cache is not None

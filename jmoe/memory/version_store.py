@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -25,10 +24,11 @@ from numpy.typing import NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.checksum import checksum, is_checksum
+from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
     Io,
     check_buffer,
-    fsync_folder,
+    fsync,
     io_of,
     make_folder,
     read_file,
@@ -42,6 +42,7 @@ from jmoe.memory.record_store import (
     Fill,
     PackError,
     RecordLayout,
+    check_manifest,
     locked,
     manifest_of,
     read_manifest,
@@ -54,14 +55,14 @@ SYNC_EVERY = 16  # versions written between two syncs of the folder, at most
 
 
 def sealed(layout: RecordLayout) -> RecordLayout:
-    """The layout of a record's file: its arrays, and the seal (index, counter, token, checksum)."""
+    """Return the layout of a record's file: its arrays, and the seal (index, counter, token, checksum)."""
     check(SEAL not in {f.name for f in layout.fields}, "layout", layout.describe(), f"must not name {SEAL!r}")
     return RecordLayout.of({f.name: (f.shape, f.dtype) for f in layout.fields} | {SEAL: ((4,), np.uint64)})
 
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """A version of record `index`; of two, the one with the higher counter is newer."""
+    """Names a version of record `index`; of two, the one with the higher counter is newer."""
 
     index: int
     counter: int
@@ -72,8 +73,14 @@ class Version:
         return f"{self.index}.{self.counter}.{self.token:08x}"
 
     @classmethod
+    def of(cls, name: str) -> Self:
+        version = cls.parse(name)
+        assert version is not None, name
+        return version
+
+    @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The version whose file has this name; None if it is no such name."""
+        """Return the version whose file has this name; None if it is no such name."""
         parts = name.split(".")
         try:
             version = cls(int(parts[0]), int(parts[1]), int(parts[2], 16))
@@ -83,7 +90,7 @@ class Version:
 
 
 def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
-    """Make the record that of this version; layout: a sealed one."""
+    """Seal the record as this version; layout: a sealed one."""
     seal = layout.views(record_R)[SEAL]
     seal[:] = (version.index, version.counter, version.token, 0)
     seal[3] = checksum(record_R)
@@ -94,20 +101,19 @@ def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], i
 
     layout: a sealed one.
     """
-    version = Version.parse(path.name)
-    assert version is not None, path
+    version = Version.of(path.name)
     try:
         read_file(path, record_R, io)
     except OSError as error:
         raise OSError(error.errno, f"record {version.index}: {error.strerror}", str(path)) from error
     seal = layout.views(record_R)[SEAL]
-    found = [int(word) for word in seal]
+    words = [int(word) for word in seal]
     seal[3] = 0
-    named = found[:3] == [version.index, version.counter, version.token]
-    if not named or not is_checksum(found[3], record_R):
+    named = words[:3] == [version.index, version.counter, version.token]
+    if not named or not is_checksum(words[3], record_R):
         why = f"record {version.index}: damaged, its content is not what was written; a checkpoint may have it"
         raise OSError(errno.EIO, why, str(path))
-    seal[3] = found[3]
+    seal[3] = words[3]
 
 
 def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
@@ -163,7 +169,7 @@ def remove_store(folder: Path, fingerprint: str) -> bool:
 
 
 def is_pins(folder: Path) -> bool:
-    """Whether this is, by its name, the pins of a step, or the beginning of them."""
+    """Return whether this is, by its name, the pins of a step, or the beginning of them."""
     return folder.name.removesuffix(".tmp").isdigit() and folder.is_dir() and not folder.is_symlink()
 
 
@@ -176,7 +182,7 @@ def remove_versions(folder: Path) -> None:
         folder.rmdir()
 
 
-class VersionStore:
+class VersionStore(Closing):
     """The records of `owned` in a folder, to read and to replace; its methods may be called from many threads.
 
     A folder belongs to one store at a time (a lock file, which a killed process loses). Processes that share out the
@@ -234,24 +240,16 @@ class VersionStore:
                 (folder / PINS).mkdir(exist_ok=True)
                 write_manifest(folder, expected)
                 manifest = expected
-            differ = [key for key in expected if manifest.get(key) != expected[key]]
-            if differ:
-                was = {key: manifest.get(key) for key in differ}
-                raise PackError(f"{folder}: holds {was}, expected { {key: expected[key] for key in differ} }")
+            check_manifest(folder, manifest, expected)
             store = cls(folder, with_seal, num_records, range(num_records) if owned is None else owned)
             store.fingerprint = fingerprint
             store._held = held.pop_all()
         return store
 
-    def missing(self) -> list[int]:
-        """The owned records that have no version yet."""
-        with self._lock:
-            return [index for index in self.owned if index not in self._current]
-
     def fill(self, fill: Fill) -> None:
-        """Let `fill` write every record that has no version yet, into writable, zeroed arrays by name."""
+        """Let `fill` write every owned record anew, into writable, zeroed arrays by name."""
         record_R = RecordBuffers(1, self.layout.record_bytes).slot(0)
-        for index in self.missing():
+        for index in self.owned:
             record_R[:] = 0
             fill(index, self.layout.views(record_R))
             self.write(index, record_R)
@@ -319,7 +317,7 @@ class VersionStore:
             with self._lock:
                 dead = list(self._dead)
             try:
-                fsync_folder(self.path)
+                fsync(self.path)
             except OSError as error:
                 self._sync_error = error
                 raise
@@ -330,7 +328,7 @@ class VersionStore:
                 self._bury(version)
 
     def pin(self, name: str, only: Collection[int] | None = None) -> list[str]:
-        """Hard links of all current versions, or those of `only`, in a new folder, under `pins`; returns their names.
+        """Link all current versions, or those of `only`, into a new folder under `pins`; return their names.
 
         Takes time by the number of records, none by their bytes. The folder gets its name when it is complete and
         durable.
@@ -348,9 +346,9 @@ class VersionStore:
                 names = [version.name for version in chosen.values()]
             for name in names:
                 os.link(self.path / name, half / name)
-        fsync_folder(half)
+        fsync(half)
         half.rename(folder)
-        fsync_folder(folder.parent)
+        fsync(folder.parent)
         return names
 
     def restore(self, files: Mapping[int, Path], *, partial: bool = False) -> None:
@@ -382,11 +380,11 @@ class VersionStore:
                     copy = self.path / "new-0"
                     write_file(copy, record_R, self.io)
                     copy.rename(target)
-            fsync_folder(self.path)
+            fsync(self.path)
             for entry in self.path.iterdir():
                 if Version.parse(entry.name) and entry.name not in wanted:
                     entry.unlink()
-            fsync_folder(self.path)
+            fsync(self.path)
             with self._lock:
                 self._current, self._dead = {}, []
                 self._scan()
@@ -402,12 +400,7 @@ class VersionStore:
             if self._sync_error is None:
                 self.sync()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except OSError:
@@ -423,8 +416,8 @@ class VersionStore:
             raise ValueError(f"index = {index}: must be one of the {len(self.owned)} records that {self.path} owns")
 
     def _scan(self) -> None:
-        """The newest version of every owned record is the current one; all other files may be written into."""
-        fsync_folder(self.path)  # a process killed before it did may have left a newest version without a durable name
+        """Make the newest version of every owned record the current one; all other files may be written into."""
+        fsync(self.path)  # a process killed before it did may have left a newest version without a durable name
         older: list[Version] = []
         for entry in self.path.iterdir():
             version = Version.parse(entry.name)
@@ -455,7 +448,7 @@ class VersionStore:
                     self._spare.append(path)
 
     def _is_free(self, path: Path) -> bool:
-        """Whether only this folder has the file; if not, only the others have it from now on."""
+        """Return whether only this folder has the file; if not, only the others have it from now on."""
         if path.stat().st_nlink == 1:
             return True
         path.unlink()

@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint with its experts left where they are, to be copied into memory one by one.
 
-Legend: T tokens, D hidden, V vocabulary. Record number of an expert = layer with experts * num_experts + expert.
+Legend: T tokens, D hidden, V vocabulary.
 """
 
 import hashlib
@@ -109,11 +109,6 @@ class LazyCheckpoint:
         return asked
 
     @property
-    def num_experts(self) -> int:
-        """Of all layers together."""
-        return self.config.num_moe_layers * self.config.num_experts
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """From generation_config.json, else config.json."""
         file = self.folder / "generation_config.json"
@@ -146,9 +141,8 @@ class LazyCheckpoint:
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
         return hashlib.sha256(json.dumps([self.fields, seen, dtypes], sort_keys=True).encode()).hexdigest()
 
-    def fill_expert(self, index: int, views: dict[str, np.ndarray]) -> None:
-        """Read expert `index` into arrays of `expert_fields`."""
-        layer, expert = divmod(index, self.config.num_experts)
+    def fill_expert(self, layer: int, expert: int, views: dict[str, np.ndarray]) -> None:
+        """Read an expert of a layer with experts into arrays of `expert_fields`."""
         for name, parameter in self._experts.items():
             whole = (slice(None),) * len(parameter.matrix)
             at = (slice(layer, layer + 1), slice(expert, expert + 1), *whole)

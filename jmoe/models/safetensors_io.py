@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.memory.direct_io import fsync_folder
+from jmoe.memory.direct_io import fsync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: dict[str, Any] = {
@@ -217,17 +217,17 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
             for name in names:  # nothing names them yet
                 (folder / f".{name}.new").rename(folder / name)
                 placed.append(folder / name)
-            fsync_folder(folder)
+            fsync(folder)
     except BaseException:
         for path in [*(folder / f".{name}.new" for name in written), *placed]:
             path.unlink(missing_ok=True)
         raise
     (folder / f".{written[-1]}.new").rename(folder / written[-1])
-    fsync_folder(folder)
+    fsync(folder)
     for path in old:
         if path.name not in written:
             path.unlink()
-    fsync_folder(folder)
+    fsync(folder)
 
 
 def _free_names(folder: Path, count: int) -> list[str]:
@@ -250,7 +250,7 @@ def replace_text(path: Path, text: str) -> None:
         new.unlink(missing_ok=True)
         raise
     new.rename(path)
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 def _write_text(path: Path, text: str) -> None:

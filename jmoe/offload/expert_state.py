@@ -1,59 +1,70 @@
-"""Experts in training on several tiers: slots on the device for the layers in use, records below for all the others.
+"""Experts in training, streamed over tiers: slots on the device for the layers in use, records below for the others.
 
-Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices, W steps of the schedule.
-Record number of an expert = layer * E + expert. Experts are numbered here from 0 to P - 1, the first device's first.
+Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices. Experts are numbered
+here from 0 to P - 1, the first device's first; `ExpertIndex` numbers their records.
 
-Of an expert there are up to three records: its weights, its moments, and a gradient that is not applied yet. AdamW is
-exact and lazy: whenever an expert is fetched it is first brought up to the present step, by the gradient that waits
-for it and all steps without one that came after (`optimizer.catch_up`). Nothing else ever touches its state.
+An expert has up to three records: its weights, its moments, and a gradient that is not applied yet. AdamW is exact and
+lazy: an expert that is fetched is first brought up to the present step, by the gradient that waits for it and all steps
+without one that came after (`optim.adamw.catch_up`). Nothing else ever touches its state.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
 from jmoe.memory.record import Record
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.ring import Ring, RingStats
+from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
+from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.lazy_adamw import Laziness, constants, decaying
 from jmoe.optim.adamw import MissedSteps, catch_up
 
-MOST_BEHIND = 1024  # steps that an expert may be behind in a checkpoint
+MAX_STEPS_BEHIND = 1024  # of an expert in a checkpoint
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Stacks = dict[str, jax.Array]  # [L, ...] each, on one device
+ExpertArrays = dict[str, NDArray[np.float32]]
+ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
+DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device
 
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """Counters since the start. None for what is not there: weights that never leave the device."""
+    """Counters since the start. weights: None where they never leave the device.
+
+    updates: experts brought up to date. replayed_steps: steps without a gradient that were replayed for them.
+    waited_s: of the main thread, for layers, for experts that nobody had foreseen, for gradients to be kept.
+    """
 
     weights: TieredStats | None
     moments: TieredStats
     gradients: TieredStats
     ring: RingStats
-    updates: int  # experts brought up to date
-    replayed_steps: int  # steps without a gradient that were replayed
-    waited_s: float  # of the main thread, for layers, for experts that nobody had foreseen, for gradients to be kept
+    updates: int
+    replayed_steps: int
+    waited_s: float
+
+    @property
+    def stores(self) -> list[TieredStats]:
+        return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
 
 
 @dataclass(frozen=True)
-class Stores:
+class RecordTiers:
     """The three kinds of records. weights: None where they are on the device, in as many slots as there are layers."""
 
     weights: TieredStore | None
@@ -64,8 +75,8 @@ class Stores:
         return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
 
 
-def layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
-    """Of the records of an expert whose parameters have these shapes, by kind."""
+def record_layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
+    """Return the layouts, by kind, of the records of an expert whose parameters have these shapes."""
     return {
         "weights": RecordLayout.of({name: (shape, np.float32) for name, shape in shapes.items()}),
         "moments": RecordLayout.of(
@@ -76,56 +87,26 @@ def layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[st
 
 
 @partial(jax.jit, donate_argnums=0)
-def _place(stacks: Stacks, expert: jax.Array, weights: Mapping[str, jax.Array]) -> Stacks:
-    return {name: lax.dynamic_update_index_in_dim(w, weights[name], expert, 0) for name, w in stacks.items()}
+def _place(stacks: DeviceStacks, row: jax.Array, weights: Mapping[str, jax.Array]) -> DeviceStacks:
+    return {name: lax.dynamic_update_index_in_dim(w, weights[name], row, 0) for name, w in stacks.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _update(
     config: OptimizerConfig,
     decays: frozenset[str],
-    stacks: Stacks,
-    expert: jax.Array,
+    stacks: DeviceStacks,
+    row: jax.Array,
     m: Mapping[str, jax.Array],
     v: Mapping[str, jax.Array],
     g: Mapping[str, jax.Array],
     missed: MissedSteps,
-) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """`catch_up` of one expert of a slot: (slot, w, m, v)."""
-    w = {name: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False) for name, stack in stacks.items()}
+) -> tuple[DeviceStacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
+    """Run `catch_up` for one row of a slot; return (slot, w, m, v)."""
+    w = {name: lax.dynamic_index_in_dim(stack, row, 0, keepdims=False) for name, stack in stacks.items()}
     w, m, v = catch_up(w, m, v, g, missed, config=config, decay={name: name in decays for name in stacks})
-    stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], expert, 0) for name, stack in stacks.items()}
+    stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], row, 0) for name, stack in stacks.items()}
     return stacks, w, m, v
-
-
-@dataclass(frozen=True)
-class LocalExperts:
-    """The experts of each layer that are this process's, and the devices they are spread over evenly, in order."""
-
-    experts: NDArray[np.int64]
-    devices: tuple[jax.Device, ...]
-
-    @classmethod
-    def of(cls, mesh: Mesh, num_experts: int) -> Self:
-        """Of a mesh whose devices all have experts of their own."""
-        each, me = num_experts // mesh.size, jax.process_index()
-        here = [(rank, d) for rank, d in enumerate(mesh.devices.flat) if d.process_index == me]
-        experts = [np.arange(rank * each, (rank + 1) * each) for rank, _ in here]
-        return cls(np.concatenate(experts), tuple(device for _, device in here))
-
-    @property
-    def per_device(self) -> int:
-        return self.experts.size // len(self.devices)
-
-    def records(self, num_layers: int, num_experts: int) -> list[int]:
-        """Their records, all layers'."""
-        found: list[int] = (np.arange(num_layers)[:, None] * num_experts + self.experts).reshape(-1).tolist()
-        return found
-
-    def split(self, arrays: Mapping[str, NDArray[Any]], axis: int = 0) -> list[dict[str, NDArray[Any]]]:
-        """Each device's part of arrays of all these experts."""
-        parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
-        return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
 
 
 def _guarded(
@@ -144,72 +125,67 @@ def _guarded(
 class ExpertState:
     """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
 
-    `begin(order)` says in which order layers will be used; for each of them, in turn, `fetch(layer, experts)` gives
-    the slot's arrays by device, with these experts' present weights in them, `fetch_more(experts)` gives them with
-    others beside, in place of the arrays given before, and `release()` gives the slot back. What
-    the ring's thread fetches ahead are the experts that the layer's tokens chose last time; a choice that nobody
-    foresaw is fetched by `fetch`. `keep` takes a layer's gradients to their tier, on a thread of its own; `commit` ends
-    a step, and lets the ring's thread update what is in the slots. Of several processes each has its own: nothing here
-    knows of the others.
+    `begin(order)` says in which order layers will be used; for each of them, in turn, `fetch(layer, experts)` gives the
+    slot's arrays by device, with these experts' present weights in them, `fetch_more(experts)` gives them with others
+    beside, in place of the arrays given before, and `release()` gives the slot back. The ring's thread fetches ahead
+    what the layer's tokens chose last time; a choice that nobody foresaw is fetched by `fetch`. `keep` takes a layer's
+    gradients to their tier, on a thread of its own; `commit` ends a step, and lets the ring's thread update what is in
+    the slots. Each of several processes has a state of its own and knows nothing of the others.
 
-    An error is for good, wherever it came up: from then on every call raises it, since what an expert has behind it is
-    no longer known, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
+    An error is for good, wherever it came up: every later call raises it, since it is no longer known which steps an
+    expert has behind it, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
 
-    laziness: of the records as they are, and of the weights. initial: the weights of a layer [P, ...], for slots that
-    are never filled from records.
+    laziness: of the records as they are, and of the weights. initial: reads weights for slots that are never filled
+    from records.
     """
 
     def __init__(
         self,
-        stores: Stores,
+        stores: RecordTiers,
         *,
         optimizer: OptimizerConfig,
-        num_layers: int,
-        num_experts: int,
-        owned: LocalExperts,
+        index: ExpertIndex,
         shapes: Mapping[str, tuple[int, ...]],
         num_slots: int,
         laziness: Laziness,
-        initial: Callable[[int], Mapping[str, NDArray[Any]]] | None = None,
+        initial: ReadExperts | None = None,
         wait_limit_s: float = 600.0,
     ) -> None:
-        self.stores, self.num_layers, self.num_experts, self.shapes = stores, num_layers, num_experts, dict(shapes)
-        self.owned, num_owned = owned, owned.experts.size
-        records = num_layers * num_experts
+        assert index.local is not None
+        self.stores, self.shapes, self.index, self.local = stores, dict(shapes), index, index.local
+        num_local = self.local.experts.size
         self.now, self._history = laziness.step, laziness.history  # steps taken
-        self._applied = np.full(records, self.now, np.int64)  # steps that a record has behind it
+        self._applied = np.full(index.num_records, self.now, np.int64)  # steps that a record has behind it
         self._applied[list(laziness.applied)] = list(laziness.applied.values())
-        self._pending = np.zeros(records, np.bool_)  # whether the gradient of step `_applied` waits
+        self._pending = np.zeros(index.num_records, np.bool_)  # whether the gradient of step `_applied` waits
         self._pending[list(laziness.pending)] = True
         self._gradient_dtype = laziness.gradient_dtype
-        self._chosen = np.zeros((num_layers, num_owned), np.bool_)  # by the layer's tokens, last time
+        self._chosen = np.zeros((index.num_layers, num_local), np.bool_)  # by the layer's tokens, last time
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
         self._initial = initial
         self._failed: BaseException | None = None
         self._updates = self._replayed = 0
         self._waited_s = 0.0
         self._counters = threading.Lock()
-        self._optimizer = optimizer
-        self._decays = decaying(shapes)
+        self._optimizer, self._decays = optimizer, decaying(shapes)
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-        self._slots = [[self._empty(device) for device in owned.devices] for _ in range(min(num_slots, num_layers))]
-        self._present: list[NDArray[np.bool_]] = [np.zeros(num_owned, np.bool_) for _ in self._slots]
+        num_slots = min(num_slots, index.num_layers)
+        self._slots = [[self._empty(device) for device in self.local.devices] for _ in range(num_slots)]
+        self._present = [np.zeros(num_local, np.bool_) for _ in self._slots]  # experts whose weights are in the slot
         self._layer_in: list[int | None] = [None for _ in self._slots]
-        self._order: tuple[int, ...] = tuple(range(num_layers))
+        self._order: tuple[int, ...] = tuple(range(index.num_layers))
         self._fetched = (0, 0)  # the layer that `fetch` gave last, and its slot
         self._writer = ThreadPoolExecutor(1, "gradients")
         self._writing: list[Future[None]] = []
-        self._ring = Ring(self._order, len(self._slots), self._load, wait_limit_s=wait_limit_s)
+        self._ring = Ring(self._order, num_slots, self._load, wait_limit_s=wait_limit_s)
 
-    def _empty(self, device: jax.Device) -> Stacks:
-        per_device = self.owned.per_device
-        return {n: jnp.zeros((per_device, *s), jnp.float32, device=device) for n, s in self.shapes.items()}
+    def _empty(self, device: jax.Device) -> DeviceStacks:
+        rows = self.local.per_device
+        return {name: jnp.zeros((rows, *shape), jnp.float32, device=device) for name, shape in self.shapes.items()}
 
-    def _records(self, layer: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The records of these experts of a layer."""
-        ids: NDArray[np.int64] = layer * self.num_experts + self.owned.experts[experts]
-        return ids
+    def _records(self, layer: int, experts: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+        return self.index.records(layer, self.local.experts[experts])
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -227,19 +203,19 @@ class ExpertState:
 
     @_guarded
     def begin(self, order: Sequence[int]) -> None:
-        """The layers of the next pass, in order; its first ones are being fetched already if the order is the same."""
+        """Begin a pass over these layers; in the order of last time its first ones are being fetched already."""
         if tuple(order) != self._order:
             self._order = tuple(order)
             self._ring.restart(order)
 
     @_guarded
     def stop(self) -> None:
-        """The pass ends here, in front of its end."""
+        """End the pass before its last layer."""
         self._ring.restart(self._order)
 
     @_guarded
-    def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> list[Stacks]:
-        """The weights of the pass's next layer, by device; those chosen are there and up to date."""
+    def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> list[DeviceStacks]:
+        """Return the weights of the pass's next layer, by device; those chosen are there and up to date."""
         acquired, slot = self._ring.acquire()
         assert acquired == layer, (acquired, layer)
         self._fetched = acquired, slot
@@ -247,8 +223,8 @@ class ExpertState:
         return self.fetch_more(chosen_P)
 
     @_guarded
-    def fetch_more(self, chosen_P: NDArray[np.bool_]) -> list[Stacks]:
-        """The layer fetched last, not released yet, with more experts that are chosen."""
+    def fetch_more(self, chosen_P: NDArray[np.bool_]) -> list[DeviceStacks]:
+        """Return the layer fetched last, not released yet, with more experts that are chosen."""
         layer, slot = self._fetched
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
@@ -258,48 +234,51 @@ class ExpertState:
 
     @_guarded
     def release(self) -> None:
-        """The layer fetched longest ago is not needed any more, by the device neither."""
+        """Give back the layer fetched longest ago, which the device does not read any more either."""
         self._ring.release()
 
     @_guarded
     def _load(self, layer: int, slot: int) -> int:
-        """The ring's thread: what the layer's tokens chose last; only its updates, if the layer is there already."""
+        """Fetch, in the ring's thread, what the layer's tokens chose last; only updates where it is there already."""
         if self._layer_in[slot] != layer:
             self._present[slot][:] = False
             if self._initial is not None:
-                parts = zip(self.owned.split(self._initial(layer)), self.owned.devices, strict=True)
-                self._slots[slot] = [{n: jnp.array(w, device=place) for n, w in part.items()} for part, place in parts]
+                parts = self.local.split(self._initial(layer, self.local.experts))
+                self._slots[slot] = [
+                    {name: jnp.array(w, device=device) for name, w in part.items()}
+                    for part, device in zip(parts, self.local.devices, strict=True)
+                ]
                 self._present[slot][:] = True
             self._layer_in[slot] = layer
         return self._bring(layer, slot, np.flatnonzero(self._chosen[layer]))
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
-        """Put these experts' present weights into the slot; returns the bytes fetched."""
-        now, ids = self.now, self._records(layer, experts)
-        missing, stale = ~self._present[slot][experts], self._applied[ids] < now
+        """Put these experts' present weights into the slot; return the bytes fetched."""
+        now, records = self.now, self._records(layer, experts)
+        missing, stale = ~self._present[slot][experts], self._applied[records] < now
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
-            stores.weights.prefetch(ids[missing])
-        stores.moments.prefetch(ids[stale])
-        stores.gradients.prefetch(ids[stale & self._pending[ids]])
-        for expert, index, is_missing, is_stale in zip(experts, ids, missing, stale, strict=True):
+            stores.weights.prefetch(records[missing])
+        stores.moments.prefetch(records[stale])
+        stores.gradients.prefetch(records[stale & self._pending[records]])
+        for expert, index, is_missing, is_stale in zip(experts.tolist(), records.tolist(), missing, stale, strict=True):
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
-                with stores.weights.get(int(index)) as record:
+                with stores.weights.get(index) as record:
+                    device, row = divmod(expert, self.local.per_device)
                     weights = {name: record[name] for name in self.shapes}
-                    device, place = divmod(int(expert), self.owned.per_device)
-                    placed = _place(self._slots[slot][device], np.int32(place), weights)
+                    placed = _place(self._slots[slot][device], np.int32(row), weights)
                     self._slots[slot][device] = jax.block_until_ready(placed)
                     fetched_bytes += record.data_R.nbytes
                 self._present[slot][expert] = True
             if is_stale:
-                fetched_bytes += self._catch_up(slot, int(expert), int(index), now)
+                fetched_bytes += self._catch_up(slot, expert, index, now)
         return fetched_bytes
 
     # The update
 
     def _catch_up(self, slot: int, expert: int, index: int, now: int) -> int:
-        """Bring a record whose weights are in the slot up to step `now`; returns the bytes fetched."""
+        """Bring a record whose weights are in the slot up to step `now`; return the bytes fetched."""
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
         with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
@@ -315,7 +294,7 @@ class ExpertState:
                 weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
             self._present[slot][expert] = False  # until slot and records agree again
             m, v = ({name: moments[f"{part}.{name}"] for name in names} for part in "mv")
-            w, m, v = self._run_update(slot, expert, m, v, g, range(start, now), pending=pending)
+            w, m, v = self._run_update(slot, expert, (m, v, g), range(start, now), pending=pending)
             for name in names:
                 np.copyto(moments[f"m.{name}"], m[name])
                 np.copyto(moments[f"v.{name}"], v[name])
@@ -333,39 +312,36 @@ class ExpertState:
             self._replayed += now - start - pending
         return fetched_bytes
 
-    def _run_update(
-        self, slot: int, expert: int, m: Any, v: Any, g: Any, steps: range, *, pending: bool
-    ) -> tuple[Any, Any, Any]:
-        """(w, m, v) after these steps, in the device's memory; the slot has w too."""
+    def _run_update(self, slot: int, expert: int, m_v_g: Any, steps: range, *, pending: bool) -> tuple[Any, Any, Any]:
+        """Return (w, m, v) after these steps, in the device's memory; the slot has w too."""
         w: Any = None
-        device, place = divmod(expert, self.owned.per_device)
+        m, v, g = m_v_g
+        device, row = divmod(expert, self.local.per_device)
         slots = self._slots[slot]
         for window in self._history.windows(steps, pending=pending):
             slots[device], w, m, v = _update(
-                self._optimizer, self._decays, slots[device], np.int32(place), m, v, g, window
+                self._optimizer, self._decays, slots[device], np.int32(row), m, v, g, window
             )
         return jax.block_until_ready((w, m, v))
 
     # Gradients
 
     @_guarded
-    def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[Stacks]) -> None:
-        """Take the gradients, by device, of a layer's chosen experts to their tier; returns while the layer before is
-        written.
-        """
+    def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]) -> None:
+        """Take the gradients, by device, of a layer's chosen experts to their tier; return while they are written."""
         experts = np.flatnonzero(chosen_P)
         self._kept[layer] = experts
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
 
     @_guarded
-    def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[Stacks]) -> None:
+    def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]) -> None:
         on_host = [{name: np.asarray(g) for name, g in part.items()} for part in gradients]
         for expert, index in zip(experts.tolist(), self._records(layer, experts).tolist(), strict=True):
-            device, place = divmod(expert, self.owned.per_device)
+            device, row = divmod(expert, self.local.per_device)
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:
-                    np.copyto(record[name], on_host[device][name][place])
+                    np.copyto(record[name], on_host[device][name][row])
                 record.put()
 
     def _wait_for_writer(self, pending: int) -> None:
@@ -376,11 +352,11 @@ class ExpertState:
 
     @_guarded
     def commit(self, lr: float, clip: float) -> None:
-        """The step is taken: the gradients kept are its own, and every expert is one step behind."""
+        """Take the step: the gradients kept are its own, and every expert is one step behind."""
         self._wait_for_writer(pending=0)
         used = [self._records(layer, experts) for layer, experts in self._kept.items()]
-        for ids in used:
-            self._pending[ids] = True
+        for records in used:
+            self._pending[records] = True
         self._kept.clear()
         self._history.add(lr, clip)
         self.now += 1
@@ -391,7 +367,7 @@ class ExpertState:
 
     @_guarded
     def abandon(self) -> None:
-        """The step is not taken: its gradients are forgotten."""
+        """Do not take the step: its gradients are forgotten."""
         self._wait_for_writer(pending=0)
         self._kept.clear()
 
@@ -400,30 +376,29 @@ class ExpertState:
     @_guarded
     def flush_updates(self, most_behind: int = 0) -> None:
         """Bring every expert that is more steps behind up to the present one."""
-        own = self._records(0, np.arange(self.owned.experts.size))
-        stale_NP = self.now - self._applied[np.arange(self.num_layers)[:, None] * self.num_experts + own] > most_behind
+        own = np.array(self.index.local_records)
+        stale_NP = (self.now - self._applied[own] > most_behind).reshape(self.index.num_layers, -1)
         if np.any(stale_NP):
-            self.begin(range(self.num_layers))
+            self.begin(range(self.index.num_layers))
             for layer, stale_P in enumerate(stale_NP):
                 acquired, slot = self._ring.acquire()
                 assert acquired == layer, (acquired, layer)
                 self._bring(layer, slot, np.flatnonzero(stale_P))
                 self._ring.release()
         self._ring.wait()  # for the layers that it fetches ahead
-        oldest = int(np.min(self._applied[self.owned.records(self.num_layers, self.num_experts)]))
-        self._history.forget_before(oldest)
+        self._history.forget_before(int(np.min(self._applied[own])))
 
     @_guarded
     def save(self) -> Laziness:
-        """Write back what has changed since it was last written, for good; returns what is behind.
+        """Write back what has changed since it was last written; return how far the records are behind.
 
-        Nothing moves until the next pass begins. Experts without a token for `MOST_BEHIND` steps are brought up to
-        date, so that neither the history nor what is to be replayed grows without end.
+        Nothing moves until the next pass begins. Experts without a token for `MAX_STEPS_BEHIND` steps are brought up
+        to date, so that neither the history nor what is to be replayed grows without end.
         """
-        self.flush_updates(MOST_BEHIND)
+        self.flush_updates(MAX_STEPS_BEHIND)
         for store in self.stores.all():
             store.flush()
-        own = np.array(self.owned.records(self.num_layers, self.num_experts))
+        own = np.array(self.index.local_records)
         behind, pending = own[self._applied[own] < self.now].tolist(), own[self._pending[own]].tolist()
         return Laziness(
             step=self.now,
@@ -434,46 +409,39 @@ class ExpertState:
             gradient_dtype=self._gradient_dtype,
         )
 
-    def each_weights(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """The records of all experts' weights, one after the other, as they stand."""
+    def each_weights(self) -> Iterator[Indexed]:
+        """Give the records of all experts' weights, one after the other, as they stand."""
         if self.stores.weights is not None:
-            yield from self._each(self.stores.weights)
+            yield from _each(self.stores.weights)
             return
         self._ring.wait()
         for layer, slot in sorted((layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None):
             on_host = [{name: np.asarray(w) for name, w in part.items()} for part in self._slots[slot]]
-            for expert, index in enumerate(self._records(layer, np.arange(self.owned.experts.size)).tolist()):
-                device, place = divmod(expert, self.owned.per_device)
-                yield index, {name: w[place] for name, w in on_host[device].items()}
+            for expert, index in enumerate(self._records(layer).tolist()):
+                device, row = divmod(expert, self.local.per_device)
+                yield index, {name: w[row] for name, w in on_host[device].items()}
 
-    def each_moments(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """The records of all experts' moments, one after the other, as they stand."""
-        return self._each(self.stores.moments)
-
-    def _each(self, store: TieredStore) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        for index in store.owned:
-            with store.get(index) as record:
-                yield index, {field.name: record[field.name] for field in store.layout.fields if field.name != SEAL}
+    def each_moments(self) -> Iterator[Indexed]:
+        """Give the records of all experts' moments, one after the other, as they stand."""
+        return _each(self.stores.moments)
 
     @_guarded
-    def weights(self) -> dict[str, NDArray[np.float32]]:
-        """[N, P, ...] of all experts, as they stand."""
+    def weights(self) -> ExpertArrays:
+        """Return [N, P, ...] of all experts, as they stand."""
         return self._stacked(self.each_weights(), "")
 
     @_guarded
-    def moments(self, part: str) -> dict[str, NDArray[np.float32]]:
-        """[N, P, ...] of all experts' first ("m") or second ("v") moments, as they stand."""
+    def moments(self, part: str) -> ExpertArrays:
+        """Return [N, P, ...] of all experts' first ("m") or second ("v") moments, as they stand."""
         return self._stacked(self.each_moments(), f"{part}.")
 
-    def _stacked(
-        self, records: Iterator[tuple[int, dict[str, NDArray[Any]]]], prefix: str
-    ) -> dict[str, NDArray[np.float32]]:
-        num = self.owned.experts.size
-        whole = {n: np.empty((self.num_layers * num, *s), np.float32) for n, s in self.shapes.items()}
-        for place, (_, arrays) in enumerate(records):
-            for name, w in whole.items():
+    def _stacked(self, records: Iterable[Indexed], prefix: str) -> ExpertArrays:
+        rows = (self.index.num_layers, self.local.experts.size)
+        stacked = {name: np.empty((*rows, *shape), np.float32) for name, shape in self.shapes.items()}
+        for place, (_, arrays) in zip(np.ndindex(rows), records, strict=True):
+            for name, w in stacked.items():
                 w[place] = arrays[f"{prefix}{name}"]
-        return {name: w.reshape(self.num_layers, num, *w.shape[1:]) for name, w in whole.items()}
+        return stacked
 
     def stats(self) -> ExpertStats:
         weights, ring = self.stores.weights, self._ring.stats()
@@ -494,3 +462,9 @@ class ExpertState:
         self._writer.shutdown()
         for store in self.stores.all():
             store.close()
+
+
+def _each(store: TieredStore) -> Iterator[Indexed]:
+    for index in store.owned:
+        with store.get(index) as record:
+            yield index, {field.name: record[field.name] for field in store.layout.fields if field.name != SEAL}

@@ -1,9 +1,9 @@
-"""What experts on lower tiers are behind, and how they are brought up to date: by a run, and from a checkpoint.
+"""Exact lazy AdamW: how far experts on lower tiers are behind, and how they are brought up to date.
 
-Legend: W steps of one call of the program. A record is an expert of a layer: layer * E + expert.
+Legend: W steps of one call of the program.
 
-AdamW is exact and lazy: a record stands at the step it was last updated. Its gradient waits for it, and the steps that
-came after without one are taken when it is wanted. A checkpoint saves records as they stand, with this beside them.
+A record stands at the step it was last updated. Its gradient waits for it, and the steps that came after without one
+are replayed when it is wanted. A checkpoint saves records as they stand, with `Laziness` beside them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ WINDOW_STEPS = 64  # steps taken by one call of the program
 NO_GRADIENT = -1
 CONSTANTS = ("beta1", "beta2", "eps", "weight_decay")
 
-Arrays = Mapping[str, NDArray[Any]]  # an expert's parameters by name, or one kind of their state
+Params = Mapping[str, NDArray[Any]]  # an expert's parameters by name, or one kind of their state
 
 
 class History:
@@ -33,27 +33,23 @@ class History:
 
     @property
     def end(self) -> int:
-        """The first step that is not taken yet."""
         return self.first + len(self.lr)
 
     def add(self, lr: float, clip: float) -> None:
-        """One more step is taken."""
         self.lr.append(lr)
         self.clip.append(clip)
 
     def copy(self) -> "History":
-        """The steps so far."""
         return History(self.first, self.lr, self.clip)
 
     def forget_before(self, step: int) -> None:
-        """Steps before this one are needed no more."""
         assert self.first <= step <= self.end, (self.first, step, self.end)
         del self.lr[: step - self.first]
         del self.clip[: step - self.first]
         self.first = step
 
     def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
-        """What `catch_up` takes besides arrays, for one call after the other; pending: the first has a gradient."""
+        """Give what `catch_up` takes besides arrays, call by call; pending: the first step has a gradient."""
         assert self.first <= steps.start and steps.stop <= self.end, (self.first, steps, self.end)
         for first in range(steps.start, steps.stop, WINDOW_STEPS):
             count = min(WINDOW_STEPS, steps.stop - first)
@@ -69,7 +65,7 @@ class History:
 
 
 def decaying(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """The names of an expert's parameters that weight decay applies to: matrices."""
+    """Return the names of an expert's parameters that weight decay applies to: matrices."""
     return frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
 
 
@@ -87,7 +83,7 @@ def _catch_up(
 
 @dataclass(frozen=True)
 class Laziness:
-    """How far the records of a checkpoint of `step` are behind.
+    """Says how far the records of a checkpoint of `step` are behind.
 
     history: of the steps from that of the oldest record on. applied: steps that a record has behind it, where those are
     fewer than `step`. pending: records whose gradient waits; it is that of step `applied[record]`. optimizer: AdamW's
@@ -103,17 +99,17 @@ class Laziness:
 
     @classmethod
     def up_to_date(cls, step: int, optimizer: OptimizerConfig, gradient_dtype: str) -> Self:
-        """Nothing is behind."""
+        """Return the laziness of records that are not behind."""
         return cls(step, History(step), {}, frozenset(), constants(optimizer), gradient_dtype)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What has to be as it was for the steps that are missed and the gradients that wait."""
+        """Return what has to be as it was for the steps that are missed and the gradients that wait."""
         values = {name: getattr(self.optimizer, name) for name in CONSTANTS}
         return {"optimizer": values, "gradient_dtype": self.gradient_dtype}
 
     def to_json(self) -> dict[str, Any]:
-        """What is saved beside the list of a process's records, which names the records whose gradient waits."""
+        """Return what is saved beside the list of a process's records, which names those whose gradient waits."""
         return {
             "step": self.step,
             "first": self.history.first,
@@ -125,7 +121,7 @@ class Laziness:
 
     @classmethod
     def of_lists(cls, lists: Iterable[Mapping[str, Any]]) -> Self | None:
-        """From what all processes have listed of a checkpoint's records; None where all of them are up to date."""
+        """Read what all processes have listed of a checkpoint's records; None where all of them are up to date."""
         besides, pending = [], set[int]()
         for listed in lists:
             if listed.get("beside"):
@@ -144,22 +140,22 @@ class Laziness:
         )
 
     def of(self, indices: Iterable[int]) -> "Laziness":
-        """Of these records only."""
+        """Return the laziness of these records only."""
         mine = frozenset(indices)
         applied = {index: step for index, step in self.applied.items() if index in mine}
         return replace(self, history=self.history.copy(), applied=applied, pending=self.pending & mine)
 
-    def catch_up(self, index: int, w: Arrays, m: Arrays, v: Arrays, g: Arrays | None) -> tuple[Arrays, Arrays, Arrays]:
-        """Return a record's weights and moments at `step`, from those that it has in the checkpoint.
+    def catch_up(self, index: int, w: Params, m: Params, v: Params, g: Params | None) -> tuple[Params, Params, Params]:
+        """Return a record's weights and moments at `step`, from those in the checkpoint: the bits that the run has.
 
-        g: its gradient, where it is pending, else None. The same bits as in the run that was saved.
+        g: its gradient, where it is pending, else None.
         """
         assert (g is not None) == (index in self.pending), index
         steps = range(self.applied.get(index, self.step), self.step)
         if g is None:
             g = {name: np.zeros(a.shape, a.dtype) for name, a in w.items()}
         decays = decaying({name: a.shape for name, a in w.items()})
-        state: tuple[Arrays, Arrays, Arrays] = (w, m, v)
+        state: tuple[Params, Params, Params] = (w, m, v)
         for window in self.history.windows(steps, pending=index in self.pending):
             state = _catch_up(self.optimizer, decays, *state, g, window)
         w, m, v = jax.device_get(state)

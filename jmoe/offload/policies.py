@@ -1,6 +1,6 @@
 """Three ways of keeping experts in device slots: all of them, whole layers in a ring, or those that tokens chose.
 
-Legend: E experts of a layer. Record number = layer * E + expert, over layers with experts.
+Legend: E experts of a layer. `ExpertIndex` numbers their records.
 """
 
 import time
@@ -9,12 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.ring import Ring
 from jmoe.memory.slot_pool import SlotPool
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.slots import ExpertSlots
 
 WAIT_LIMIT_S = 60.0
@@ -26,7 +28,9 @@ FIRST_TRUST = 8.0  # right guesses that are assumed at first
 
 @dataclass(frozen=True)
 class ResidencyStats:
-    """waits, waited_s: layers whose experts were not there yet, and for how long they waited in all.
+    """Counters since the start.
+
+    waits, waited_s: layers whose experts were not there yet, and for how long they waited in all.
 
     hits, misses: experts that the tokens of a step chose and that had a slot, or had to be copied to one.
     guessed, guessed_right: experts that were copied on a guess, and how many of these were then chosen.
@@ -43,17 +47,17 @@ class ResidencyStats:
 
 
 class Residency(ABC):
-    """Which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
+    """Decides which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
 
     streams = False  # slots change while the engine runs, so `release` matters
     takes_guesses = False  # `expect` is of use
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
 
-    def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
-        self.slots, self._num_experts = slots, num_experts
+    def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
+        self.slots, self.index = slots, index
 
     def begin_step(self, *, whole_layers: bool) -> None:
-        """A step comes; its layers are acquired in order, each released before the next.
+        """Begin a step, whose layers are acquired in order, each released before the next.
 
         whole_layers: bring all experts of every layer, where there is a choice.
         """
@@ -61,30 +65,29 @@ class Residency(ABC):
 
     @abstractmethod
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        """The table int32 [E] of a layer whose (chosen) experts are in place; waits until they are.
+        """Return the table int32 [E] of a layer's slots when its (chosen) experts are in place.
 
         chosen: expert numbers, in any order and more than once; E for none.
         """
 
     @abstractmethod
     def stats(self) -> ResidencyStats:
-        """Counters since the start."""
+        """Return counters since the start."""
 
     @abstractmethod
     def occupancy(self) -> list[tuple[int, int] | None]:
-        """(layer, expert) of every slot, also of what is on its way there; None where there is nothing."""
+        """Return (layer, expert) of every slot, also of what is on its way there; None where there is nothing."""
 
     @property
     def waited_s(self) -> float:
-        """As in `stats`."""
-        return 0.0
+        return self.stats().waited_s
 
     def release(self, moe_layer: int) -> None:
-        """No program reads this layer's slots any more."""
+        """Give a layer's slots back, which no program reads any more."""
         return
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        """Experts that a later layer will probably ask for."""
+        """Prepare for experts that a later layer will probably ask for."""
         return
 
     def close(self) -> None:
@@ -93,7 +96,7 @@ class Residency(ABC):
 
 
 def copy_record(store: TieredStore, index: int, slots: ExpertSlots, slot: int) -> None:
-    """One expert from host memory (or NVMe) into a slot."""
+    """Copy one expert from host memory (or NVMe) into a slot."""
     with store.get(index) as record:
         slots.write(slot, record)
 
@@ -102,13 +105,13 @@ class AllResident(Residency):
     """Every expert has a slot of its own for good."""
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        return np.arange(self._num_experts, dtype=np.int32) + np.int32(moe_layer * self._num_experts)
+        return self.index.records(moe_layer).astype(np.int32)
 
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
 
     def occupancy(self) -> list[tuple[int, int] | None]:
-        return [divmod(slot, self._num_experts) for slot in range(self.slots.num_slots)]
+        return [self.index.locate(slot) for slot in range(self.slots.num_slots)]
 
 
 class LayerRing(Residency):
@@ -116,17 +119,15 @@ class LayerRing(Residency):
 
     streams = True
 
-    def __init__(
-        self, slots: ExpertSlots, store: TieredStore, num_layers: int, num_experts: int, ring_slots: int
-    ) -> None:
-        super().__init__(slots, num_experts)
-        self._store, self._num_layers = store, num_layers
-        self.ring = Ring(range(num_layers), ring_slots, self._load)
+    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, ring_slots: int) -> None:
+        super().__init__(slots, index)
+        self._store = store
+        self.ring = Ring(range(index.num_layers), ring_slots, self._load)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         layer, slot = self.ring.acquire()
         assert layer == moe_layer, (layer, moe_layer)
-        return np.arange(self._num_experts, dtype=np.int32) + np.int32(slot * self._num_experts)
+        return self._slots_of(slot).astype(np.int32)
 
     def release(self, moe_layer: int) -> None:
         self.ring.release()
@@ -136,23 +137,22 @@ class LayerRing(Residency):
         return ResidencyStats("ring", ring.waits, ring.waited_s)
 
     def occupancy(self) -> list[tuple[int, int] | None]:
-        experts = range(self._num_experts)
+        experts = range(self.index.num_experts)
         return [None if layer is None else (layer, expert) for layer in self.ring.layers for expert in experts]
-
-    @property
-    def waited_s(self) -> float:
-        return self.ring.stats().waited_s
 
     def close(self) -> None:
         self.ring.close()
 
-    def _load(self, layer: int, slot: int) -> int:
-        e = self._num_experts
-        for ahead in (layer, (layer + 1) % self._num_layers):
-            self._store.prefetch(np.arange(ahead * e, (ahead + 1) * e))
-        for i in range(e):
-            copy_record(self._store, layer * e + i, self.slots, slot * e + i)
-        return e * self._store.layout.data_bytes
+    def _slots_of(self, ring_slot: int) -> NDArray[np.int64]:
+        """Return the expert slots of a ring slot: as many as a layer has experts, so numbered like its records."""
+        return self.index.records(ring_slot)
+
+    def _load(self, layer: int, ring_slot: int) -> int:
+        for ahead in (layer, (layer + 1) % self.index.num_layers):
+            self._store.prefetch(self.index.records(ahead))
+        for record, slot in zip(self.index.records(layer).tolist(), self._slots_of(ring_slot).tolist(), strict=True):
+            copy_record(self._store, record, self.slots, slot)
+        return self.index.num_experts * self._store.layout.data_bytes
 
 
 class ChosenExperts(Residency):
@@ -169,32 +169,26 @@ class ChosenExperts(Residency):
 
     streams, takes_guesses, needs_choices = True, True, True
 
-    def __init__(
-        self,
-        slots: ExpertSlots,
-        store: TieredStore,
-        num_layers: int,
-        num_experts: int,
-    ) -> None:
-        num_slots = slots.num_slots
+    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex) -> None:
+        num_slots, num_experts = slots.num_slots, index.num_experts
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
-        super().__init__(slots, num_experts)
-        self._store, self._num_layers = store, num_layers
-        self.pool = SlotPool(HitCounts(num_layers * num_experts), num_slots)
+        super().__init__(slots, index)
+        self._store = store
+        self.pool = SlotPool(HitCounts(index.num_records), num_slots)
         self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="expert copy")
         self._copies: dict[int, Future[None]] = {}  # records on their way into a slot
         self._pinned: dict[int, set[int]] = {}  # layer -> records
         self._guesses: dict[int, set[int]] = {}
         self._failed: Exception | None = None
         self._used: list[int] = []  # records that the step's tokens chose
-        self._waits, self._waited_s, self._layers = 0, 0.0, 0
-        self._hits, self._misses, self._guessed, self._guessed_right = 0, 0, 0, 0
+        self._waited_s = 0.0
+        self._waits = self._layers = self._hits = self._misses = self._guessed = self._guessed_right = 0
         self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
         self._recent_guesses = self._recent_right = FIRST_TRUST
 
     def begin_step(self, *, whole_layers: bool) -> None:
         if self._used:  # counts rise once a step, or layers yet to come look unused
-            self.pool.touch(self._used)
+            self.pool.counts.touch(self._used)
             self._store.touch(self._used)
             self._used = []
         self.needs_choices = not whole_layers
@@ -220,7 +214,7 @@ class ChosenExperts(Residency):
             self._count(records, guesses)
             self._judge(guesses or ignored, records)
         self._bring(moe_layer, records)
-        if chosen is None and moe_layer + 1 < self._num_layers:
+        if chosen is None and moe_layer + 1 < self.index.num_layers:
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
@@ -228,7 +222,7 @@ class ChosenExperts(Residency):
         for copy in copies:
             self._finish(copy)
         self._waited_s += time.perf_counter() - begun
-        slot_E = self.pool.slot_of[self._layer(moe_layer)]
+        slot_E = self.pool.slot_of[self.index.records(moe_layer)]
         return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
 
     def release(self, moe_layer: int) -> None:
@@ -250,11 +244,7 @@ class ChosenExperts(Residency):
         )
 
     def occupancy(self) -> list[tuple[int, int] | None]:
-        return [None if record < 0 else divmod(record, self._num_experts) for record in self.pool.record_in.tolist()]
-
-    @property
-    def waited_s(self) -> float:
-        return self._waited_s
+        return [None if record < 0 else self.index.locate(record) for record in self.pool.record_in.tolist()]
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -278,19 +268,17 @@ class ChosenExperts(Residency):
         self._used += records
 
     def _judge(self, guesses: set[int], records: list[int]) -> None:
-        """Note how good guesses are of late."""
         if guesses:
             self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(guesses)
             self._recent_right = GUESS_DECAY * self._recent_right + len(guesses.intersection(records))
 
     def _layer(self, moe_layer: int) -> list[int]:
-        """All records of a layer."""
-        return list(range(moe_layer * self._num_experts, (moe_layer + 1) * self._num_experts))
+        return list(map(int, self.index.records(moe_layer)))
 
     def _records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
-        found: list[int] = (chosen[chosen < self._num_experts] + moe_layer * self._num_experts).tolist()
-        return found
+        chosen = chosen[chosen < self.index.num_experts]
+        return list(map(int, self.index.records(moe_layer, chosen)))
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""

@@ -3,7 +3,7 @@
 Legend: P experts asked for. Experts that were off the device are in the step's records, others among its arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 
 from jmoe.memory.record_checkpoint import ITEM
 from jmoe.memory.saved_records import SavedRecords, read_lists
-from jmoe.offload.expert_state import layouts
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.expert_state import ExpertArrays, record_layouts
 from jmoe.offload.lazy_adamw import Laziness
-from jmoe.offload.train_stores import ExpertArrays
 
-ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> their arrays by name
-PARTS = ("params", "m", "v")
 PREFIX = "moe_layers.moe.experts."  # of the names of arrays, after the part
 
 
-def expert_arrays(names: Sequence[str]) -> list[str]:
+def names_of_experts(names: Sequence[str]) -> list[str]:
     """Return those of a step's arrays that are experts'."""
     return [name for name in names if name.partition(".")[2].startswith(PREFIX)]
 
@@ -34,12 +32,12 @@ class SavedExperts:
     are behind; they are brought up to date when they are read. None: not at all.
     """
 
-    def __init__(self, step_folder: Path, shapes: Mapping[str, tuple[int, ...]], num_experts: int) -> None:
-        self._shapes, self._num_experts = shapes, num_experts
+    def __init__(self, step_folder: Path, shapes: Mapping[str, tuple[int, ...]], index: ExpertIndex) -> None:
+        self._shapes, self._index = shapes, index
         folder = step_folder / ITEM
         self.laziness = Laziness.of_lists(read_lists(folder).values()) if folder.is_dir() else None
         dtype = "float32" if self.laziness is None else self.laziness.gradient_dtype
-        self._records = SavedRecords(folder, layouts(shapes, dtype)) if folder.is_dir() else None
+        self._records = SavedRecords(folder, record_layouts(shapes, dtype)) if folder.is_dir() else None
         self.kinds = {"weights", "moments"} & set(self._records.kinds if self._records is not None else ())
         self._last: tuple[int, Mapping[str, NDArray[Any]]] = (-1, {})  # brought up to date: index, arrays
         self._state = step_folder / "state"
@@ -58,20 +56,21 @@ class SavedExperts:
         return {f"{p}.{name}": self._of_array(p, name, layer, experts) for p in "mv" for name in self._shapes}
 
     def one(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
-        """Return one parameter of one expert."""
         return self.weights(layer, np.array([expert]))[name][0]
 
     def _of_records(self, kind: str, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
         assert self._records is not None
-        found: ExpertArrays = {}
         prefixes = ("",) if kind == "weights" else ("m.", "v.")
-        for place, expert in enumerate(experts.tolist()):
-            record = self._present(kind, layer * self._num_experts + expert)
-            for name in (f"{prefix}{name}" for prefix in prefixes for name in self._shapes):
-                if name not in found:
-                    found[name] = np.empty((experts.size, *record[name].shape), np.float32)
-                np.copyto(found[name][place], record[name])
-        return found
+        arrays = {
+            f"{prefix}{name}": np.empty((experts.size, *shape), np.float32)
+            for prefix in prefixes
+            for name, shape in self._shapes.items()
+        }
+        for place, index in enumerate(self._index.records(layer, experts).tolist()):
+            record = self._present(kind, index)
+            for name, array in arrays.items():
+                np.copyto(array[place], record[name])
+        return arrays
 
     def _present(self, kind: str, index: int) -> Mapping[str, NDArray[Any]]:
         """Return a record's arrays at the step of the checkpoint."""
@@ -95,8 +94,8 @@ class SavedExperts:
         key = f"{part}.{PREFIX}{name}"
         if key not in self._arrays:
             self._arrays[key] = _open_array(self._state, key)
-        found: NDArray[np.float32] = self._arrays[key][layer, experts.tolist()].read().result()
-        return found
+        array: NDArray[np.float32] = self._arrays[key][layer, experts.tolist()].read().result()
+        return array
 
 
 def _open_array(folder: Path, name: str) -> Any:

@@ -22,8 +22,8 @@ from kernels_pallas.grouped_mlp import MLPWeights
 TABLE_TILE_ROWS = 64
 
 
-class Arrays(Protocol):
-    """Arrays by name: a dict, or a record of a `TieredStore`."""
+class NamedArrays(Protocol):
+    """A dict of arrays, or a record of a `TieredStore`."""
 
     def __getitem__(self, name: str, /) -> np.ndarray: ...
 
@@ -39,12 +39,12 @@ class ExpertSlots(ABC):
         self.num_slots, self.num_bytes = num_slots, num_slots * expert_bytes
 
     @abstractmethod
-    def write(self, slot: int, record: Arrays) -> None:
+    def write(self, slot: int, record: NamedArrays) -> None:
         """Copy one expert's weights into a slot, from any thread. No program that reads this slot may be running."""
 
     @abstractmethod
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        """float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, read from slot table_E[expert]."""
+        """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts, in slots table_E[expert]."""
 
 
 class HostSlots(ExpertSlots):
@@ -57,7 +57,7 @@ class HostSlots(ExpertSlots):
         self._memory = [{name: slots[i] for name, slots in memory.items()} for i in range(num_slots)]
         self._weights = [_weights({name: _as_array(m, cpu) for name, m in slot.items()}) for slot in self._memory]
 
-    def write(self, slot: int, record: Arrays) -> None:
+    def write(self, slot: int, record: NamedArrays) -> None:
         for name, memory in self._memory[slot].items():
             np.copyto(memory, record[name])
 
@@ -65,7 +65,7 @@ class HostSlots(ExpertSlots):
         return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
 
     def weights(self, slot: int) -> MLPWeights:
-        """A slot's arrays: the slot's memory, not a copy."""
+        """Return a slot's arrays: the slot's memory, not a copy."""
         return self._weights[slot]
 
 
@@ -80,7 +80,7 @@ class DeviceSlots(ExpertSlots):
         self._put = jax.jit(_put, donate_argnums=0)
         self._lock = threading.Lock()  # an update gives up the arrays that a program may just be started with
 
-    def write(self, slot: int, record: Arrays) -> None:
+    def write(self, slot: int, record: NamedArrays) -> None:
         sent = {name: jax.device_put(record[name], self._device) for name in self._arrays}
         jax.block_until_ready(sent)  # the record's memory is used again when this returns
         with self._lock:
@@ -104,14 +104,14 @@ def _table_mlp(
 
 
 def _slot_memory(num_slots: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
-    """Zeros, each slot from a page on: XLA takes only what is aligned to 64 bytes without a copy."""
+    """Return zeros, each slot from a page on: XLA takes without a copy only what is aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     pages = RecordBuffers(num_slots, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     return [pages.slot(i)[:num_bytes].view(dtype).reshape(shape) for i in range(num_slots)]
 
 
 def _as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
-    """The same memory as an array, where uint16 are the bits of bfloat16."""
+    """Return an array over the memory, where uint16 are the bits of bfloat16."""
     view = memory.view(jnp.bfloat16) if memory.dtype == np.uint16 else memory
     array = jax.device_put(view, device, may_alias=True)
     assert array.unsafe_buffer_pointer() == memory.ctypes.data, "the memory was copied"

@@ -4,7 +4,7 @@ Legend: E experts of a layer, P of them this process's.
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
-from jmoe.offload.expert_state import ExpertState, LocalExperts, Stores, layouts
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.expert_state import ExpertArrays, ExpertState, ReadExperts, RecordTiers, record_layouts
 from jmoe.offload.lazy_adamw import Laziness
 
-ExpertArrays = dict[str, NDArray[np.float32]]
-OfLayer = Callable[[int], ExpertArrays]  # layer -> arrays [P, ...] by name
 GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}  # folders: the dtype may change on resume
 THREADS = 2  # that read, and as many that write, of each kind of record
 
@@ -36,13 +35,11 @@ class ExpertStores:
     """
 
     def __init__(
-        self, config: TrainConfig, owned: LocalExperts, shapes: dict[str, tuple[int, ...]], run: str = "run"
+        self, config: TrainConfig, index: ExpertIndex, shapes: dict[str, tuple[int, ...]], run: str = "run"
     ) -> None:
-        self._config, self._tiers, self._owned, self._shapes = config, config.tiers, owned, shapes
-        self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
-        self._num_records = self._num_layers * self._num_experts
-        self._owned_records = owned.records(self._num_layers, self._num_experts)
-        self.layouts = layouts(shapes, self._tiers.gradient_dtype)
+        self._config, self._tiers, self._index, self._shapes = config, config.tiers, index, shapes
+        self._own = index.local_records
+        self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
@@ -52,7 +49,7 @@ class ExpertStores:
         self.records = RecordCheckpoints(
             saved,
             memory={kind: self.layouts[kind] for kind in ("weights", "moments") if kind not in saved},
-            owned=self._owned_records,
+            owned=self._own,
             process=jax.process_index(),
             num_processes=jax.process_count(),
             stall_limit_s=config.checkpoint.drain_timeout_s,
@@ -65,27 +62,26 @@ class ExpertStores:
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
         self._cached_bytes = sum(sealed(layout).record_bytes for layout in layouts.values())  # one record of each kind
-        least_bytes = min(2, len(self._owned_records)) * self._cached_bytes
-        given = tiers.host_cache_bytes
+        least_bytes, cache_bytes = min(2, len(self._own)) * self._cached_bytes, tiers.host_cache_bytes
         enough = f"must be 0 or hold two records of every kind on the tier nvme, {least_bytes} bytes"
-        check(not layouts or not given or given >= least_bytes, "tiers.host_cache_bytes", given, enough)
+        holds_enough = not layouts or not cache_bytes or cache_bytes >= least_bytes
+        check(holds_enough, "tiers.host_cache_bytes", cache_bytes, enough)
         if tiers.optimizer == "nvme":
             layouts["gradients"] = self.layouts["gradients"]  # those that wait are saved, wherever they are
         folder = Path(tiers.path or Path(self._config.output_dir) / "records") / run / f"process-{jax.process_index()}"
         opened = {}
         for kind, layout in layouts.items():
             place = folder / (GRADIENTS[tiers.gradient_dtype] if kind == "gradients" else kind)
-            opened[kind] = VersionStore.open(
-                place, layout, self._num_records, fingerprint=fingerprint, owned=self._owned_records
-            )
+            num_records = self._index.num_records
+            opened[kind] = VersionStore.open(place, layout, num_records, fingerprint=fingerprint, owned=self._own)
             self._held.callback(opened[kind].close)
         return opened
 
     def save(self, experts: ExpertState) -> None:
         """Make all records durable as they stand, those of host memory excepted, for `records` to pin.
 
-        Written is what has changed since it was last written, and nothing else. Without the moments on the tier nvme
-        every expert is brought up to date instead.
+        Writes what has changed since it was last written, and nothing else. Without the moments on the tier nvme every
+        expert is brought up to date instead.
         """
         if self._tiers.optimizer != "nvme":
             experts.flush_updates()
@@ -97,7 +93,6 @@ class ExpertStores:
         self.records.beside = laziness.to_json()
 
     def _write_gradients(self, gradients: TieredStore, laziness: Laziness) -> None:
-        """Give those that wait in host memory files."""
         store = self._versions["gradients"]
         steps = {index: laziness.applied[index] for index in sorted(laziness.pending)}
         new = [index for index, step in steps.items() if self._written.get(index) != step]
@@ -117,7 +112,7 @@ class ExpertStores:
         self._written = steps
 
     def laziness(self, step: int) -> Laziness:
-        """How far the records are behind: those just restored, or else those saved last, if that was at this step."""
+        """Return how far the records are behind: those just restored, or those saved last if that was at this step."""
         if self.records.restored is not None:
             self._laziness, self.records.restored = Laziness.of_lists(self.records.restored), None
         if self._laziness is not None and self._laziness.step == step:
@@ -125,45 +120,42 @@ class ExpertStores:
         return self.up_to_date(step)
 
     def up_to_date(self, step: int) -> Laziness:
-        """Nothing is behind."""
+        """Return the laziness of records that are not behind."""
         return Laziness.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
 
-    def fill(self, laziness: Laziness, weights: OfLayer | None, moments: OfLayer | None) -> ExpertState:
-        """Fill the tiers from each layer's weights and moments; None: they are in their records already."""
+    def fill(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> ExpertState:
+        """Fill the tiers with weights and moments, layer by layer; None: they are in their records already."""
         tiers = self._tiers
         resident = tiers.experts == "device"
-        mine = laziness.of(self._owned_records)
+        own = laziness.of(self._own)
         state = ExpertState(
-            Stores(
+            RecordTiers(
                 None if resident else self._store("weights", tiers.experts, weights),
                 self._store("moments", tiers.optimizer, moments),
-                self._store("gradients", tiers.gradients, None, mine.pending),
+                self._store("gradients", tiers.gradients, None, own.pending),
             ),
             optimizer=self._config.optimizer,
-            num_layers=self._num_layers,
-            num_experts=self._num_experts,
-            owned=self._owned,
+            index=self._index,
             shapes=self._shapes,
-            num_slots=self._num_layers if resident else tiers.device_layers,
-            laziness=mine,
+            num_slots=self._index.num_layers if resident else tiers.device_layers,
+            laziness=own,
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
         if resident:
             state.flush_updates()  # now, while `weights` can be read
         self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
-        self._written = {index: mine.applied[index] for index in mine.pending}
+        self._written = {index: own.applied[index] for index in own.pending}
         return state
 
-    def _store(self, kind: str, tier: str, of_layer: OfLayer | None, written: Collection[int] = ()) -> TieredStore:
-        """One kind of records. written: in host memory, the records that their files fill."""
+    def _store(self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()) -> TieredStore:
+        """Open one kind of records. written: in host memory, the records that their files fill."""
         versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
-            fill = self._filling(of_layer) if not written or versions is None else _reading(versions, written)
-            records = HostRecords.fill(self.layouts[kind], self._num_records, fill, self._owned_records)
-            return TieredStore(host_records=records)
-        if of_layer is not None:
-            write_all(versions, self._filling(of_layer))
+            fill = self._filling(read) if not written or versions is None else _reading(versions, written)
+            return TieredStore(HostRecords.fill(self.layouts[kind], self._index.num_records, fill, self._own))
+        if read is not None:
+            versions.fill(self._filling(read))
         return TieredStore(
             versions,
             cache_bytes=self._cache_bytes(versions.layout.record_bytes),
@@ -172,32 +164,33 @@ class ExpertStores:
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
 
-    def _filling(self, of_layer: OfLayer | None) -> Fill:
-        """Writes record after record from arrays of a layer; of None: leaves zeros."""
-        layer, arrays = -1, dict[str, NDArray[np.float32]]()
+    def _filling(self, read: ReadExperts | None) -> Fill:
+        """Return what writes record after record from arrays of a layer, or leaves zeros."""
+        last, arrays = -1, ExpertArrays()
 
         def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
-            nonlocal layer, arrays
-            if of_layer is None:
+            nonlocal last, arrays
+            local = self._index.local
+            if read is None or local is None:
                 return
-            if index // self._num_experts != layer:
-                layer = index // self._num_experts
-                arrays = of_layer(layer)
-            place = np.searchsorted(self._owned.experts, index % self._num_experts)
+            layer, expert = self._index.locate(index)
+            if layer != last:
+                last, arrays = layer, read(layer, local.experts)
+            place = np.searchsorted(local.experts, expert)
             for name, array in arrays.items():
                 np.copyto(views[name], array[place])
 
         return fill
 
     def _cache_bytes(self, record_bytes: int) -> int:
-        """A store's share of the host cache: as its share of the bytes on the tier nvme."""
-        given = self._tiers.host_cache_bytes
-        if not given:
-            return max(len(self._owned_records) // 4, 2) * record_bytes
-        return given * record_bytes // self._cached_bytes
+        """Return a store's share of the host cache: as its share of the bytes on the tier nvme."""
+        cache_bytes = self._tiers.host_cache_bytes
+        if not cache_bytes:
+            return max(len(self._own) // 4, 2) * record_bytes
+        return cache_bytes * record_bytes // self._cached_bytes
 
     def progress(self) -> tuple[int, ...]:
-        """What changes as long as records are filled, drained or restored."""
+        """Return what changes as long as records are filled, drained or restored."""
         written = tuple(store.stats().writes for store in self._versions.values())
         return written + self.records.progress()
 
@@ -208,24 +201,14 @@ class ExpertStores:
 
 
 def _reading(store: VersionStore, indices: Collection[int]) -> Fill:
-    """Reads these records; leaves zeros in the others."""
+    """Return what reads these records, and leaves zeros in the others."""
     record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
 
     def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
         if index in indices:
             store.read_into(index, record_R)
-            found = store.layout.views(record_R)
+            arrays = store.layout.views(record_R)
             for name, view in views.items():
-                np.copyto(view, found[name])
+                np.copyto(view, arrays[name])
 
     return fill
-
-
-def write_all(store: VersionStore, fill: Fill) -> None:
-    """Let `fill` write every record anew, whatever the store holds."""
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    for index in store.owned:
-        record_R[:] = 0
-        fill(index, store.layout.views(record_R))
-        store.write(index, record_R)
-    store.sync()

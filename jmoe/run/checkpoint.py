@@ -31,18 +31,17 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jmoe.config import CheckpointConfig, check
-from jmoe.memory.direct_io import make_folder
+from jmoe.memory.direct_io import fsync, make_folder
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave, is_record
 from jmoe.run.checkpoint_contents import (
     crc32,
     entry_of,
     files_of,
-    fsync,
     in_words,
     named_leaves,
     placed,
-    read_manifest,
-    write_manifest,
+    read_step_manifest,
+    write_step_manifest,
 )
 
 MANIFEST = "manifest.json"
@@ -96,22 +95,21 @@ class Checkpoints:
     # Reading
 
     def steps(self) -> list[int]:
-        """Complete steps, oldest first."""
+        """Return the complete steps, oldest first."""
         return [step for step in self._all_steps() if self._incomplete(step) is None]
 
     def latest_step(self) -> int | None:
-        """The newest complete step; incomplete ones (half-deleted, half-copied) are skipped with a printed line.
+        """Return the newest complete step; incomplete ones (half-deleted, half-copied) are skipped with a printed line.
 
-        Process 0 looks and tells the others, so that all resume from the same step. A step some of whose records are
-        whole neither here nor in the step is skipped by all. None if there are no steps; `ValueError` if all of them
-        were skipped.
+        Process 0 looks and tells the others. A step some of whose records are whole neither on this machine nor in the
+        step is skipped by all. None if there are no steps; `ValueError` if all of them were skipped.
         """
         skipped = set[int]()
         while (newest := self._newest_but(skipped)) is not None:
             problem = self._problem_of_records(newest)
             if problem is not None:
                 self._skip(newest, problem)
-            if not self._any_process(problem is not None):
+            if not self._processes_with(problem is not None):
                 break
             skipped.add(newest)
         self._without_records = skipped
@@ -124,17 +122,17 @@ class Checkpoints:
         return newest
 
     def _problem_of_records(self, step: int) -> str | None:
-        """Why this process cannot restore the step's records, or None; prints what is damaged and not needed."""
+        """Return why this process cannot restore the step's records, or None; print what is damaged and not needed."""
         folder = self.folder_of_records(step)  # not there in a step of a run whose experts had other tiers
         if self._records is None or not folder.is_dir():
             return None
         damage = self._damage(step, prefix=f"{ITEM}/")
         if damage is not None:
             return damage
-        found = self._records.find(folder)
-        for line in found.damaged:
+        records = self._records.find(folder)
+        for line in records.damaged:
             print(f"warning: {line}", file=sys.stderr, flush=True)
-        return f"lacks {len(found.missing)} records, the first {found.missing[0]}" if found.missing else None
+        return f"lacks {len(records.missing)} records, the first {records.missing[0]}" if records.missing else None
 
     def _newest_but(self, skipped: set[int]) -> int | None:
         newest = -1
@@ -150,10 +148,12 @@ class Checkpoints:
     def _skip(self, step: int, reason: str) -> None:
         print(f"warning: checkpoint {self.folder_of(step)} {reason}; skipped", file=sys.stderr, flush=True)
 
-    def _any_process(self, flag: bool) -> bool:
+    def _processes_with(self, flag: bool) -> list[int]:
+        """Return the numbers of the processes whose flag is set; every process calls this."""
         if jax.process_count() == 1:
-            return flag
-        return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+            return [0] if flag else []
+        flags = multihost_utils.process_allgather(np.int32(flag))
+        return [int(rank) for rank in np.flatnonzero(flags)]
 
     def folder_of(self, step: int) -> Path:
         return self.directory / str(step)
@@ -162,7 +162,7 @@ class Checkpoints:
         return self.folder_of(step) / ITEM
 
     def newest_config(self) -> dict[str, Any] | None:
-        """The configuration saved with the newest complete step, by this process alone; None: none can be read."""
+        """Return the configuration saved with the newest complete step; None if none can be read."""
         for step in reversed(self.steps()):
             if self._damage(step, prefix="config/") is None:
                 config: dict[str, Any] = json.loads((self.folder_of(step) / "config" / "metadata").read_text())
@@ -170,24 +170,22 @@ class Checkpoints:
         return None
 
     def saved_config(self, step: int) -> dict[str, Any]:
-        """The configuration saved with `step`. `ValueError` if it is damaged."""
+        """Return the configuration saved with `step`. `ValueError` if it is damaged."""
         self._verify(step, prefix="config/")
         return self._read_json(step, "config")
 
     def arrays(self, step: int) -> list[str]:
-        """The names of a step's arrays."""
         return list(self._manifest(step)["arrays"])
 
     def restore(
         self, step: int, abstract_state: Any, *, but: Collection[str] = (), records: bool = True
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """(state, data_state, saved configuration) of `step`.
+        """Return (state, data_state, saved configuration) of `step`.
 
         abstract_state: the tree of the state with `jax.ShapeDtypeStruct` leaves whose shardings say where each array
         goes; mesh and number of processes need not be those of the save. but: arrays of the step that are left out.
-        records: become current. Raises `ValueError`
-        that names the step and the file or arrays if a file is damaged (with the newest intact older step) or the
-        trees do not match.
+        records: become current. Raises `ValueError` that names the step and the file or arrays if a file is damaged
+        (with the newest intact older step) or the trees do not match.
         """
         self._verify(step)
         names, leaves, tree = named_leaves(abstract_state)
@@ -210,10 +208,10 @@ class Checkpoints:
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit() and entry.is_dir())
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        return read_manifest(self.folder_of(step) / MANIFEST)
+        return read_step_manifest(self.folder_of(step) / MANIFEST)
 
     def _incomplete(self, step: int) -> str | None:
-        """Why this step is not complete, or None."""
+        """Return why this step is not complete, or None."""
         try:
             files = self._manifest(step)["files"]
         except FileNotFoundError:
@@ -224,7 +222,7 @@ class Checkpoints:
         return f"is incomplete: {missing[0]} is missing" if missing else None
 
     def _damage(self, step: int, prefix: str = "", part: int = 0, parts: int = 1) -> str | None:
-        """The first damaged file of this part of the step's files, and how, or None."""
+        """Return the first damaged file of this part of the step's files, and how, or None."""
         reason = self._incomplete(step)
         if reason is not None:
             return reason
@@ -243,10 +241,8 @@ class Checkpoints:
         if not self.folder_of(step).is_dir():
             raise ValueError(f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}")
         damage = self._damage(step, prefix, jax.process_index(), jax.process_count())
-        if jax.process_count() > 1:
-            found = multihost_utils.process_allgather(np.int32(damage is not None))
-            ranks = np.flatnonzero(found).tolist()
-            damage = damage or (f"is damaged: process {ranks[0]} names the file" if ranks else None)
+        ranks = self._processes_with(damage is not None)
+        damage = damage or (f"is damaged: process {ranks[0]} names the file" if ranks else None)
         if damage is None:
             return
         older = [s for s in reversed(self.steps()) if s < step and self._damage(s) is None]
@@ -261,9 +257,9 @@ class Checkpoints:
         saved = {name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but}
         lines = []
         for name in sorted(saved.keys() | wanted.keys()):
-            here = entry_of(wanted[name]) if name in wanted else None
-            if saved.get(name) != here:
-                lines.append(f"{name}: {in_words(saved.get(name))} -> {in_words(here)}")
+            now = entry_of(wanted[name]) if name in wanted else None
+            if saved.get(name) != now:
+                lines.append(f"{name}: {in_words(saved.get(name))} -> {in_words(now)}")
         if lines:
             shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
             raise ValueError(f"checkpoint {self.folder_of(step)} holds other arrays (saved -> now): {shown}")
@@ -320,7 +316,7 @@ class Checkpoints:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the save under way may take, records excepted: `timeout_s`, and more for many bytes."""
+        """Return how long the save under way may take, records excepted: `timeout_s`, and more for many bytes."""
         return self._timeout_s + self._bytes / SLOWEST_BYTES_PER_S
 
     def wait_for_records(self) -> None:
@@ -368,7 +364,6 @@ class Checkpoints:
             except OSError as error:
                 problem = f"checkpoint folder {self.directory} cannot be written: {error}"
         self._check_shared(problem)
-        logging.getLogger("absl").addFilter(_is_news)
         options = ocp.CheckpointManagerOptions(
             create=False,  # made above; Orbax refuses to make it for named processes
             cleanup_tmp_directories=True,
@@ -389,14 +384,14 @@ class Checkpoints:
         }
         if self._records is not None:
             handlers[ITEM] = RecordsHandler()
-        logging.getLogger("absl").addFilter(_not_raised_again)
+        logging.getLogger("absl").addFilter(_is_news)
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_names=tuple(handlers), item_handlers=handlers
         )
         return self._manager
 
     def _set_incomplete_aside(self) -> None:
-        """Orbax would count them among the steps to keep, and refuse to write them again."""
+        """Move incomplete steps: Orbax would count them among those to keep, and refuse to write them again."""
         for step in self._all_steps():
             if self._incomplete(step) is not None or step in self._without_records:
                 for number in range(1, sys.maxsize):
@@ -429,7 +424,7 @@ class Checkpoints:
         deadline = time.monotonic() + min(3, self._timeout_s)
         while not (seen := probe.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)  # a network file system may lag
-        blind = np.flatnonzero(multihost_utils.process_allgather(np.int32(not seen))).tolist()
+        blind = self._processes_with(not seen)
         if jax.process_index() == 0:
             probe.unlink()
         if blind:
@@ -448,7 +443,7 @@ class Checkpoints:
         raise OSError(f"checkpoint of step {step} in {self.directory} was not written: {reason}; {last}") from root
 
     def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
-        """Background: wait for Orbax's rename, then make it durable."""
+        """Wait in the background for Orbax's rename, then make it durable."""
         try:
             manager.wait_until_finished()
             if jax.process_index() == 0:
@@ -461,12 +456,10 @@ class Checkpoints:
             self._error = error
 
     def _writing(self) -> Path | None:
-        """The folder of the save under way."""
-        found = list(self.directory.glob(f"{self._step}.orbax-checkpoint-tmp*"))
-        return found[0] if found else None
+        return next(self.directory.glob(f"{self._step}.orbax-checkpoint-tmp*"), None)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barriers between processes, in background threads."""
+        """Wait at Orbax's barriers between processes, in background threads."""
         if jax.process_count() == 1:
             return
         rank = jax.process_index()
@@ -482,7 +475,7 @@ class Checkpoints:
             ) from error
 
     def _sum_own_files(self, rank: int) -> None:
-        """The process that wrote the arrays' files also takes their sums, for process 0 to put in the manifest."""
+        """Take the sums of the arrays' files that this process wrote, for process 0 to put in the manifest."""
         folder = self._writing()
         own = (
             {}
@@ -497,7 +490,7 @@ class Checkpoints:
             (folder / f"files-{rank}.json").write_text(json.dumps(own))
 
     def _seal(self) -> None:
-        """Process 0, when all is written and before the rename: add the manifest and sync every file and folder."""
+        """Add the manifest and sync every file and folder: process 0, when all is written and before the rename."""
         folder = self._writing()
         assert folder is not None, f"Orbax writes step {self._step} somewhere else"
         for name, content in self._files.items():
@@ -512,24 +505,20 @@ class Checkpoints:
                 continue  # it has a sum of its own
             if name not in files and name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written once more
                 files[name] = [path.stat().st_size, crc32(path)]
-        write_manifest(folder / MANIFEST, {"step": self._step, "files": files, "arrays": self._arrays})
+        write_step_manifest(folder / MANIFEST, {"step": self._step, "files": files, "arrays": self._arrays})
         for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):
             fsync(path)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether to log what Orbax logs: not the traceback, several times over, of an error that `wait` raises."""
-    return "_SignalingThread.run() raised an exception" not in record.getMessage()
+    """Return whether to log what Orbax logs: not the tracebacks of errors that the next call raises."""
+    raised = record.exc_info is not None and record.filename in ("async_checkpointer.py", "checkpoint_manager.py")
+    return not raised and "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
 def _root(error: BaseException) -> BaseException:
-    """The error that led to this one: barriers that fail afterwards would hide it."""
+    """Return the error that led to this one: barriers that fail afterwards would hide it."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     return next((link for link in reversed(chain) if not isinstance(link, jax.errors.JaxRuntimeError)), error)
-
-
-def _not_raised_again(record: logging.LogRecord) -> bool:
-    """Not the errors that Orbax logs with their stacks: the next call here raises them."""
-    return record.exc_info is None or record.filename not in ("async_checkpointer.py", "checkpoint_manager.py")

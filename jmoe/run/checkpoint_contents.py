@@ -1,7 +1,6 @@
 """What a step of a checkpoint consists of, for its manifest: files with their sums, arrays by name."""
 
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,10 @@ CRC = "crc32"  # of a manifest, in the manifest
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """All files below a folder."""
     return (path for path in sorted(folder.glob("**/*")) if path.is_file())
 
 
 def crc32(path: Path) -> int:
-    """The CRC-32 of a file's content."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(CRC_BLOCK_BYTES):
@@ -27,18 +24,18 @@ def crc32(path: Path) -> int:
     return crc
 
 
-def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+def write_step_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Write a step's manifest with a sum of its own."""
     path.write_text(json.dumps(manifest | {CRC: _own_crc32(manifest)}, sort_keys=True))
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_step_manifest(path: Path) -> dict[str, Any]:
     """Return a step's manifest; `ValueError` unless it is what was written. Older ones have no sum of their own."""
     manifest = json.loads(path.read_text())
     if not isinstance(manifest, dict) or manifest.keys() - {CRC} != {"step", "files", "arrays"}:
         raise ValueError(f"{path}: must have a step, files and arrays")
-    given = manifest.pop(CRC, None)
-    if given is not None and given != _own_crc32(manifest):
+    crc = manifest.pop(CRC, None)
+    if crc is not None and crc != _own_crc32(manifest):
         raise ValueError(f"{path}: its content has changed since it was written")
     tables = [manifest["files"], manifest["arrays"]]
     if not all(isinstance(table, dict) and all(_is_pair(entry) for entry in table.values()) for table in tables):
@@ -54,19 +51,8 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 2
 
 
-def fsync(path: Path) -> None:
-    """Make a file, or what a folder lists, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
-
-
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Names (`params.layers.w`), leaves and structure: steps are saved flat, so containers may change their type."""
+    """Return names (`params.layers.w`), leaves and structure; steps are saved flat, so containers may change type."""
     paths, structure = jax.tree.flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") or "value" for path, _ in paths]
     if len(set(names)) != len(names):
@@ -76,16 +62,15 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def entry_of(leaf: Any) -> list[Any]:
-    """The dtype and shape of an array."""
     return [str(leaf.dtype), list(leaf.shape)]
 
 
 def in_words(entry: list[Any] | None) -> str:
-    """The same to print."""
+    """Return a dtype and shape to print."""
     return "absent" if entry is None else f"{entry[0]}{entry[1]}"
 
 
 def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The same with a sharding: on the first device if it has none."""
+    """Return a leaf's shape with a sharding: on the first device if it has none."""
     sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

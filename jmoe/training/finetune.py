@@ -14,7 +14,7 @@ from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
-from jmoe.offload.train_stores import ExpertArrays
+from jmoe.offload.expert_state import ExpertArrays
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from jmoe.offload.saved_experts import SavedExperts, expert_arrays
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.saved_experts import SavedExperts, names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
@@ -17,13 +18,11 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
     if not full:
         saved_state, data, _ = checkpoints.restore(step, shape)
         return trainer.load_state(saved_state), data
-    names, leaf = checkpoints.arrays(step), next(iter(full.values()))
-    saved = SavedExperts(
-        checkpoints.folder_of(step), {name: tuple(w.shape[2:]) for name, w in full.items()}, leaf.shape[1]
-    )
+    index = ExpertIndex(*next(iter(full.values())).shape[:2])
+    saved = SavedExperts(checkpoints.folder_of(step), {name: tuple(w.shape[2:]) for name, w in full.items()}, index)
     if not experts_of(shape.params):  # experts are no part of the state
-        linked = saved.kinds == LINKED and _as_here(trainer, saved)
-        rest, data, _ = checkpoints.restore(step, shape, but=expert_arrays(names), records=linked)
+        linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
+        rest, data, _ = checkpoints.restore(step, shape, but=names_of_experts(checkpoints.arrays(step)), records=linked)
         return trainer.load_state(rest, *((None, None) if linked else (saved.weights, saved.moments))), data
     weights, moments = "weights" in saved.kinds, "moments" in saved.kinds
     wanted = replace(
@@ -36,8 +35,8 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
     return trainer.load_state(rest, saved.weights if weights else None, saved.moments if moments else None), data
 
 
-def _as_here(trainer: Trainer, saved: SavedExperts) -> bool:
-    """Whether the run keeps its experts as they were saved; what they are behind is then the same as before."""
+def _keeps_records(trainer: Trainer, saved: SavedExperts) -> bool:
+    """Return whether the run keeps its experts as they were saved, so that they are as far behind as before."""
     records = trainer.records
     if records is None or not records.stores.keys() >= LINKED:
         return False

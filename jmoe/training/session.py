@@ -22,11 +22,11 @@ from jmoe.run.distributed import Watchdog
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
 from jmoe.run.planner import tier_totals, tiers_summary
 from jmoe.run.report import HeldOut, Summary, print_final_summary, write_report
+from jmoe.run.run_folder import RunFolder
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.finetune import pretrained_state
 from jmoe.training.resume import restored
-from jmoe.training.run_folder import RunFolder
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.mesh import EXPERTS_PATH
-from jmoe.offload.saved_experts import ReadExperts
+from jmoe.offload.expert_state import ReadExperts
 
 Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
-from jmoe.offload.saved_experts import ReadExperts
+from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, experts_of, read_experts, with_experts

@@ -32,10 +32,10 @@ from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import STACKS, Decoder
-from jmoe.offload.expert_state import ExpertState, ExpertStats, LocalExperts, Stacks
+from jmoe.offload.expert_index import ExpertIndex, LocalExperts
+from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ExpertState, ExpertStats, ReadExperts
 from jmoe.offload.lazy_adamw import Laziness
-from jmoe.offload.saved_experts import ReadExperts
-from jmoe.offload.train_stores import ExpertArrays, ExpertStores, OfLayer
+from jmoe.offload.train_stores import ExpertStores
 from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, with_experts, without_experts
@@ -92,7 +92,7 @@ class _Pass:
     passed: list[_PassedLayer] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
 
-    def params(self, kind: LayerKind, experts: Stacks | None = None) -> LayerParams:
+    def params(self, kind: LayerKind, experts: DeviceStacks | None = None) -> LayerParams:
         """Return what the next layer's program is given."""
         bias = self.state.router_bias if kind == "moe" else None
         return LayerParams(self.state.params[STACKS[kind]], self.unsharded_RC, bias, experts)
@@ -121,7 +121,7 @@ class StreamedTrainer:
         self._owned = LocalExperts.of(mesh, self._num_experts)
         self.experts: ExpertState | None = None
         shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
-        self.stores = ExpertStores(config, self._owned, shapes, run)
+        self.stores = ExpertStores(config, ExpertIndex.of(config.model, self._owned), shapes, run)
         self.notes, self.full_shape = model.notes, model.saved_shape
         self.saved_shape = self.full_shape.map(without_experts)
         self.records: RecordCheckpoints | None = self.stores.records
@@ -144,10 +144,10 @@ class StreamedTrainer:
         state: TrainState = jax.jit(rest, out_shardings=None if self.mesh.size == 1 else places)()
         draw = jax.jit(lambda layer: nnx.to_pure_dict(nnx.state(Decoder.experts_of(model, layer, nnx.Rngs(seed)))))
 
-        def weights(layer: int) -> ExpertArrays:
-            return {name: np.asarray(w)[self._owned.experts] for name, w in draw(jnp.int32(layer)).items()}
+        def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+            return {name: np.asarray(w)[experts] for name, w in draw(jnp.int32(layer)).items()}
 
-        self._open(self.stores.up_to_date(0), weights, lambda layer: {})
+        self._open(self.stores.up_to_date(0), weights, lambda layer, experts: {})
         return state
 
     def save_state(self, state: TrainState) -> TrainState:
@@ -164,12 +164,11 @@ class StreamedTrainer:
     ) -> TrainState:
         """Return the state; experts go to their tiers layer by layer. None: they are there already."""
         step = int(saved.step)
-        of_layer = [None if read is None else partial(_of_mine, read, self._owned) for read in (weights, moments)]
         laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
-        self._open(laziness, *of_layer)
+        self._open(laziness, weights, moments)
         return jax.device_put(saved, self._device) if self._device else self.model.from_saved(saved)
 
-    def _open(self, laziness: Laziness, weights: OfLayer | None, moments: OfLayer | None) -> None:
+    def _open(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
         if self.experts is not None:
             self.experts.close()
         self.experts = self.stores.fill(laziness, weights, moments)
@@ -200,7 +199,7 @@ class StreamedTrainer:
         ]
         return self._joined(parts, axis=1)
 
-    def _joined(self, parts: Sequence[Stacks], axis: int = 0) -> Stacks:
+    def _joined(self, parts: Sequence[DeviceStacks], axis: int = 0) -> DeviceStacks:
         """Return arrays of all devices from the parts of this process's devices, joined in dimension `axis`."""
         if self.mesh.size == 1:
             return parts[0]
@@ -455,7 +454,3 @@ class StreamedTrainer:
         outside, (x_BSD,) = self._hidden(state, [jax.device_put(tokens_BS, self._batch_place)])
         logits_V: jax.Array = self._done(self.programs.logits(outside, x_BSD, position))
         return logits_V
-
-
-def _of_mine(read: ReadExperts, owned: LocalExperts, layer: int) -> ExpertArrays:
-    return read(layer, owned.experts)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.offload.saved_experts import ReadExperts
+from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.bandwidth import measured_chunk_bytes
 from jmoe.training.state import Batch, TrainState
 from jmoe.training.step import FusedTrainer

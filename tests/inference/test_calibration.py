@@ -9,7 +9,7 @@ from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
 
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.expert_tiers import memory_plan
+from jmoe.inference.memory_plan import memory_plan
 from jmoe.inference.sequence import Completion
 from jmoe.planning.streaming import StreamingPlan
 

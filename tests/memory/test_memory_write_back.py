@@ -103,7 +103,7 @@ def test_dirty_records_leave_the_cache_while_others_are_held(store: VersionStore
 
 
 def test_all_in_host_memory() -> None:
-    with TieredStore(host_records=HostRecords.fill(LAYOUT, NUM_RECORDS, fill)) as tiers:
+    with TieredStore(HostRecords.fill(LAYOUT, NUM_RECORDS, fill)) as tiers:
         assert [add(tiers, 3), add(tiers, 3), add(tiers, 4)] == [1, 2, 1]
         tiers.flush()
         check_record(tiers, 3, 2)
@@ -251,7 +251,7 @@ def test_the_first_of_several_errors_is_raised(store: VersionStore, gate: Gate) 
     gate.open.set()
     with pytest.raises(OSError, match="bad sector") as first:
         tiers.flush()
-    wait_for(lambda: not gate.fail and not any(map(tiers._is_writing, (3, 4))))
+    wait_for(lambda: not gate.fail and not any(map(tiers._cache.is_writing, (3, 4))))
     with pytest.raises(OSError, match="bad sector") as again:
         tiers.flush()
     assert first.value is again.value
@@ -380,7 +380,7 @@ def test_dirty_cache_against_a_model(actions: list[tuple[str, Any]], num_slots: 
     held: dict[int, int] = {}  # record -> slot, open as writable
     for action, what in actions:
         if action == "touch":
-            cache.touch(what)
+            cache.counts.touch(what)
         elif action == "get" and what not in held and what not in model.writing:
             slot = cache.use(what)
             assert (slot is not None) == (what in model.cached + model.staged)

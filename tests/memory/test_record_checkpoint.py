@@ -21,11 +21,10 @@ from jmoe.memory.record_checkpoint import (
     ITEM,
     RecordCheckpoints,
     RecordsHandler,
-    RecordsRestore,
     RecordsSave,
-    is_durable,
 )
 from jmoe.memory.record_store import MANIFEST, RecordLayout
+from jmoe.memory.saved_records import read_lists
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, VersionStore
 
@@ -36,6 +35,12 @@ LAYOUTS = {
 }
 
 
+def is_durable(folder: Path) -> bool:
+    """Whether every process has copied its records of this step."""
+    lists = read_lists(folder)
+    return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
+
+
 def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[str, VersionStore]:
     """The stores of one process, every record that was never written at 0."""
     owned = range(process, NUM_RECORDS, num_processes)
@@ -44,7 +49,8 @@ def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[
         for name, layout in LAYOUTS.items()
     }
     for store in stores.values():
-        store.fill(lambda index, views: None)
+        if len(store._current) < len(store.owned):
+            store.fill(lambda index, views: None)
     return stores
 
 
@@ -122,9 +128,10 @@ class Run:
 
     def resume(self) -> int:
         for step in sorted(self.manager.all_steps(), reverse=True):
-            if not self.records.missing(self.folder(step)):
-                args = ocp.args.Composite(**{ITEM: RecordsRestore(self.records), "dense": ocp.args.JsonRestore()})
+            if not self.records.find(self.folder(step)).missing:
+                args = ocp.args.Composite(dense=ocp.args.JsonRestore())
                 assert self.manager.restore(step, args=args).dense == {"step": step}
+                self.records.restore(self.folder(step))
                 return step
         for store in self.stores.values():
             shutil.rmtree(store.path / PINS)  # nothing was committed: begin again
@@ -286,7 +293,7 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         last = Run(local, tmp_path / "checkpoints")
         assert last.step == 1
         assert content(last.stores) == expected(1)
-        missing = last.records.missing(last.folder(2))
+        missing = last.records.find(last.folder(2)).missing
         assert missing
         with pytest.raises(FileNotFoundError, match=f"{len(missing)} records, the first .* neither on this machine"):
             last.records.restore(last.folder(2))

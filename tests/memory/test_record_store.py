@@ -378,7 +378,7 @@ def test_a_foreign_pack_is_replaced(tmp_path: Path) -> None:
         (LAYOUT, NUM_RECORDS - 1, "a", "num_records"),
         (RecordLayout.of(ARRAYS | {"gate": ((5, 3), np.float32)}), NUM_RECORDS, "a", "layout"),
     ):
-        with pytest.raises(PackError, match=f"packed with .*'{named}'"):
+        with pytest.raises(PackError, match=f"holds .*'{named}'"):
             RecordStore.open(tmp_path, layout, num_records, fingerprint=fingerprint)
     with pack(tmp_path, fill_other, "b") as store:
         check_content(store, seed=1)

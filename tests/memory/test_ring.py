@@ -112,22 +112,6 @@ def test_turning_round_loads_nothing_twice() -> None:
         wait_for(lambda: len(slots.loads) == first_step + 3 * 2 * (8 - 3))
 
 
-def test_resident_layers_stay() -> None:
-    """4 slots, layers 2 and 5 of 6 keep theirs: the other 4 go through the 2 slots left."""
-    slots = Slots(4)
-    with Ring(range(6), 4, slots.load, resident=(2, 5)) as ring:
-        places = [[slots.use(ring, layer) for layer in range(6)] for _ in range(5)]
-        assert len({place[2] for place in places}) == len({place[5] for place in places}) == 1
-        wait_for(lambda: len(slots.loads) == 6 + 4 * 4 + 2)  # and 2 for the round after
-        assert [layer for layer, _ in slots.loads].count(2) == 1
-        assert [layer for layer, _ in slots.loads].count(5) == 1
-        ring.restart([5, 2, 0])
-        loads = len(slots.loads)
-        for layer in (5, 2, 0):
-            slots.use(ring, layer)
-        assert len(slots.loads) == loads  # 0 was loaded for the round after
-
-
 def test_restart_in_the_middle() -> None:
     slots = Slots(3)
     with Ring(range(6), 3, slots.load) as ring:
@@ -276,9 +260,7 @@ def test_mistakes() -> None:
         Ring(range(4), 0, slots.load)
     with pytest.raises(ValueError, match=r"order = .*: must name at least one layer"):
         Ring([], 2, slots.load)
-    with pytest.raises(ValueError, match="num_slots = 2: must exceed the 2 resident layers"):
-        Ring(range(4), 2, slots.load, resident=(0, 1))
-    with Ring(range(2), 2, slots.load, resident=(0, 1)) as ring, pytest.raises(RuntimeError, match=r"release\(\)"):
+    with Ring(range(2), 2, slots.load) as ring, pytest.raises(RuntimeError, match=r"release\(\)"):
         ring.release()
 
 

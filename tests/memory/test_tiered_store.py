@@ -141,7 +141,7 @@ def test_limit_is_shared_by_threads_and_made_up_for() -> None:
 def test_limits_that_make_no_sense(store: RecordStore) -> None:
     with pytest.raises(ValueError, match="bandwidth_limit_bytes_per_s = 0"):
         Link(0)
-    with pytest.raises(ValueError, match="tiers are nvme and host"):
+    with pytest.raises(ValueError, match="links are nvme and host"):
         TieredStore(store, cache_bytes=10**6, bandwidth_limit_bytes_per_s={"disk": 1.0})  # type: ignore[dict-item]
 
 
@@ -173,7 +173,7 @@ def test_records_come_back_right(store: RecordStore, threads: int, slots: int) -
 
 def test_all_in_host_memory() -> None:
     records = HostRecords.fill(LAYOUT, NUM_RECORDS, fill)
-    with TieredStore(host_records=records) as tiers:
+    with TieredStore(records) as tiers:
         assert tiers.num_records == NUM_RECORDS
         assert tiers.host_bytes == NUM_RECORDS * RECORD_BYTES
         tiers.prefetch(range(NUM_RECORDS))
@@ -364,10 +364,9 @@ def test_close_wakes_who_waits(store: RecordStore, gate: Gate) -> None:
     ("options", "message"),
     [
         ({"cache_bytes": RECORD_BYTES}, "cache_bytes = 12288: must hold at least two records"),
-        ({}, "cache_bytes: a store needs a cache"),
         ({"cache_bytes": 10**6, "threads": 0}, "threads = 0"),
         ({"cache_bytes": 10**6, "wait_limit_s": 0}, "wait_limit_s = 0"),
-        ({"cache_bytes": 10**6, "host_records": HostRecords.fill(LAYOUT, 1, fill)}, "and no host_records"),
+        ({}, "cache_bytes = None: a store needs a cache"),
     ],
 )
 def test_settings_that_make_no_sense(store: RecordStore, options: dict[str, Any], message: str) -> None:
@@ -376,11 +375,11 @@ def test_settings_that_make_no_sense(store: RecordStore, options: dict[str, Any]
 
 
 def test_more_settings_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="host_records: without a store"):
-        TieredStore()
+    with pytest.raises(ValueError, match="records in host memory need none"):
+        TieredStore(HostRecords.fill(LAYOUT, 1, fill), cache_bytes=1)
     with pytest.raises(ValueError, match=r"buffers\.slot_bytes = 4096"):
         HostRecords(LAYOUT, RecordBuffers(2, 4096))
-    with TieredStore(host_records=HostRecords.fill(LAYOUT, 2, fill)) as tiers:
+    with TieredStore(HostRecords.fill(LAYOUT, 2, fill)) as tiers:
         for bad in (-1, 2):
             for call in (tiers.get, tiers.prefetch, tiers.touch, tiers.discard):
                 with pytest.raises(ValueError, match=f"index = {bad}"):

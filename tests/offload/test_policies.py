@@ -8,12 +8,14 @@ import pytest
 
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing
 from jmoe.offload.slots import HostSlots
 
 LAYERS, E = 3, 8
 FIELDS = {"w_up": ((16, 32), np.dtype(np.float32)), "w_down": ((16, 32), np.dtype(np.float32))}  # 4096 bytes, a page
 LAYOUT = RecordLayout.of(FIELDS)
+INDEX = ExpertIndex(LAYERS, E)
 
 
 def fill(index: int, views: dict[str, np.ndarray]) -> None:
@@ -22,7 +24,7 @@ def fill(index: int, views: dict[str, np.ndarray]) -> None:
 
 
 def store() -> TieredStore:
-    return TieredStore(host_records=HostRecords.fill(LAYOUT, LAYERS * E, fill))
+    return TieredStore(HostRecords.fill(LAYOUT, LAYERS * E, fill))
 
 
 def held(slots: HostSlots, slot: int) -> int:
@@ -38,7 +40,7 @@ def slots() -> HostSlots:
 @pytest.fixture
 def chosen(slots: HostSlots) -> Iterator[ChosenExperts]:
     with store() as records:
-        residency = ChosenExperts(slots, records, LAYERS, E)
+        residency = ChosenExperts(slots, records, INDEX)
         yield residency
         residency.close()
 
@@ -92,7 +94,7 @@ def test_guesses_that_turn_out_wrong_are_not_listened_to(chosen: ChosenExperts) 
         for layer in range(2):  # so much else that nothing of layer 2 keeps its slot
             chosen.acquire(layer, np.arange(E))
             chosen.release(layer)
-        chosen.pool.drop([r for r in chosen.pool.records() if r >= 2 * E])
+        chosen.pool.drop([r for r in chosen.pool.record_in.tolist() if r >= 2 * E])
         chosen.expect(2, np.array([guess]))
         chosen.acquire(2, np.array([choice]))
         chosen.release(2)
@@ -130,7 +132,7 @@ def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
         slow = {"nvme": LAYOUT.record_bytes / 0.2}  # 200 ms a record
         with TieredStore(packed, cache_bytes=8 * LAYOUT.record_bytes, bandwidth_limit_bytes_per_s=slow) as records:
             slots = HostSlots(20, FIELDS)
-            residency = ChosenExperts(slots, records, LAYERS, E)
+            residency = ChosenExperts(slots, records, INDEX)
             residency.begin_step(whole_layers=False)
             residency.expect(1, np.arange(1, E))
             table_E = residency.acquire(1, np.array([0]))
@@ -145,9 +147,9 @@ def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
 
 def test_occupancy_of_what_does_not_choose(slots: HostSlots) -> None:
     everything = HostSlots(LAYERS * E, FIELDS)
-    assert AllResident(everything, E).occupancy()[E + 3] == (1, 3)
+    assert AllResident(everything, INDEX).occupancy()[E + 3] == (1, 3)
     with store() as records:
-        ring = LayerRing(slots, records, LAYERS, E, 2)
+        ring = LayerRing(slots, records, INDEX, 2)
         for layer in range(2):
             table_E = ring.acquire(layer, None)
             places = ring.occupancy()

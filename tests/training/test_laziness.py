@@ -193,7 +193,7 @@ def test_missed_steps_keep_the_settings_of_their_time(saved: Opened, change: dic
 
 
 def test_nobody_is_behind_for_ever(saved: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jmoe.offload.expert_state, "MOST_BEHIND", 1)
+    monkeypatch.setattr(jmoe.offload.expert_state, "MAX_STEPS_BEHIND", 1)
     state = saved.steps(saved.restore(SAVED), SAVED + 2)
     saved.save(state)
     listed = saved.listed(SAVED + 2)

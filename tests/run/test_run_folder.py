@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jmoe.training.run_folder import IDENTITY, LOCK, RunFolder
+from jmoe.run.run_folder import IDENTITY, LOCK, RunFolder
 
 
 def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,14 +15,21 @@ import pytest
 
 from jmoe.config import CheckpointConfig
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, is_durable
+from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.saved_records import read_lists
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from tests.train_runs import free_port
 
 NUM_RECORDS = 6
 LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})
+
+
+def is_durable(folder: Path) -> bool:
+    """Whether every process has copied its records of this step."""
+    lists = read_lists(folder)
+    return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
 
 
 def open_store(folder: Path, process: int = 0, num_processes: int = 1) -> VersionStore:
@@ -251,7 +258,7 @@ def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
     assert f"{tmp_path}/checkpoints/2 is damaged: " in warning and f"{ITEM}/process-0.json" in warning
     records = RecordCheckpoints({"experts": store})
     with pytest.raises(ValueError, match=f"{path}: is damaged"):
-        records.missing(path.parent)
+        records.find(path.parent)
     store.close()
 
 
@@ -263,7 +270,7 @@ from test_checkpoint_records import *
 from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
 from jmoe.run import distributed
-from jmoe.training.run_folder import RunFolder
+from jmoe.run.run_folder import RunFolder
 from jmoe.training.session import Session
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
 distributed.start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,

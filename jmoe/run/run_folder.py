@@ -22,7 +22,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import jax
@@ -55,7 +54,7 @@ class RunFolder:
             self._join()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._made and set(os.listdir(self.path)) <= {LOCK, IDENTITY}:  # the run came to nothing
             for name in os.listdir(self.path):
                 (self.path / name).unlink()
@@ -65,17 +64,17 @@ class RunFolder:
 
     @property
     def run(self) -> str:
-        """The run's name, which no other run has."""
+        """Return the run's name, which no other run has."""
         return str(self._owner["run"])
 
     def check(self) -> None:
-        """`OSError` if another run has taken the folder meanwhile, where the file system could not prevent it."""
+        """Raise `OSError` if another run has taken the folder, where the file system could not prevent it."""
         other = self._read()
         if other.get("token") != self._owner["token"]:
             raise OSError(f"output_dir = {str(self.path)!r}: was taken over by {_named(other)}; this run saves no more")
 
     def _take(self) -> str:
-        """Process 0: lock the folder for this process alone, write who has it, and keep it for all of the run."""
+        """Lock the folder for process 0 alone, write who has it, and keep it for all of the run."""
         self._made = not self.path.is_dir()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -108,17 +107,17 @@ class RunFolder:
         return json.dumps(owner | {"run": self._identify()})
 
     def _identify(self) -> str:
-        """The name in `run.json`; a new one if there is none, or it belongs to a run of which this is a copy."""
-        here = self.path.resolve()
-        run, home = _identity(here)
-        if not run or (Path(home) != here and _identity(Path(home))[0] == run):
-            run = f"{here.name}-{secrets.token_hex(4)}"
-        if (run, str(here)) != _identity(here):
-            write_atomic(self.path / IDENTITY, json.dumps({"run": run, "output_dir": str(here)}).encode())
+        """Return the name in `run.json`; a new one if there is none, or it belongs to a run of which this is a copy."""
+        folder = self.path.resolve()
+        run, home = _identity(folder)
+        if not run or (Path(home) != folder and _identity(Path(home))[0] == run):
+            run = f"{folder.name}-{secrets.token_hex(4)}"
+        if (run, str(folder)) != _identity(folder):
+            write_atomic(self.path / IDENTITY, json.dumps({"run": run, "output_dir": str(folder)}).encode())
         return run
 
     def _locked_by(self, owner: dict[str, Any]) -> bool:
-        """Whether the folder is this run's now. The other processes of it lock it too, so the lock becomes shared.
+        """Return whether the folder is this run's now; the lock becomes shared, for the run's other processes.
 
         That is no single step: who comes in between writes its own name, and one of the two then finds the other's.
         """
@@ -135,7 +134,7 @@ class RunFolder:
         return False
 
     def _join(self) -> None:
-        """Other processes: lock the folder that process 0 has taken, too."""
+        """Lock the folder that process 0 has taken for another process of the run, too."""
         deadline_s = time.monotonic() + 5.0  # a network file system may lag
         while self._read().get("token") != self._owner["token"]:
             if time.monotonic() > deadline_s:
@@ -149,7 +148,7 @@ class RunFolder:
             self.check()
 
     def _flock(self, kind: int) -> bool:
-        """Whether the lock was to be had; also True where the file system has no locks, which is said."""
+        """Return whether the lock was to be had; also True where the file system has no locks, which is said."""
         assert self._file is not None
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -175,7 +174,7 @@ class RunFolder:
 
 
 def _identity(folder: Path) -> tuple[str, str]:
-    """(name, folder) of the run in an output folder, as it has noted them; ("", "") if it has not."""
+    """Return (name, folder) of the run in an output folder, as it has noted them; ("", "") if it has not."""
     try:
         noted = json.loads((folder / IDENTITY).read_bytes())
         return str(noted["run"]), str(noted["output_dir"])

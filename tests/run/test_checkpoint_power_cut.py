@@ -110,9 +110,7 @@ def test_copies_of_records_survive_a_power_cut_where_the_node_is_lost(cut: Power
     assert check(cut, without_local=True) > 50
 
 
-@pytest.mark.parametrize(
-    "flush", ["jmoe.run.checkpoint.fsync", "jmoe.memory.version_store.fsync_folder", "os.fdatasync"]
-)
+@pytest.mark.parametrize("flush", ["jmoe.run.checkpoint.fsync", "jmoe.memory.version_store.fsync", "os.fdatasync"])
 def test_a_missing_flush_shows(tmp_path: Path, flush: str) -> None:
     """The tests above can fail: without a flush of files or folders, a step that was waited for is not whole."""
     cut = save_three(tmp_path / "run", without=flush)

@@ -1,0 +1,74 @@
+"""Experts of a served checkpoint in their places: slots on the device, tiers below them, and the policy between."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
+from jmoe.offload.slots import DeviceSlots, HostSlots
+from jmoe.planning.capacity import MemoryPlan
+
+PACK_FOLDER = "jmoe_experts"
+
+
+def open_experts(
+    checkpoint: LazyCheckpoint,
+    plan: MemoryPlan,
+    *,
+    cache_dir: str | os.PathLike[str] | None,
+    bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
+) -> tuple[Residency, TieredStore | None]:
+    """Return the experts in their places, and the store that they come from (None: all are on the device)."""
+    fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.of(checkpoint.config)
+    slots = (
+        HostSlots(plan.expert_slots, fields)
+        if device.platform == "cpu"
+        else DeviceSlots(plan.expert_slots, fields, device)
+    )
+    if plan.policy == "resident":
+        record = {name: np.empty(shape, dtype) for name, (shape, dtype) in fields.items()}
+        for number in range(index.num_records):
+            checkpoint.fill_expert(*index.locate(number), record)
+            slots.write(number, record)
+        return AllResident(slots, index), None
+    store = _open_store(checkpoint, index, plan, cache_dir, bandwidth_limit_bytes_per_s)
+    if plan.policy == "ring":
+        return LayerRing(slots, store, index, plan.ring_slots), store
+    return ChosenExperts(slots, store, index), store
+
+
+def _open_store(
+    checkpoint: LazyCheckpoint,
+    index: ExpertIndex,
+    plan: MemoryPlan,
+    cache_dir: str | os.PathLike[str] | None,
+    limits: Mapping[Any, float] | None,
+) -> TieredStore:
+    layout = RecordLayout.of(checkpoint.expert_fields)
+
+    def fill(number: int, views: dict[str, np.ndarray]) -> None:
+        checkpoint.fill_expert(*index.locate(number), views)
+
+    if plan.expert_tier == "host":
+        records = HostRecords.fill(layout, index.num_records, fill)
+        return TieredStore(records, bandwidth_limit_bytes_per_s=limits)
+    open_again, fingerprint = checkpoint.opened_again, checkpoint.fingerprint
+
+    def repair(number: int, views: dict[str, np.ndarray]) -> None:
+        """Read a record again, long after the start and from any thread, if the checkpoint is still the same."""
+        with open_again() as again:
+            if again.fingerprint != fingerprint:
+                raise ValueError(f"{again.folder}: has changed since the experts were packed")
+            again.fill_expert(*index.locate(number), views)
+
+    folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
+    packed = RecordStore.pack(folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair)
+    return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits)
