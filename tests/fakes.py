@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,10 @@ class Gate:
         if index in self.fail:
             raise self.fail.pop(index)
         self.real(index, record_R)
+
+
+def run_in_threads(work: Callable[[int], None], count: int, limit_s: float = 120.0) -> None:
+    """Run `work(0)`, `work(1)`, ... in threads of their own; raise the first error."""
+    with ThreadPoolExecutor(count) as threads:
+        for done in [threads.submit(work, number) for number in range(count)]:
+            done.result(limit_s)

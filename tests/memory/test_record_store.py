@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from jmoe.memory import record_store
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
-from tests.fakes import wait_for
+from tests.fakes import run_in_threads, wait_for
 
 ARRAYS = {"gate": ((3, 5), np.float32), "up": ((1000, 7), ml_dtypes.bfloat16), "scale": ((), np.int8)}
 LAYOUT = RecordLayout.of(ARRAYS)
@@ -314,51 +314,36 @@ def test_a_damaged_record_that_cannot_be_mended(
             check_content(store)
 
 
-def damage_sums(folder: Path) -> None:
-    text = (folder / MANIFEST).read_text()
+def in_manifest(edit: Callable[[str], str]) -> Callable[[Path], object]:
+    return lambda folder: (folder / MANIFEST).write_text(edit((folder / MANIFEST).read_text()))
+
+
+def in_data(damage: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: damage(next(folder.glob("records-*.bin")))
+
+
+def without_sums(text: str) -> str:
+    return json.dumps({name: value for name, value in json.loads(text).items() if name != "sums"})
+
+
+def with_other_sums(text: str) -> str:
     at = text.index('"sums": "') + 20
-    (folder / MANIFEST).write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
-
-
-def damage_no_sums(folder: Path) -> None:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["sums"]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def damage_truncate(folder: Path) -> None:
-    (data,) = folder.glob("records-*.bin")
-    os.truncate(data, data.stat().st_size - 4096)
-
-
-def damage_remove_data(folder: Path) -> None:
-    (data,) = folder.glob("records-*.bin")
-    data.unlink()
-
-
-def damage_remove_manifest(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
-
-
-def damage_half_manifest(folder: Path) -> None:
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text[: len(text) // 2])
-
-
-def damage_list_manifest(folder: Path) -> None:
-    (folder / MANIFEST).write_text("[]")
+    return text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncate, r"94208 bytes, expected 6 records of 16384 bytes"),
-        (damage_remove_data, r"records-.*\.bin, which the manifest names, is missing"),
-        (damage_remove_manifest, r"no manifest\.json"),
-        (damage_half_manifest, "not readable as JSON"),
-        (damage_list_manifest, "must be a JSON object"),
-        (damage_sums, "the checksums in manifest.json are damaged"),
-        (damage_no_sums, "manifest.json has no checksums"),
+        (
+            in_data(lambda path: os.truncate(path, path.stat().st_size - 4096)),
+            r"94208 bytes, expected 6 records of 16384 bytes",
+        ),
+        (in_data(Path.unlink), r"records-.*\.bin, which the manifest names, is missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), r"no manifest\.json"),
+        (in_manifest(lambda text: text[: len(text) // 2]), "not readable as JSON"),
+        (in_manifest(lambda text: "[]"), "must be a JSON object"),
+        (in_manifest(with_other_sums), "the checksums in manifest.json are damaged"),
+        (in_manifest(without_sums), "manifest.json has no checksums"),
     ],
 )
 def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -535,7 +520,6 @@ def test_killed_between_any_two_steps(
 def test_packers_take_turns(tmp_path: Path) -> None:
     """Many threads pack one folder: one packs, the others find the work done."""
     packers: list[int] = []
-    errors: list[BaseException] = []
     start = threading.Barrier(6)
 
     def work(me: int) -> None:
@@ -545,41 +529,24 @@ def test_packers_take_turns(tmp_path: Path) -> None:
             time.sleep(0.01)
             fill(index, views)
 
-        try:
-            start.wait()
-            with pack(tmp_path, slow_fill) as store:
-                check_content(store)
-        except BaseException as error:  # shown by the main thread
-            errors.append(error)
+        start.wait()
+        with pack(tmp_path, slow_fill) as store:
+            check_content(store)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
+    run_in_threads(work, 6)
     assert len(packers) == 1
     assert len(list(tmp_path.glob("records-*.bin"))) == 1
 
 
 def test_packers_of_different_sources_do_not_mix(tmp_path: Path) -> None:
     """Two threads replace each other's pack for a while; whatever opens is what its fingerprint says."""
-    errors: list[BaseException] = []
 
-    def work(fingerprint: str, seed: int) -> None:
-        try:
-            for _ in range(10):
-                with pack(tmp_path, fill_other if seed else fill, fingerprint) as store:
-                    check_content(store, seed)
-        except BaseException as error:  # shown by the main thread
-            errors.append(error)
+    def work(seed: int) -> None:
+        for _ in range(10):
+            with pack(tmp_path, (fill, fill_other)[seed], "ab"[seed]) as store:
+                check_content(store, seed)
 
-    threads = [threading.Thread(target=work, args=args) for args in (("a", 0), ("b", 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not errors
+    run_in_threads(work, 2)
     fingerprint = json.loads((tmp_path / MANIFEST).read_text())["fingerprint"]
     with RecordStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint=fingerprint) as store:
         check_content(store, seed="ab".index(fingerprint))

@@ -1,4 +1,4 @@
-"""Links, and records through a cache in host memory: real files, real threads, no timing asserted."""
+"""Records through a cache in host memory: real files, real threads, no timing asserted."""
 
 import threading
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.link import SLACK_S, Link
+from jmoe.memory.link import SLACK_S
 from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore
-from tests.fakes import Gate, wait_for
+from tests.fakes import Gate, run_in_threads, wait_for
 
 NUM_RECORDS = 24
 LAYOUT = RecordLayout.of({"w": ((3, 1000), np.float32), "b": ((7,), np.int64)})
@@ -42,107 +42,6 @@ def store(tmp_path: Path) -> Iterator[RecordStore]:
 @pytest.fixture
 def gate(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(store, "read_into", monkeypatch)
-
-
-class Clock:
-    """Time that only passes when somebody sleeps or says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, duration_s: float) -> None:
-        assert duration_s > 0
-        self.now_s += duration_s
-
-
-def test_link_counts() -> None:
-    clock = Clock()
-    link = Link(clock=clock, sleep=clock.sleep)
-
-    def move() -> int:
-        clock.now_s += 0.5
-        return 1000
-
-    assert link.transfer(move) == 1000
-    clock.now_s += 10  # nothing under way
-    first = link.start()
-    clock.now_s += 1
-    second = link.start()
-    clock.now_s += 1
-    link.finish(first, 10)
-    assert link.stats().seconds == pytest.approx(2.5)  # the second is still under way
-    clock.now_s += 1
-    link.finish(second, 20)
-    stats = link.stats()
-    assert (stats.transfers, stats.num_bytes) == (3, 1030)
-    assert stats.seconds == pytest.approx(3.5)
-    assert stats.bytes_per_s == pytest.approx(1030 / 3.5)
-
-    def fail() -> int:
-        clock.now_s += 1
-        raise OSError("unplugged")
-
-    with pytest.raises(OSError, match="unplugged"):
-        link.transfer(fail)
-    assert (link.stats().transfers, link.stats().num_bytes) == (3, 1030)
-
-
-def test_limit_is_kept() -> None:
-    """Whatever the sizes, pauses and copy times: in no window do more bytes pass than the limit allows."""
-    rng = np.random.default_rng(0)
-    clock = Clock()
-    limit_bytes_per_s = 1e6
-    link = Link(limit_bytes_per_s, clock=clock, sleep=clock.sleep)
-    ends: list[tuple[float, int]] = []
-    busy_s = 0.0
-    for _ in range(300):
-        clock.now_s += rng.exponential(0.01) * rng.integers(2)
-        num_bytes = int(rng.exponential(20_000)) + 1
-        copy_s = float(rng.exponential(0.01))
-        begin_s = clock.now_s
-
-        def move(copy_s: float = copy_s, num_bytes: int = num_bytes) -> int:
-            clock.now_s += copy_s
-            return num_bytes
-
-        link.transfer(move)
-        took_s = clock.now_s - begin_s
-        busy_s += took_s
-        assert took_s <= max(copy_s, num_bytes / limit_bytes_per_s) + 1e-9  # the copy's own time counts
-        ends.append((clock.now_s, num_bytes))
-    for first in range(len(ends)):
-        passed = np.cumsum([num_bytes for _, num_bytes in ends[first + 1 :]])
-        window_s = np.array([end_s - ends[first][0] for end_s, _ in ends[first + 1 :]])
-        assert (passed <= limit_bytes_per_s * (window_s + SLACK_S) + 1e-3).all()
-    assert link.stats().seconds == pytest.approx(busy_s)
-
-
-def test_limit_is_shared_by_threads_and_made_up_for() -> None:
-    clock = Clock()
-    link = Link(1000.0, clock=clock, sleep=clock.sleep)
-    starts = [link.start() for _ in range(3)]
-    for start_s in starts:
-        link.finish(start_s, 500)
-    assert clock.now_s == pytest.approx(100 + 1.5 - SLACK_S)
-
-    def late(duration_s: float) -> None:
-        clock.now_s += duration_s + 0.001
-
-    link = Link(1000.0, clock=clock, sleep=late)
-    begin_s = clock.now_s
-    for _ in range(100):
-        link.transfer(lambda: 10)
-    assert clock.now_s - begin_s == pytest.approx(1.0, abs=2 * SLACK_S)  # not 1.1
-
-
-def test_limits_that_make_no_sense(store: RecordStore) -> None:
-    with pytest.raises(ValueError, match="bandwidth_limit_bytes_per_s = 0"):
-        Link(0)
-    with pytest.raises(ValueError, match="links are nvme and host"):
-        TieredStore(store, cache_bytes=10**6, bandwidth_limit_bytes_per_s={"disk": 1.0})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -366,6 +265,8 @@ def test_close_wakes_who_waits(store: RecordStore, gate: Gate) -> None:
         ({"cache_bytes": RECORD_BYTES}, "cache_bytes = 12288: must hold at least two records"),
         ({"cache_bytes": 10**6, "threads": 0}, "threads = 0"),
         ({"cache_bytes": 10**6, "wait_limit_s": 0}, "wait_limit_s = 0"),
+        ({"cache_bytes": 10**6, "bandwidth_limit_bytes_per_s": {"disk": 1.0}}, "links are nvme and host"),
+        ({"cache_bytes": 10**6, "bandwidth_limit_bytes_per_s": {"nvme": 0}}, "bandwidth_limit_bytes_per_s = 0"),
         ({}, "cache_bytes = None: a store needs a cache"),
     ],
 )
@@ -388,28 +289,19 @@ def test_more_settings_that_make_no_sense() -> None:
 
 def test_many_threads_many_records(store: RecordStore, gate: Gate) -> None:
     """8 threads get, prefetch and discard at random through 5 slots; every byte they see is right."""
-    errors: list[BaseException] = []
     with TieredStore(store, cache_bytes=12 * RECORD_BYTES, threads=3) as tiers:
 
         def work(seed: int) -> None:
             rng = np.random.default_rng(seed)
-            try:
-                for _ in range(150):
-                    index = int(rng.integers(NUM_RECORDS))
-                    tiers.prefetch(rng.integers(NUM_RECORDS, size=2))
-                    with tiers.get(index) as record:
-                        check_record(record, index)
-                    tiers.discard(rng.integers(NUM_RECORDS, size=1))
-                    tiers.touch([index])
-            except BaseException as error:  # shown by the main thread
-                errors.append(error)
+            for _ in range(150):
+                index = int(rng.integers(NUM_RECORDS))
+                tiers.prefetch(rng.integers(NUM_RECORDS, size=2))
+                with tiers.get(index) as record:
+                    check_record(record, index)
+                tiers.discard(rng.integers(NUM_RECORDS, size=1))
+                tiers.touch([index])
 
-        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in workers:
-            thread.start()
-        for thread in workers:
-            thread.join(120)
-        assert not errors
+        run_in_threads(work, 8)
         wait_for(lambda: tiers.stats().nvme.transfers == len(gate.begun))  # what was read ahead may still be coming
         stats = tiers.stats()
         assert stats.cache.hits + stats.cache.misses == stats.host.transfers == 8 * 150

@@ -20,6 +20,7 @@ from jmoe.memory import direct_io
 from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import PackError, RecordLayout
 from jmoe.memory.version_store import PINS, SEAL, SYNC_EVERY, Version, VersionStore
+from tests.fakes import run_in_threads
 
 LAYOUT = RecordLayout.of({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
 NUM_RECORDS = 5
@@ -61,12 +62,7 @@ def got(store: VersionStore, index: int, path: Path | None = None) -> float:
 
 
 def pinned(folder: Path, name: str) -> dict[int, Path]:
-    files = {}
-    for path in (folder / PINS / name).iterdir():
-        version = Version.parse(path.name)
-        assert version is not None
-        files[version.index] = path
-    return files
+    return {Version.of(path.name).index: path for path in (folder / PINS / name).iterdir()}
 
 
 def file_of(store: VersionStore, index: int) -> Path:
@@ -360,37 +356,25 @@ def test_reading_while_it_is_replaced(folder: Path) -> None:
     with open_store(folder) as store:
         for index in range(NUM_RECORDS):
             put(store, index, 0)
-        stop, errors = threading.Event(), list[BaseException]()
+        writing = [threading.Event(), threading.Event()]
 
         def read() -> None:
             last = [0.0] * NUM_RECORDS
-            try:
-                while not stop.is_set():
-                    for index in range(NUM_RECORDS):
-                        value = got(store, index)
-                        assert value >= last[index]
-                        last[index] = value
-            except BaseException as error:
-                errors.append(error)
+            while not all(done.is_set() for done in writing):
+                for index in range(NUM_RECORDS):
+                    value = got(store, index)
+                    assert value >= last[index]
+                    last[index] = value
 
         def write(first: int) -> None:
             try:
                 for value in range(1, 120):
                     for index in range(first, NUM_RECORDS, 2):
                         put(store, index, value)
-            except BaseException as error:
-                errors.append(error)
+            finally:
+                writing[first].set()
 
-        readers = [threading.Thread(target=read) for _ in range(2)]
-        writers = [threading.Thread(target=write, args=(first,)) for first in range(2)]
-        for thread in readers + writers:
-            thread.start()
-        for thread in writers:
-            thread.join(120)
-        stop.set()
-        for thread in readers:
-            thread.join(120)
-        assert not errors
+        run_in_threads(lambda number: write(number) if number < 2 else read(), 4)
         assert [got(store, index) for index in range(NUM_RECORDS)] == [119] * NUM_RECORDS
 
 

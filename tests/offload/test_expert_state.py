@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import pytest
-from test_streamed_step import CONFIG, batch, held_out_batches
 
 import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig
@@ -32,6 +31,7 @@ from jmoe.training.streamed_programs import LayerPrograms
 from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing
 from tests.model_configs import mesh_of
+from tests.training.test_streamed_step import CONFIG, batch, held_out_batches
 
 FIRST, SAVED, LAST = 2, 4, 6
 WORDS = "an injected fault"

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
 
 import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig, TrainConfig
@@ -23,6 +22,7 @@ from jmoe.training.state import TrainState
 from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing
 from tests.model_configs import mesh_of
+from tests.training.test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
 
 SAVED = 3
 NVME = TiersConfig("nvme", "nvme", "nvme", host_cache_bytes=150_000)

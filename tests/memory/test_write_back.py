@@ -10,16 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from jmoe.memory.hot_set import HitCounts
-from jmoe.memory.lfu_cache import LFUCache
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
-from tests.fakes import Gate, wait_for
+from tests.fakes import Gate, run_in_threads, wait_for
 
 NUM_RECORDS = 24
 LAYOUT = RecordLayout.of({"w": ((3, 100), np.float32), "n": ((), np.int64)})
@@ -273,29 +269,20 @@ def test_mistakes(store: VersionStore, tmp_path: Path) -> None:
 
 def test_many_threads_change_records(store: VersionStore) -> None:
     """6 threads add to records of their own and read those of others, through a few slots, with a period of 5."""
-    errors: list[BaseException] = []
     with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3, write_back_every_steps=5) as tiers:
 
         def work(first: int) -> None:
             rng = np.random.default_rng(first)
             counts = dict.fromkeys(range(first, NUM_RECORDS, 6), 0)
-            try:
-                for _ in range(150):
-                    index = int(rng.choice(list(counts)))
-                    tiers.prefetch(rng.choice(list(counts), 1))
-                    counts[index] += 1
-                    assert add(tiers, index) == counts[index]
-                    check_record(tiers, index, counts[index])
-                    tiers.touch([index])
-            except BaseException as error:  # shown by the main thread
-                errors.append(error)
+            for _ in range(150):
+                index = int(rng.choice(list(counts)))
+                tiers.prefetch(rng.choice(list(counts), 1))
+                counts[index] += 1
+                assert add(tiers, index) == counts[index]
+                check_record(tiers, index, counts[index])
+                tiers.touch([index])
 
-        workers = [threading.Thread(target=work, args=(first,)) for first in range(6)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(120)
-        assert not errors
+        run_in_threads(work, 6)
         tiers.flush()
     with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
         total = 0
@@ -303,127 +290,3 @@ def test_many_threads_change_records(store: VersionStore) -> None:
             with tiers.get(index) as record:
                 total += int(record["n"])
         assert total == 6 * 150
-
-
-class Model:
-    """The cache's rule in plain words: sets and lists, no slots."""
-
-    def __init__(self, num_slots: int, staging_slots: int) -> None:
-        self.num_slots, self.staging_slots = num_slots, staging_slots
-        self.cached: list[int] = []  # in order of arrival
-        self.staged: list[int] = []  # in order of last use
-        self.dirty: set[int] = set()
-        self.wanted: list[int] = []
-        self.to_clean: list[int] = []
-        self.writing: set[int] = set()
-        self.pins = [0] * 12
-
-    def room_in_staging(self) -> bool:
-        if len(self.staged) < self.staging_slots:
-            return True
-        free = [i for i in self.staged if not self.pins[i] and i not in self.dirty]
-        if free:
-            self.staged.remove(free[0])
-        return bool(free)
-
-    def admit(self, index: int, scores: list[float]) -> bool:
-        unpinned = [i for i in self.cached if not self.pins[i]]
-        into_cache = len(self.cached) < self.num_slots
-        if not into_cache and unpinned and scores[index] > min(scores[i] for i in unpinned):
-            lowest = min(scores[i] for i in unpinned)
-            victim = [i for i in unpinned if scores[i] == lowest][-1]
-            if victim not in self.dirty:
-                into_cache = True
-                self.cached.remove(victim)
-            elif self.room_in_staging():
-                into_cache = True
-                self.cached.remove(victim)
-                self.staged.append(victim)
-                if victim not in self.wanted:
-                    self.wanted.append(victim)
-        if into_cache:
-            self.cached.append(index)
-        elif self.room_in_staging():
-            self.staged.append(index)
-        else:
-            return False
-        return True
-
-    def put(self, index: int) -> None:
-        self.dirty.add(index)
-        if index in self.staged and index not in self.wanted:
-            self.wanted.append(index)
-
-
-RECORD = st.integers(0, 11)
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("touch"), st.lists(RECORD, max_size=4)),
-        st.tuples(st.just("get"), RECORD),
-        st.tuples(st.just("put"), RECORD),
-        st.tuples(st.just("close"), RECORD),
-        st.tuples(st.just("write"), RECORD),
-        st.tuples(st.just("written"), RECORD),
-        st.tuples(st.just("failed"), RECORD),
-        st.tuples(st.just("period"), RECORD),
-    ),
-    max_size=80,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(ACTIONS, st.integers(1, 4), st.integers(1, 4))
-def test_dirty_cache_against_a_model(actions: list[tuple[str, Any]], num_slots: int, staging_slots: int) -> None:
-    """Whatever happens, the cache holds what the rule says, loses no dirty record and hands none out twice."""
-    counts = HitCounts(12, beta=0.7, decay_every_steps=2)
-    cache, model = LFUCache(counts, num_slots, staging_slots), Model(num_slots, staging_slots)
-    held: dict[int, int] = {}  # record -> slot, open as writable
-    for action, what in actions:
-        if action == "touch":
-            cache.counts.touch(what)
-        elif action == "get" and what not in held and what not in model.writing:
-            slot = cache.use(what)
-            assert (slot is not None) == (what in model.cached + model.staged)
-            if slot is not None and what in model.staged:
-                model.staged.remove(what)
-                model.staged.append(what)
-            if slot is None:
-                slot = cache.admit(what, demanded=True)
-                assert (slot is not None) == model.admit(what, counts.scores.tolist())
-            if slot is not None:
-                held[what] = slot
-                model.pins[what] += 1
-        elif action in ("put", "close") and what in held:
-            assert cache.slot_of(what) == held[what]
-            if action == "put":
-                cache.mark_dirty(what)
-                model.put(what)
-            cache.unpin(held.pop(what))
-            model.pins[what] -= 1
-        elif action == "write":
-            queue = [i for i in model.wanted + [j for j in model.to_clean if j not in model.wanted] if i not in held]
-            work = cache.next_write(held)
-            assert (None if work is None else work[0]) == (queue[0] if queue else None)
-            if work is not None:
-                assert work[1] == cache.slot_of(work[0])
-                model.wanted = [i for i in model.wanted if i != work[0]]
-                model.to_clean = [i for i in model.to_clean if i != work[0]]
-                model.dirty.remove(work[0])
-                model.writing.add(work[0])
-                model.pins[work[0]] += 1
-        elif action in ("written", "failed") and what in model.writing:
-            cache.written(what, ok=action == "written")
-            model.writing.remove(what)
-            model.pins[what] -= 1
-            if action == "failed":
-                model.dirty.add(what)
-                model.wanted.append(what)
-        elif action == "period":
-            cache.write_back()
-            model.to_clean += [i for i in cache._dirty if i not in model.to_clean]
-        slots = {i: cache.slot_of(i) for i in range(12)}
-        present = [i for i, slot in slots.items() if slot is not None]
-        assert present == sorted(model.cached + model.staged)
-        assert len({slots[i] for i in present}) == len(present)  # no slot has two records
-        assert set(cache._dirty) == model.dirty <= set(present)
-        assert cache.num_dirty == len(model.dirty) + len(model.writing)
