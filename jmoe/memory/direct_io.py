@@ -29,14 +29,21 @@ def io_of(folder: Path) -> Io:
         return "mapped"
     probe = folder / f".direct-{os.getpid()}"
     try:
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644))
+        fd, direct = open_direct(probe, os.O_RDWR | os.O_CREAT)
+        os.close(fd)
+    finally:
+        probe.unlink(missing_ok=True)
+    return "O_DIRECT" if direct else "buffered"
+
+
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Open a file past the page cache where the file system allows it; return whether it does."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return "buffered"
-    finally:
-        probe.unlink(missing_ok=True)
-    return "O_DIRECT"
+        return os.open(path, flags | os.O_CLOEXEC, 0o644), False
 
 
 def _is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:

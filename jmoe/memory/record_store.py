@@ -30,7 +30,7 @@ from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from jmoe.memory.checksum import checksum
 from jmoe.memory.closing import Closing
-from jmoe.memory.direct_io import check_buffer, fsync, make_folder, naming_the_room, read_all, write_all
+from jmoe.memory.direct_io import check_buffer, fsync, make_folder, naming_the_room, open_direct, read_all, write_all
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
 MANIFEST = "manifest.json"
@@ -302,12 +302,9 @@ class RecordStore(Closing):
 
 def _open_for_reading(path: Path) -> tuple[int, str]:
     """Return a file descriptor and how it reads: with O_DIRECT where a first page really comes that way."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "buffered: the file system refuses O_DIRECT"
+    fd, direct = open_direct(path, os.O_RDONLY)
+    if not direct:
+        return fd, "buffered: the file system refuses O_DIRECT"
     try:
         os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
     except OSError as error:
@@ -386,13 +383,7 @@ def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fil
         raise OSError(errno.ENOSPC, f"{needs}, {free_bytes} are free", str(path.parent))
     record_R = RecordBuffers(1, layout.record_bytes).slot(0)
     views = layout.views(record_R)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.open(path, flags, 0o644)
+    fd, _ = open_direct(path, os.O_WRONLY | os.O_CREAT)
     try:
         with naming_the_room(path, needs):
             os.posix_fallocate(fd, 0, total_bytes)

@@ -131,7 +131,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
 
 def tier_totals(stats: ExpertStats) -> dict[str, float]:
     """Return what the tiers of all processes have done together, and the longest wait; every process calls this."""
-    stores = [store for store in (stats.weights, stats.moments, stats.gradients) if store is not None]
+    stores = stats.stores
     sums = {
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
         "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
