@@ -6,14 +6,14 @@ cache does not let in, and what it has given up until that is written back. Not 
 
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from jmoe.config import check
 from jmoe.memory.hot_set import HitCounts, HotSet
 
 
-@dataclass(frozen=True)
+@dataclass
 class CacheStats:
     """hits: uses of a record that needed no read; misses: first uses after a read; both count uses.
 
@@ -71,7 +71,7 @@ class LFUCache:
         self._to_write: dict[int, None] = {}  # dirty records whose slot is wanted, in this order
         self._to_clean: dict[int, None] = {}  # dirty records to write after those
         self._writing: set[int] = set()  # handed out, each with a pin
-        self._hits = self._misses = self._evictions = self._passed_through = self._unused = self._written_back = 0
+        self._stats = CacheStats()
 
     @property
     def num_slots(self) -> int:
@@ -91,9 +91,9 @@ class LFUCache:
             self._hot.fallen(index)
         if index in self._fresh:
             self._fresh.remove(index)
-            self._misses += 1
+            self._stats.misses += 1
         else:
-            self._hits += 1
+            self._stats.hits += 1
         if index in self._staged:
             self._staged.move_to_end(index)
         self._pin(slot)
@@ -112,7 +112,7 @@ class LFUCache:
             if slot is None:
                 return None
             self._staged[index] = slot
-            self._passed_through += 1
+            self._stats.passed_through += 1
         self._fresh.add(index)
         self._pin(slot)
         return slot
@@ -133,7 +133,7 @@ class LFUCache:
         """Let the staging slot of a record be taken that was read ahead and will not be used."""
         if index in self._fresh:
             self._fresh.remove(index)
-            self._unused += 1
+            self._stats.unused += 1
 
     def unpin(self, slot: int) -> None:
         if slot in self._place_of:
@@ -189,16 +189,14 @@ class LFUCache:
         slot = self.slot_of(index)
         assert slot is not None, index
         self._writing.remove(index)
-        self._written_back += ok
+        self._stats.written_back += ok
         if not ok:
             self._dirty[index] = None
             self._to_write[index] = None
         self.unpin(slot)
 
     def stats(self) -> CacheStats:
-        return CacheStats(
-            self._hits, self._misses, self._evictions, self._passed_through, self._unused, self._written_back
-        )
+        return replace(self._stats)
 
     def _pin(self, slot: int) -> None:
         if slot in self._place_of:
@@ -218,7 +216,7 @@ class LFUCache:
                 return None
             self._give_up(victim)
             self._hot.evict(place)
-            self._evictions += 1
+            self._stats.evictions += 1
         return self._slot_at[self._hot.place(index)]
 
     def _demote(self, victim: int, place: int, demanded: bool) -> bool:
@@ -247,4 +245,4 @@ class LFUCache:
     def _give_up(self, index: int) -> None:
         if index in self._fresh:
             self._fresh.remove(index)
-            self._unused += 1
+            self._stats.unused += 1

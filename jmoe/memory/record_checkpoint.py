@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jmoe.memory.version_store import PINS, Version, VersionStore, is_pins, remo
 ITEM = "records"  # of a step; also the folder's name
 
 
-@dataclass(frozen=True)
+@dataclass
 class DrainStats:
     """steps made durable by this process; linked, copied: versions; copied_bytes."""
 
@@ -217,7 +217,7 @@ class RecordCheckpoints:
         self._counted += 1
 
     def stats(self) -> DrainStats:
-        return self._stats
+        return replace(self._stats)
 
     def close(self) -> None:
         if self._error is None:
@@ -295,10 +295,9 @@ class RecordCheckpoints:
             if folder.exists():
                 raise
             return False
-        was = self._stats
-        self._stats = DrainStats(
-            was.steps + 1, was.linked + linked, was.copied + copied, was.copied_bytes + copied_bytes
-        )
+        done = self._stats
+        done.steps, done.linked, done.copied = done.steps + 1, done.linked + linked, done.copied + copied
+        done.copied_bytes += copied_bytes
         return True
 
 

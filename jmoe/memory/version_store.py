@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -126,7 +126,7 @@ def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], 
     read_sealed(path, layout, record_R, io)
 
 
-@dataclass(frozen=True)
+@dataclass
 class VersionStats:
     """writes: versions written; payload_bytes: of what was to be written, without the seal; written_bytes: to disk.
 
@@ -207,7 +207,7 @@ class VersionStore(Closing):
         self._new = 0
         self._counter = 0
         self._sync_error: OSError | None = None  # a later sync may succeed without what this one lost
-        self._writes = self._written_bytes = self._syncs = self._recycled = 0
+        self._stats = VersionStats()
         self._scan()
 
     @classmethod
@@ -303,9 +303,9 @@ class VersionStore(Closing):
             if index in self._current:
                 self._dead.append(self._current[index])
             self._current[index] = version
-            self._writes += 1
-            self._recycled += recycled
-            self._written_bytes += record_R.nbytes
+            self._stats.writes += 1
+            self._stats.recycled += recycled
+            self._stats.written_bytes += record_R.nbytes
             due = len(self._dead) >= SYNC_EVERY
         if due:
             self.sync()
@@ -322,7 +322,7 @@ class VersionStore(Closing):
                 self._sync_error = error
                 raise
             with self._lock:
-                self._syncs += 1
+                self._stats.syncs += 1
                 del self._dead[: len(dead)]
             for version in dead:
                 self._bury(version)
@@ -391,8 +391,7 @@ class VersionStore(Closing):
 
     def stats(self) -> VersionStats:
         with self._lock:
-            payload_bytes = self._writes * self.layout.fields[-1].offset_bytes
-            return VersionStats(self._writes, payload_bytes, self._written_bytes, self._syncs, self._recycled)
+            return replace(self._stats, payload_bytes=self._stats.writes * self.layout.fields[-1].offset_bytes)
 
     def close(self) -> None:
         """Sync and give the folder free; no thread may be reading or writing. A sync's error is not raised twice."""

@@ -6,7 +6,7 @@ Legend: E experts of a layer. `ExpertIndex` numbers their records.
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
 FIRST_TRUST = 8.0  # right guesses that are assumed at first
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResidencyStats:
     """Counters since the start.
 
@@ -181,8 +181,7 @@ class ChosenExperts(Residency):
         self._guesses: dict[int, set[int]] = {}
         self._failed: Exception | None = None
         self._used: list[int] = []  # records that the step's tokens chose
-        self._waited_s = 0.0
-        self._waits = self._layers = self._hits = self._misses = self._guessed = self._guessed_right = 0
+        self._stats = ResidencyStats("experts")
         self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
         self._recent_guesses = self._recent_right = FIRST_TRUST
 
@@ -199,7 +198,7 @@ class ChosenExperts(Residency):
         records = self._records(moe_layer, guessed)
         if self._recent_right >= MIN_TRUST * self._recent_guesses:
             self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, records)
-            self._guessed += len(guesses)
+            self._stats.guessed += len(guesses)
         else:
             slot_of = self.pool.slot_of
             self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
@@ -218,10 +217,10 @@ class ChosenExperts(Residency):
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
-        self._waits += any(not copy.done() for copy in copies)
+        self._stats.waits += any(not copy.done() for copy in copies)
         for copy in copies:
             self._finish(copy)
-        self._waited_s += time.perf_counter() - begun
+        self._stats.waited_s += time.perf_counter() - begun
         slot_E = self.pool.slot_of[self.index.records(moe_layer)]
         return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
 
@@ -229,19 +228,10 @@ class ChosenExperts(Residency):
         for record in (pinned := self._pinned.pop(moe_layer)):
             if record in self._copies:  # a wrong guess whose copy had begun when that was known
                 self._finish(self._copies.pop(record))
-        self.pool.unpin(sorted(pinned))
+        self.pool.unpin(self.pool.slots_of(sorted(pinned)))
 
     def stats(self) -> ResidencyStats:
-        return ResidencyStats(
-            "experts",
-            waits=self._waits,
-            waited_s=self._waited_s,
-            layers=self._layers,
-            hits=self._hits,
-            misses=self._misses,
-            guessed=self._guessed,
-            guessed_right=self._guessed_right,
-        )
+        return replace(self._stats)
 
     def occupancy(self) -> list[tuple[int, int] | None]:
         return [None if record < 0 else self.index.locate(record) for record in self.pool.record_in.tolist()]
@@ -261,10 +251,10 @@ class ChosenExperts(Residency):
         """Note which of the chosen records were there. What came on a guess was not."""
         slot_of = self.pool.slot_of
         hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
-        self._layers += 1
-        self._hits += hits
-        self._misses += len(records) - hits
-        self._guessed_right += len(guesses.intersection(records))
+        self._stats.layers += 1
+        self._stats.hits += hits
+        self._stats.misses += len(records) - hits
+        self._stats.guessed_right += len(guesses.intersection(records))
         self._used += records
 
     def _judge(self, guesses: set[int], records: list[int]) -> None:
@@ -291,7 +281,7 @@ class ChosenExperts(Residency):
         _, loads = self.pool.plan(records)
         mine = self._pinned.setdefault(moe_layer, set())
         fresh = [r for r in records if r not in mine]
-        self.pool.pin(fresh)
+        self.pool.pin(self.pool.slots_of(fresh))
         mine.update(fresh)
         # what was chosen comes one by one, so that a wrong guess can be cancelled; whole layers in a few long copies
         size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
@@ -323,6 +313,6 @@ class ChosenExperts(Residency):
         for record in stopped:
             del self._copies[record]
         self._pinned.setdefault(moe_layer, set()).difference_update(stopped)
-        self.pool.unpin(stopped)
+        self.pool.unpin(self.pool.slots_of(stopped))
         self.pool.drop(stopped)
         self._store.discard(stopped)

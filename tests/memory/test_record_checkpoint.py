@@ -26,7 +26,8 @@ from jmoe.memory.record_checkpoint import (
 from jmoe.memory.record_store import MANIFEST, RecordLayout
 from jmoe.memory.saved_records import read_lists
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.memory.version_store import PINS, VersionStore
+from jmoe.memory.version_store import PINS, SEAL, VersionStore
+from tests.fakes import wait_for
 
 NUM_RECORDS = 12
 LAYOUTS = {
@@ -162,6 +163,11 @@ class Run:
         self.manager.wait_until_finished()
         self.records.committed(self.folder(self.saved), list(self.manager.all_steps()))
 
+    def save_durably(self) -> None:
+        self.save()
+        self.commit()
+        self.records.wait()
+
     def go_back(self) -> None:
         """To the step just saved: what was trained since does not count."""
         for cache in self.caches.values():
@@ -205,9 +211,7 @@ def test_saving_writes_no_record(tmp_path: Path) -> None:
         cache.flush()
     before = {name: store.stats().written_bytes for name, store in run.stores.items()}
     blocks = sum(path.stat().st_blocks for path in (tmp_path / "local").glob("**/*") if path.stat().st_nlink == 1)
-    run.save()
-    run.commit()
-    run.records.wait()
+    run.save_durably()
     assert {name: store.stats().written_bytes for name, store in run.stores.items()} == before
     inodes = {path.stat().st_ino: path.stat().st_blocks for path in tmp_path.glob("**/*") if path.is_file()}
     assert sum(inodes.values()) <= blocks + 200  # lists and Orbax's own files
@@ -218,9 +222,7 @@ def test_retention_frees_versions(tmp_path: Path) -> None:
     run = Run(tmp_path / "local", tmp_path / "checkpoints", keep=2)
     for _ in range(6):
         run.train(2)
-        run.save()
-        run.commit()
-        run.records.wait()
+        run.save_durably()
     assert sorted(run.manager.all_steps()) == [10, 12]
     for store in run.stores.values():
         assert sorted(path.name for path in (store.path / PINS).iterdir()) == ["10", "12"]
@@ -238,9 +240,7 @@ def test_drained_to_another_file_system(tmp_path: Path) -> None:
         for steps, copied in ((1, 2 * NUM_RECORDS), (1, 12)):
             was = run.records.stats().copied
             run.train(steps)
-            run.save()
-            run.commit()
-            run.records.wait()
+            run.save_durably()
             assert run.records.stats().copied - was == copied
         run.close()
         shutil.rmtree(local)
@@ -257,9 +257,7 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         local = Path(made) / "local"
         run = Run(local, tmp_path / "checkpoints")
         run.train(1)
-        run.save()
-        run.commit()
-        run.records.wait()
+        run.save_durably()
         gate = threading.Event()
         real = record_checkpoint._copy
 
@@ -323,10 +321,7 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
             records.wait()
         records.close()
         gate.set()
-        deadline = time.monotonic() + 30
-        while not is_durable(folder) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert is_durable(folder)
+        wait_for(lambda: is_durable(folder))
         close({}, stores)
 
 
@@ -433,10 +428,7 @@ def test_killed_at_any_moment_resumes_bit_for_bit(
     for attempt in range(20):
         log = tmp_path / f"log-{attempt}"
         process = start_python(["-c", KILLED, tmp_path / "local", tmp_path / "checkpoints", str(last)], log)
-        deadline_s = time.monotonic() + 120
-        while "resumed" not in log.read_text() and process.poll() is None:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_for(lambda log=log, process=process: "resumed" in log.read_text() or process.poll() is not None)
         deadline_s = time.monotonic() + float(rng.uniform(0.0, 0.6)) if kills < 5 else time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -462,16 +454,11 @@ def test_killed_at_any_moment_resumes_bit_for_bit(
 def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Once no step that is kept names them; what another run or user has there stays."""
     root = tmp_path / "records"
-    places = [root / "process-0", root / "process-1"]
 
     def stores_of(process: int, num_processes: int) -> dict[str, VersionStore]:
-        owned = range(process, NUM_RECORDS, num_processes)
-        stores = {
-            name: VersionStore.open(places[process] / name, layout, NUM_RECORDS, fingerprint="a", owned=owned)
-            for name, layout in LAYOUTS.items()
-        }
+        stores = open_stores(root, process, num_processes)
         for store in stores.values():
-            store.fill(lambda index, views: [view.fill(index) for view in views.values()])
+            store.fill(lambda index, views: [view.fill(index) for name, view in views.items() if name != SEAL])
         return stores
 
     def save(step: int, processes: list[RecordCheckpoints], kept: list[int]) -> Path:
@@ -492,7 +479,7 @@ def test_records_of_processes_that_are_no_more_are_freed(tmp_path: Path, capsys:
         close({}, dict(records.stores))
     foreign = [root / name / "moments" / "file" for name in ("process-notes", "process-5", "freed-space", "freed-1")]
     (root / "process-9").mkdir()
-    foreign += [places[0] / "moments" / PINS / "a stray file", root / "process-6" / MANIFEST]
+    foreign += [root / "process-0" / "moments" / PINS / "a stray file", root / "process-6" / MANIFEST]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")

@@ -42,12 +42,12 @@ def test_pool_against_a_model() -> None:
             assert {r: int(s) for r, s in enumerate(pool.slot_of) if s >= 0} == inside
             pool.counts.touch(needed)
             if rng.integers(2):
-                pool.pin(sorted(distinct))
+                pool.pin(pool.slots_of(sorted(distinct)))
                 for record in distinct:
                     pins[record] = pins.get(record, 0) + 1
         while sum(pins.values()) > 8 or (pins and rng.integers(3) == 0):
             record = int(rng.choice(list(pins)))
-            pool.unpin(record)
+            pool.unpin(pool.slots_of(record))
             pins[record] -= 1
             if not pins[record]:
                 del pins[record]
@@ -74,12 +74,12 @@ def test_pool_mistakes() -> None:
     with pytest.raises(ValueError, match="index = 10"):
         pool.plan([10])
     with pytest.raises(ValueError, match="record = 7: has no slot"):
-        pool.pin([7])
+        pool.pin(pool.slots_of([7]))
     with pytest.raises(ValueError, match="must be different"):
-        pool.pin([3, 3])
+        pool.pin(pool.slots_of([3, 3]))
     with pytest.raises(ValueError, match="too few for the 5 records"):
         pool.plan(range(5))
-    pool.pin([3])
+    pool.pin(pool.slots_of([3]))
     with pytest.raises(ValueError, match=r"4 of them have to be loaded and 1 slots are pinned"):
         pool.plan([0, 1, 2, 4])
     pool.drop([5])
