@@ -115,20 +115,12 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class HostRecords:
-    """Records in host memory: all, record i in slot i, or of `num_all` those that `only` names, in its order."""
+    """Records in host memory: of `num_records` those that this process owns, in the order of `buffers`."""
 
     layout: RecordLayout
     buffers: RecordBuffers
-    only: tuple[int, ...] | None = None
-    num_all: int | None = None
-
-    def __post_init__(self) -> None:
-        check(
-            self.buffers.slot_bytes == self.layout.record_bytes,
-            "buffers.slot_bytes",
-            self.buffers.slot_bytes,
-            f"must be the layout's record_bytes = {self.layout.record_bytes}",
-        )
+    num_records: int
+    owned: tuple[int, ...]
 
     @classmethod
     def fill(cls, layout: RecordLayout, num_records: int, fill: Fill, owned: Iterable[int] | None = None) -> Self:
@@ -137,15 +129,7 @@ class HostRecords:
         buffers = RecordBuffers(len(records), layout.record_bytes)
         for slot, index in enumerate(records):
             fill(index, layout.views(buffers.slot(slot)))
-        return cls(layout, buffers, records, num_records)
-
-    @property
-    def num_records(self) -> int:
-        return self.num_all or self.buffers.num_slots
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        return tuple(range(self.buffers.num_slots)) if self.only is None else self.only
+        return cls(layout, buffers, num_records, records)
 
     @cached_property
     def _slots(self) -> dict[int, int]:

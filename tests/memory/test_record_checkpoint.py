@@ -345,8 +345,7 @@ def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
 
 SEVERAL = """
 import json, pathlib, sys
-sys.path.insert(0, "tests/memory")
-import test_record_checkpoint as t
+import tests.memory.test_record_checkpoint as t
 local, checkpoints, process, num_processes, first, last = sys.argv[1:3] + [*map(int, sys.argv[3:])]
 local, checkpoints = t.Path(local), t.Path(checkpoints)
 stores = t.open_stores(local, process, num_processes)
@@ -403,8 +402,7 @@ def test_other_numbers_of_processes_go_on(
 
 KILLED = """
 import sys
-sys.path.insert(0, "tests/memory")
-import test_record_checkpoint as t
+import tests.memory.test_record_checkpoint as t
 run = t.Run(t.Path(sys.argv[1]), t.Path(sys.argv[2]))
 print("resumed", run.step, flush=True)
 while run.step < int(sys.argv[3]):

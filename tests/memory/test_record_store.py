@@ -424,8 +424,7 @@ def test_a_full_disk_is_seen_beforehand(tmp_path: Path) -> None:
 
 LIMITED = """
 import pathlib, resource, signal, sys
-sys.path.insert(0, "tests/memory")
-from test_record_store import LAYOUT, NUM_RECORDS, fill, pack
+from tests.memory.test_record_store import LAYOUT, NUM_RECORDS, fill, pack
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3 * LAYOUT.record_bytes, 3 * LAYOUT.record_bytes))
 try:
@@ -446,8 +445,7 @@ def test_a_disk_that_fills_up_while_packing(
 
 SLOW_PACKER = """
 import pathlib, sys, time
-sys.path.insert(0, "tests/memory")
-from test_record_store import fill, pack
+from tests.memory.test_record_store import fill, pack
 def slowly(index, views):
     fill(index, views)
     if index == int(sys.argv[2]):
@@ -482,7 +480,7 @@ def test_killed_between_any_two_steps(
 ) -> None:
     """SIGKILL at every fsync and at the rename of a packer that replaces an older pack: one of the two is whole."""
     script = (
-        "import os, pathlib, signal, sys; sys.path.insert(0, 'tests/memory'); import test_record_store as t\n"
+        "import os, pathlib, signal, sys; import tests.memory.test_record_store as t\n"
         "seen = 0\n"
         "def counted(real):\n"
         "    def call(*args):\n"

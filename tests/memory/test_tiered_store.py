@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.link import SLACK_S
 from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
@@ -278,8 +277,6 @@ def test_settings_that_make_no_sense(store: RecordStore, options: dict[str, Any]
 def test_more_settings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="records in host memory need none"):
         TieredStore(HostRecords.fill(LAYOUT, 1, fill), cache_bytes=1)
-    with pytest.raises(ValueError, match=r"buffers\.slot_bytes = 4096"):
-        HostRecords(LAYOUT, RecordBuffers(2, 4096))
     with TieredStore(HostRecords.fill(LAYOUT, 2, fill)) as tiers:
         for bad in (-1, 2):
             for call in (tiers.get, tiers.prefetch, tiers.touch, tiers.discard):

@@ -283,8 +283,7 @@ def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 DENIED = """
 import os, pathlib, resource, signal, sys
-sys.path.insert(0, "tests/memory")
-import test_version_store as t
+import tests.memory.test_version_store as t
 folder = pathlib.Path(sys.argv[1])
 store = t.open_store(folder)
 for index in range(t.NUM_RECORDS):
@@ -322,8 +321,7 @@ def test_a_folder_that_takes_no_more(
 
 OWNER = """
 import pathlib, sys
-sys.path.insert(0, "tests/memory")
-import test_version_store as t
+import tests.memory.test_version_store as t
 rank = int(sys.argv[2])
 with t.open_store(pathlib.Path(sys.argv[1]) / f"process-{rank}", owned=range(rank, t.NUM_RECORDS, 2)) as store:
     for round_ in range(40):
@@ -410,8 +408,7 @@ def test_mounts(tmp_path: Path) -> None:
 
 KILLED = """
 import os, pathlib, signal, sys, warnings
-sys.path.insert(0, "tests/memory")
-import test_version_store as t
+import tests.memory.test_version_store as t
 from jmoe.memory import version_store
 version_store.SYNC_EVERY = 3
 seen = limit = 0
@@ -495,7 +492,7 @@ def test_killed_at_every_step(run_python: Callable[..., subprocess.CompletedProc
 
 def test_killed_at_any_moment(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     script = (
-        "import pathlib, sys; sys.path.insert(0, 'tests/memory'); import test_version_store as t, threading\n"
+        "import pathlib, sys; import tests.memory.test_version_store as t, threading\n"
         "store = t.open_store(pathlib.Path(sys.argv[1]))\n"
         "def work(index):\n"
         "    for n in range(1, 10**6): t.put(store, index, n % 1000)\n"
