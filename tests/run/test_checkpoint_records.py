@@ -118,8 +118,7 @@ def test_one_step_is_too_few(tmp_path: Path) -> None:
 RANK = """
 import sys
 from pathlib import Path
-sys.path[:0] = ["tests", "tests/training"]
-from test_checkpoint_records import *
+from tests.run.test_checkpoint_records import *
 from jmoe.config import DistributedConfig
 from jmoe.run.distributed import start
 rank, processes, port, local, folder, last = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6])
@@ -265,8 +264,7 @@ def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
 SLOW_DRAIN = """
 import sys, time
 from types import SimpleNamespace
-sys.path[:0] = ["tests", "tests/training", "."]
-from test_checkpoint_records import *
+from tests.run.test_checkpoint_records import *
 from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
 from jmoe.run import distributed
