@@ -60,16 +60,15 @@ def is_record(path: Path) -> bool:
 
 
 class RecordCheckpoints:
-    """What one process does for the records in its stores, by name, when checkpoints are saved and restored.
+    """Saves and restores the records of one process with checkpoints; stores: by kind of record.
 
     `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
-    Several processes each have one, with stores that own different records of the same names. stall_limit_s: the
-    longest that a drain may take for one record. memory: layouts of the kinds of records that are in memory, not in a
-    store; `memory` is to give all the `owned` ones, one by one. partial: stores of which a step has those records only
-    that `save_only` names when it is pinned.
-
-    beside: what is saved with the list of this process's records, for who reads it. settings: what decides whether
-    records can be taken over as they are. restored: the lists of all processes of the step that was restored last.
+    Several processes each have one, with stores that own different records of the same kinds. memory: layouts of the
+    kinds that are in memory, not in a store; `memory` is to give all the `owned` records, one by one. stall_limit_s:
+    the longest that a drain may take for one record. partial: kinds of which a step has those records only that
+    `save_only` names when it is pinned. beside: what is saved with the list of this process's records. settings: what
+    decides whether records can be taken over as they are. restored: the lists of all processes of the step that was
+    restored last.
     """
 
     def __init__(

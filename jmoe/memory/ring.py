@@ -37,12 +37,11 @@ class RingStats:
 class Ring(Closing):
     """`num_slots` slots that hold the layers of `order` by turns, one round after the other.
 
-    `acquire()` waits for the next layer of the order and returns it with its slot; `release()` gives back the
-    earliest one acquired, and its slot takes the next layer of the order that has none: the one `num_slots` further
-    on, if every layer moves. After the last layer come the first ones again, so a new round finds them loaded. A
-    layer that still is in a slot is not loaded again, whatever the order (0…N-1…0 turns round without a load), and
-    with as many slots as layers nothing moves after the first round. Of several free slots the one whose layer is
-    needed last is taken. A slot is never written to between acquire and release.
+    `acquire()` waits for the next layer of the order and returns it with its slot; `release()` gives back the earliest
+    one acquired, and its slot takes the next layer of the order that has none. After the last layer come the first ones
+    again, so a new round finds them loaded. A layer that still is in a slot is not loaded again, whatever the order
+    (0…N-1…0 turns round without a load). Of several free slots the one whose layer is needed last is taken. A slot is
+    never written to between acquire and release.
 
     load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread of the ring, one
     call at a time, and must not return before the slot may be used.

@@ -63,11 +63,10 @@ class _Read:
 class TieredStore(Closing):
     """Records by number, from a `RecordStore` or `VersionStore` through a cache of `cache_bytes`, or `HostRecords`.
 
-    Of any of them this process may own some records only (`owned`). cache_bytes: all the host memory used for records,
-    allocated at once; what the cache rule (`LFUCache`) does not let in passes through some staging slots of it, two per
-    thread, at most a third. So at most that many records outside the cache can be held open or be read ahead at one
-    time. threads: reads at one time. bandwidth_limit_bytes_per_s: "nvme" for reads,
-    "host" for records handed out (bytes count when their handle closes). wait_limit_s: no call waits longer;
+    cache_bytes: all the host memory used for records, allocated at once; what the cache rule (`LFUCache`) does not let
+    in passes through some staging slots of it, two per thread, at most a third: at most so many records outside the
+    cache can be open or read ahead at one time. threads: reads at one time. bandwidth_limit_bytes_per_s: "nvme" for
+    reads, "host" for records handed out (their bytes count when they are closed). wait_limit_s: no call waits longer;
     `TimeoutError` names record and file.
 
     With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
