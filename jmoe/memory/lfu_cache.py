@@ -41,8 +41,8 @@ class LFUCache:
     A newcomer enters if a slot is free or if its count is higher than the lowest one in the cache, otherwise it passes
     through a staging slot. Forced insertion, which plain LFU and LRU do, gets no hit at all where records come round in
     turn and do not all fit; this rule then keeps a fixed set, the best there is (MoESys, Algorithm 2, changed: counts
-    survive eviction and are forgotten when they no longer fit the traffic, ties go to the record that is there). Between
-    `admit` and the last `unpin` a slot belongs to its record.
+    survive eviction and are forgotten when they no longer fit the traffic, ties go to the record that is there).
+    Between `admit` and the last `unpin` a slot belongs to its record.
 
     Dirty entries keep their slot until they are written: `next_write` hands one out, `written` takes it back. A dirty
     victim leaves the cache at once all the same: it becomes a staged entry where it is, and the newcomer's staging slot
