@@ -3,11 +3,9 @@
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from jmoe.memory.saved_records import read_lists
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, SEAL, VersionStore
 from tests.fakes import wait_for
+from tests.train_runs import Start
 
 NUM_RECORDS = 12
 LAYOUTS = {
@@ -367,7 +366,7 @@ print("content", json.dumps({f"{n} {i}": c.hex() for (n, i), c in t.content(stor
 
 
 def run_processes(
-    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path, local: Path, num: int, first: int, last: int
+    start_python: Start, tmp_path: Path, local: Path, num: int, first: int, last: int
 ) -> dict[tuple[str, int], bytes]:
     """Steps first..last on `num` processes, each with its share of the records; returns all records' content."""
     logs = [tmp_path / f"log-{last}-{process}" for process in range(num)]
@@ -387,9 +386,7 @@ def run_processes(
 
 
 @pytest.mark.parametrize("then", [2, 4])
-def test_other_numbers_of_processes_go_on(
-    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path, then: int
-) -> None:
+def test_other_numbers_of_processes_go_on(start_python: Start, tmp_path: Path, then: int) -> None:
     """3 processes, one of whose local folders is lost; 2 or 4 go on from the durable step, to the same end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         local = Path(made)
@@ -417,9 +414,7 @@ print("done", flush=True)
 """
 
 
-def test_killed_at_any_moment_resumes_bit_for_bit(
-    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_killed_at_any_moment_resumes_bit_for_bit(start_python: Start, tmp_path: Path) -> None:
     """SIGKILL again and again, between fractions of a second, in training, write-back, save and drain."""
     last, kills, resumed = 24, 0, 0
     rng = np.random.default_rng(0)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from jmoe.memory import record_store
 from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
 from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
 from tests.fakes import run_in_threads, wait_for
+from tests.train_runs import Run, Start
 
 ARRAYS = {"gate": ((3, 5), np.float32), "up": ((1000, 7), ml_dtypes.bfloat16), "scale": ((), np.int8)}
 LAYOUT = RecordLayout.of(ARRAYS)
@@ -434,9 +434,7 @@ except OSError as error:
 """
 
 
-def test_a_disk_that_fills_up_while_packing(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_disk_that_fills_up_while_packing(run_python: Run, tmp_path: Path) -> None:
     done = run_python(["-c", LIMITED, tmp_path])
     assert f"{NUM_RECORDS} records need {NUM_RECORDS * 16384} bytes" in done.stdout, done.stderr
     assert "are free" in done.stdout
@@ -457,9 +455,7 @@ print("packed", flush=True)
 
 
 @pytest.mark.parametrize("at", [0, NUM_RECORDS - 1])
-def test_a_killed_packer_leaves_nothing_that_looks_complete(
-    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path, at: int
-) -> None:
+def test_a_killed_packer_leaves_nothing_that_looks_complete(start_python: Start, tmp_path: Path, at: int) -> None:
     folder, log = tmp_path / "pack", tmp_path / "log"
     process = start_python(["-c", SLOW_PACKER, folder, str(at)], log)
     wait_for(lambda: "reached" in log.read_text() or process.poll() is not None, "the packer did not start")
@@ -475,9 +471,7 @@ def test_a_killed_packer_leaves_nothing_that_looks_complete(
 
 
 @pytest.mark.parametrize("killed_at", ["fsync", "replace"])
-def test_killed_between_any_two_steps(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, killed_at: str
-) -> None:
+def test_killed_between_any_two_steps(run_python: Run, tmp_path: Path, killed_at: str) -> None:
     """SIGKILL at every fsync and at the rename of a packer that replaces an older pack: one of the two is whole."""
     script = (
         "import os, pathlib, signal, sys; import tests.memory.test_record_store as t\n"

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import PackError, RecordLayout
 from jmoe.memory.version_store import PINS, SEAL, SYNC_EVERY, Version, VersionStore
 from tests.fakes import run_in_threads
+from tests.train_runs import Run, Start
 
 LAYOUT = RecordLayout.of({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
 NUM_RECORDS = 5
@@ -306,9 +306,7 @@ print([t.got(store, index) for index in range(t.NUM_RECORDS)])
 
 
 @pytest.mark.parametrize(("how", "message"), [("denied", "Permission denied"), ("limited", "File too large")])
-def test_a_folder_that_takes_no_more(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, how: str, message: str
-) -> None:
+def test_a_folder_that_takes_no_more(run_python: Run, tmp_path: Path, how: str, message: str) -> None:
     folder = tmp_path / "store"
     done = run_python(["-c", DENIED, folder, how])
     folder.chmod(0o755)
@@ -331,7 +329,7 @@ with t.open_store(pathlib.Path(sys.argv[1]) / f"process-{rank}", owned=range(ran
 """
 
 
-def test_processes_own_disjoint_records(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_processes_own_disjoint_records(start_python: Start, tmp_path: Path) -> None:
     """Two processes write their records at the same time; one process then takes all of them."""
     owners = [start_python(["-c", OWNER, tmp_path, str(rank)], tmp_path / f"log-{rank}") for rank in range(2)]
     for rank, owner in enumerate(owners):
@@ -483,14 +481,14 @@ for limit in range(1, 1000):
 """
 
 
-def test_killed_at_every_step(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_killed_at_every_step(run_python: Run, tmp_path: Path) -> None:
     """SIGKILL at every write, flush, rename and link: whole versions, none older than the last sync, pins intact."""
     done = run_python(["-c", KILLED, tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[1]) > 100
 
 
-def test_killed_at_any_moment(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_killed_at_any_moment(start_python: Start, tmp_path: Path) -> None:
     script = (
         "import pathlib, sys; import tests.memory.test_version_store as t, threading\n"
         "store = t.open_store(pathlib.Path(sys.argv[1]))\n"

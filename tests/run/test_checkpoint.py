@@ -20,8 +20,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from tests.fakes import wait_for_text
-from tests.train_runs import free_port
+from tests.train_runs import Start, free_port
 
+Open = Callable[..., Checkpoints]
+RunRanks = Callable[..., tuple[list[int], list[str]]]
 CONFIG = TrainConfig(num_steps=7)
 DATA_STATE = {"epoch": 3, "position": [1, 2**40], "name": "größe"}
 
@@ -32,7 +34,7 @@ class Moments(NamedTuple):
 
 
 @pytest.fixture
-def open_checkpoints(tmp_path: Path) -> Iterator[Callable[..., Checkpoints]]:
+def open_checkpoints(tmp_path: Path) -> Iterator[Open]:
     """`open_checkpoints(keep=2)` of tmp_path/checkpoints; closed at the end, whatever happened."""
     opened: list[Checkpoints] = []
 
@@ -85,7 +87,7 @@ def snapshot(state: Any) -> Any:
 # Round trips
 
 
-def test_everything_comes_back(open_checkpoints: Callable[..., Checkpoints], tmp_path: Path) -> None:
+def test_everything_comes_back(open_checkpoints: Open, tmp_path: Path) -> None:
     checkpoints = open_checkpoints()
     assert checkpoints.latest_step() is None
     assert not (tmp_path / "checkpoints").exists()  # looking changes nothing
@@ -101,7 +103,7 @@ def test_everything_comes_back(open_checkpoints: Callable[..., Checkpoints], tmp
     assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
 
 
-def test_the_state_may_be_donated_at_once(open_checkpoints: Callable[..., Checkpoints]) -> None:
+def test_the_state_may_be_donated_at_once(open_checkpoints: Open) -> None:
     """Buffers are overwritten while the save is still writing them: the saved values are those of the call."""
     checkpoints = open_checkpoints(keep=20)
     update = jax.jit(lambda s: jax.tree.map(lambda x: x * jnp.asarray(0.5, x.dtype) + 1, s), donate_argnums=0)
@@ -122,7 +124,7 @@ def test_the_state_may_be_donated_at_once(open_checkpoints: Callable[..., Checkp
 
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 4), (4, 2)])
-def test_restores_onto_another_mesh(open_checkpoints: Callable[..., Checkpoints], shape: tuple[int, ...]) -> None:
+def test_restores_onto_another_mesh(open_checkpoints: Open, shape: tuple[int, ...]) -> None:
     checkpoints = open_checkpoints()
     state = make_state(2, make_mesh(8))
     checkpoints.save(5, state, None, "{}")
@@ -134,7 +136,7 @@ def test_restores_onto_another_mesh(open_checkpoints: Callable[..., Checkpoints]
     assert jax.tree.leaves(restored)[0].sharding.mesh.devices.shape == shape
 
 
-def test_the_newest_are_kept(open_checkpoints: Callable[..., Checkpoints], tmp_path: Path) -> None:
+def test_the_newest_are_kept(open_checkpoints: Open, tmp_path: Path) -> None:
     checkpoints = open_checkpoints(keep=2)
     for step in (10, 20, 30, 110):
         checkpoints.save(step, make_state(step), step, "{}")
@@ -160,7 +162,7 @@ def test_the_newest_are_kept(open_checkpoints: Callable[..., Checkpoints], tmp_p
 
 
 @pytest.fixture
-def two_steps(open_checkpoints: Callable[..., Checkpoints]) -> Checkpoints:
+def two_steps(open_checkpoints: Open) -> Checkpoints:
     checkpoints = open_checkpoints()
     for step in (1, 2):
         checkpoints.save(step, make_state(step), step, CONFIG.to_json())
@@ -280,9 +282,6 @@ def test_other_arrays_are_listed(two_steps: Checkpoints) -> None:
     assert "router: absent -> bfloat16[16, 300]" in message
 
 
-# The configuration
-
-
 # Disks that fail
 
 
@@ -368,9 +367,7 @@ for step in range(begin + 1, 100_000):
 """
 
 
-def test_a_kill_at_any_moment_loses_nothing_saved(
-    start_python: Callable[..., subprocess.Popen[str]], open_checkpoints: Callable[..., Checkpoints], tmp_path: Path
-) -> None:
+def test_a_kill_at_any_moment_loses_nothing_saved(start_python: Start, open_checkpoints: Open, tmp_path: Path) -> None:
     target = {f"w{i}": jax.ShapeDtypeStruct((300_000,), jnp.int32, sharding=None) for i in range(6)}
     reader = open_checkpoints()
     newest = 0
@@ -439,9 +436,7 @@ print("steps", checkpoints.steps(), flush=True)
 
 
 @pytest.fixture
-def run_ranks(
-    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> Callable[..., tuple[list[int], list[str]]]:
+def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
     """`run_ranks(processes, devices, mode="", folders=None)` -> exit statuses and outputs of all ranks."""
 
     def run(
@@ -460,9 +455,7 @@ def run_ranks(
     return run
 
 
-def test_other_numbers_of_processes_go_on(
-    run_ranks: Callable[..., tuple[list[int], list[str]]], tmp_path: Path
-) -> None:
+def test_other_numbers_of_processes_go_on(run_ranks: RunRanks, tmp_path: Path) -> None:
     """2 processes x 2 devices, then 1 x 4, then 4 x 1; saves go on under collectives of the training step."""
     begin, made = 0, ""
     for processes, devices in ((2, 2), (1, 4), (4, 1)):
@@ -478,17 +471,13 @@ def test_other_numbers_of_processes_go_on(
         assert written_by == {"d", *(f"ocdbt.process_{rank}" for rank in range(processes))}
 
 
-def test_folders_that_are_not_shared_are_an_error(
-    run_ranks: Callable[..., tuple[list[int], list[str]]], tmp_path: Path
-) -> None:
+def test_folders_that_are_not_shared_are_an_error(run_ranks: RunRanks, tmp_path: Path) -> None:
     statuses, logs = run_ranks(2, 1, folders=[tmp_path / "a", tmp_path / "b"])
     assert statuses == [1, 1]
     assert all("processes [1] do not see what process 0 writes" in log for log in logs), logs
 
 
-def test_a_save_that_fails_on_one_rank_ends_all(
-    run_ranks: Callable[..., tuple[list[int], list[str]]], tmp_path: Path
-) -> None:
+def test_a_save_that_fails_on_one_rank_ends_all(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Rank 1 cannot write: no rank waits longer than the limit, and rank 1 says what the matter is."""
     statuses, logs = run_ranks(2, 1, mode="fail")
     assert 0 not in statuses
@@ -518,7 +507,7 @@ print("saved", checkpoints.steps()[-1], flush=True)
 """
 
 
-def test_signals_do_not_stop_a_save(start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_signals_do_not_stop_a_save(start_python: Start, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start_python(["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints"], log)
     wait_for_text(log, "ready\n")

@@ -2,11 +2,8 @@
 
 import json
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +17,7 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import read_lists
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
-from tests.train_runs import free_port
+from tests.train_runs import Start, free_port
 
 NUM_RECORDS = 6
 LAYOUT = RecordLayout.of({"w": ((500,), np.float32)})
@@ -146,7 +143,7 @@ print("done", checkpoints.steps(), flush=True)
 """
 
 
-def run_ranks(start_python: Callable[..., Any], tmp_path: Path, local: Path, processes: int, last: int) -> list[str]:
+def run_ranks(start_python: Start, tmp_path: Path, local: Path, processes: int, last: int) -> list[str]:
     port = free_port()
     logs = [tmp_path / f"{last}-{rank}.log" for rank in range(processes)]
     arguments = [processes, port, local, tmp_path / "checkpoints", last]
@@ -158,9 +155,7 @@ def run_ranks(start_python: Callable[..., Any], tmp_path: Path, local: Path, pro
     return texts
 
 
-def test_fewer_processes_go_on_from_the_last_durable_step(
-    start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_fewer_processes_go_on_from_the_last_durable_step(start_python: Start, tmp_path: Path) -> None:
     """3 processes; one local folder is lost, and a later step is not durable; 1 process goes on, then 2."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         local = Path(made)
@@ -297,7 +292,7 @@ print("done", checkpoints.steps(), flush=True)
 """
 
 
-def test_a_drain_may_take_longer_than_a_step(start_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_drain_may_take_longer_than_a_step(start_python: Start, tmp_path: Path) -> None:
     """Rank 1 copies its records for 7.5 s where a step may take 5 s: both wait for it at the next save."""
     port, logs = free_port(), [tmp_path / f"{rank}.log" for rank in range(2)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as local:
