@@ -134,9 +134,9 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
         versions = [run.listed(0)["versions"]]
         for step in (4, 8):
             state = run.steps(state, step)
-            experts = run.streamed._state
+            experts = run.streamed._opened
             updates = experts.stats().updates
-            run.streamed._state._ring.wait()
+            run.streamed._opened._ring.wait()
             updates = experts.stats().updates
             run.save(state)
             assert experts.stats().updates == updates  # nobody was brought up to date for it
