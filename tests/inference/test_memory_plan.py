@@ -4,10 +4,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from jmoe.inference.expert_tiers import memory_plan
 from tiny_engines import SIZES, tiny_engine
 
 from jmoe.config.engine import EngineConfig
+from jmoe.inference.memory_plan import memory_plan
 from tests.model_configs import CHECKPOINTS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
