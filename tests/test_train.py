@@ -286,7 +286,7 @@ def test_two_processes_stop_together_and_go_on_as_one(
 
 
 def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    limits = ("--distributed.heartbeat-timeout-s", 5, "--distributed.step-timeout-s", 120)
+    limits = ("--distributed.heartbeat-timeout-s", 12, "--distributed.step-timeout-s", 120)
     logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
     survivor, victim = (
         start_python(command, log, runs.environment())

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import select
 import struct
 import subprocess
 import time
@@ -413,7 +414,10 @@ def terminal() -> Iterator[tuple[TextIO, Callable[[], str]]]:
 
         def shown() -> str:
             stream.flush()
-            return os.read(master, 1 << 16).decode()
+            text = b""
+            while select.select([master], [], [], 0.5)[0]:  # the kernel hands it on in parts
+                text += os.read(master, 1 << 16)
+            return text.decode()
 
         yield stream, shown
 

@@ -72,6 +72,7 @@ def test_number_of_collectives(shape: tuple[int, int, int], chunk_bytes: int) ->
     assert ops["reduce-scatter"] == levels * (sum(chunks) + 1)
 
 
+@pytest.mark.slow
 def test_number_of_collectives_of_larger_buckets() -> None:
     """Two layers of a kind at once: 1 + 2 reductions where there were 1 + 4."""
     ops = Counter(op.kind for op in collectives(1, 1, 8, bucket_bytes=100_000))
@@ -142,7 +143,10 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
         assert experts and "reduce-scatter" in attention
 
 
-@pytest.mark.parametrize(("schedule", "during_experts"), [("ready", 0), ("fixed", 0), ("priority", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "during_experts"),
+    [("ready", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fixed", 0), ("priority", 2)])],
+)
 def test_the_baselines_reduce_elsewhere(schedule: Any, during_experts: int) -> None:
     """ready: in front of the next layer's; fixed: behind the pair; priority: all that is pending, as experts begin."""
     for order in backward_orders(collectives(1, 2, 2, schedule=schedule))[1:-1]:

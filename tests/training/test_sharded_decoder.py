@@ -190,6 +190,7 @@ def test_export_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     assert not any(leaf.any() for leaf in jax.tree.leaves((begun.m, begun.v, begun.step)))
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_and_bfloat16() -> None:
     for embedding in ("columns", "rows"):
         ours = program(EIGHT, embedding, gradient_accumulation_steps=2, compute_dtype="bfloat16")

@@ -200,7 +200,15 @@ def test_a_program_says_which_exchange_it_has_and_why() -> None:
     ]
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 2, 2),
+        (1, 1, 8),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(8, 1, 1), (1, 2, 4), (4, 1, 2)]),
+    ],
+    ids=str,
+)
 def test_mesh(shape: tuple[int, int, int]) -> None:
     assert_same_run(run(shape), run(ONE))
 
@@ -209,12 +217,12 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
     "changes",
     [
         {"shard_dense": False},
-        {"fuse_dense": False},
+        pytest.param({"fuse_dense": False}, marks=pytest.mark.slow),
         {"exchange": "flat", "remat": "layer", "schedule": "ready"},
         {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
         {"schedule": "pipelined", "chunk_bytes": 2000},
-        {"schedule": "fixed", "bucket_bytes": 2000},
-        {"schedule": "priority", "bucket_bytes": 20000},
+        pytest.param({"schedule": "fixed", "bucket_bytes": 2000}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "priority", "bucket_bytes": 20000}, marks=pytest.mark.slow),
     ],
     ids=[
         "dense parameters whole",

@@ -118,6 +118,7 @@ def test_meshes_that_are_refused(shape: tuple[int, int, int], comm: dict[str, An
         spread_over(dataclasses.replace(SPREAD, tiers=HOST), *shape, **comm).check_devices(4)
 
 
+@pytest.mark.slow
 def test_dense_parameters_on_every_device() -> None:
     """Nothing to gather; parameters that no number of devices divides are the same case."""
     config = spread_over(SPREAD, 1, 1, 2, shard_dense=False)
@@ -145,8 +146,8 @@ def all_to_alls(lowered: Any) -> int:
     ("shape", "comm", "remat", "forward", "backward"),
     [
         ((1, 1, 2), {"chunk_bytes": 2000}, "none", 3, 2),  # rows and how many there are; rows back. And reversed
-        ((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2),
-        ((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5),
+        pytest.param((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5, marks=pytest.mark.slow),
         # rows, weights and choices across, rows inside and how many; two levels back
         pytest.param(
             (1, 2, 2), {"exchange": "dedup", "schedule": "pipelined"}, "none", 2 * 7, 2 * 5, marks=pytest.mark.slow
