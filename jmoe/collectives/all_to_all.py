@@ -21,7 +21,7 @@ def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """The same in two hops: inside the node by destination slot, then across nodes. Bit-equal to flat."""
+    """Exchange [R, C, ...] in two hops, inside the node by destination slot, then across nodes; bit-equal to flat."""
     inter, intra = axes
     shape = x.shape
     x = x.reshape(lax.axis_size(inter), lax.axis_size(intra), *shape[1:])

@@ -182,7 +182,7 @@ class _Program:
         return max(numbers, key=lambda name: known.get(name, -1))
 
     def _latest(self) -> list[int]:
-        """For each line the last all-to-all that it is or waits for, -1 without one."""
+        """Return for each line the last all-to-all that it is or waits for, -1 without one."""
         waits_for: dict[Any, int] = {}
         latest = []
         for at, line in enumerate(self.lines):

@@ -110,7 +110,7 @@ class LazyCheckpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """From generation_config.json, else config.json."""
+        """Read them from generation_config.json, else config.json."""
         file = self.folder / "generation_config.json"
         fields = read_table(file) if file.is_file() else {}
         token = fields.get("eos_token_id", self.fields.get("eos_token_id"))
@@ -125,12 +125,12 @@ class LazyCheckpoint:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert."""
+        """Count the bytes of one expert."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values())
 
     @property
     def rest_bytes(self) -> int:
-        """Of everything but the experts."""
+        """Count the bytes of everything but the experts."""
         return sum(math.prod(p.shape) * self._dtypes[p.path].itemsize for p in self._parameters if not p.experts)
 
     @property

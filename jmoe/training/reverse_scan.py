@@ -37,8 +37,8 @@ from jmoe.models.decoder import STACKS, LayerInputs, LayerPlan
 from jmoe.training.vjp import with_known, without
 
 
-def _at(tree: Any, index: Any) -> Any:
-    """One layer's slice of a stack."""
+def layer_of(tree: Any, index: Any) -> Any:
+    """Return one layer's slice of a stack."""
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree)
 
 
@@ -113,7 +113,7 @@ class ReverseScan:
     # Work: the gathers and reductions that `interleave` places
 
     def gathers(self, row_C: jax.Array | None) -> list[Work]:
-        """Those that make a layer's parameters unsharded."""
+        """Return the collectives that gather a layer's parameters."""
         if row_C is None:
             return []
         num_devices = lax.axis_size(self.axes)
@@ -132,7 +132,7 @@ class ReverseScan:
         return jnp.concatenate([empty, *gathered], axis=1)
 
     def reductions(self, rows_RG: jax.Array) -> list[Work]:
-        """Those that sum gradients over devices; their results side by side are this device's row."""
+        """Return the collectives that sum gradients over devices; side by side their results are this device's row."""
         limits = [limit for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked) if limit]
         chunks = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
 
@@ -184,7 +184,7 @@ class _Scan:
         return 4 * self.num_devices * sum(part.size for part in self.kinds[kind].parts)
 
     def _reductions(self, bucket: _Bucket) -> list[Work]:
-        """Those that sum a bucket's gradients over devices."""
+        """Return the collectives that sum a bucket's gradients over devices."""
         if not bucket.kinds:
             return []
         return self.config.reductions(jnp.concatenate(bucket.rows_RG, axis=1))
@@ -235,7 +235,7 @@ class _Scan:
             else:
                 following = ahead
             index = unit.index(position, repeat)
-            args = unsharded, _at(rest[kind], index), _at(extras[kind], index), x
+            args = unsharded, layer_of(rest[kind], index), layer_of(extras[kind], index), x
             (x, layer_stats, kept), gathered = interleave(
                 partial(self._forward_layer, kind),
                 args,
@@ -298,12 +298,12 @@ class _Scan:
             carry = run(unit, repeats - 1, last, carry, flat_of(unit, repeats - 2) if repeats > 1 else before)
             if repeats > 2:
                 step = lambda carry, i, unit=unit, early=early: (  # noqa: E731
-                    run(unit, i, _at(early, i), carry, flat_of(unit, i - 1)),
+                    run(unit, i, layer_of(early, i), carry, flat_of(unit, i - 1)),
                     None,
                 )
                 carry, _ = lax.scan(step, carry, jnp.arange(1, repeats - 1), reverse=True)
             if repeats > 1:
-                carry = run(unit, 0, _at(early, 0), carry, before)
+                carry = run(unit, 0, layer_of(early, 0), carry, before)
         _, dx, bucket, sums, drest = carry
         sums = self._store(sums, bucket, [send(lambda rows: rows) for send in self._reductions(bucket)])
         states = {}
@@ -324,11 +324,11 @@ class _Scan:
             gathers, reductions = self.config.gathers(before), self._reductions(pending)
             args = (
                 unsharded,
-                _at(kept.rest[kind], index),
-                _at(kept.extras[kind], index),
+                layer_of(kept.rest[kind], index),
+                layer_of(kept.extras[kind], index),
                 residuals[position],
                 dx,
-                _at(dstats, index) if kind == "moe" else [],
+                layer_of(dstats, index) if kind == "moe" else [],
             )
             (rows_RG, drest_here, dx), results = interleave(
                 partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx

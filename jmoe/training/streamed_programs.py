@@ -42,6 +42,7 @@ from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.decoder import STACKS
 from jmoe.models.functional import FunctionalModule
 from jmoe.training.gradient_reduction import StreamedGradients, squared_norms_local, streamed_on_shards_local
+from jmoe.training.reverse_scan import layer_of
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, without_experts
 from jmoe.training.update import (
@@ -158,10 +159,6 @@ class StepResults(NamedTuple):
     stats: Sequence[Sequence[MoEStats]]
     counts_NAE: jax.Array
     dropped_N: jax.Array
-
-
-def _at(tree: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, keepdims=False), tree)
 
 
 def _zeros_of(tree: Any) -> Any:
@@ -291,7 +288,7 @@ class LayerPrograms:
         """Return a layer's own parameters."""
         layout, buffer_RC = self._model.layout(params.stack, stacked=True), params.unsharded_RC
         fused = [] if buffer_RC is None else unpack(buffer_RC, layout.parts, self._model.hierarchy)
-        return layout.join(fused, _at(layout.split(params.stack)[1], layer.number))
+        return layout.join(fused, layer_of(layout.split(params.stack)[1], layer.number))
 
     def _overlap(
         self, function: Callable[..., Any], args: tuple[Any, ...], begin: jax.Array, work: NeighborWork
@@ -300,7 +297,7 @@ class LayerPrograms:
         scan, pending_RG = self._scan, work.pending_RG
         if scan is None or (work.next_layer is None and pending_RG is None):
             return function(*args), Overlapped()
-        row_C = None if work.next_layer is None else _at(*work.next_layer)
+        row_C = None if work.next_layer is None else layer_of(*work.next_layer)
         gathers = scan.gathers(row_C)[len(work.gathered) :]
         reductions = [] if pending_RG is None else scan.reductions(pending_RG)
         result, done = interleave(function, args, gathers + reductions, scan.schedule, ALL, begin)
@@ -350,10 +347,10 @@ class LayerPrograms:
         """
         function = partial(self._run_route, train=train, full_capacity=full_capacity)
         run = _with_residuals_if(keeps, function, wanted=(0, 3))
-        args = self._unsharded(params, layer), _at(params.router_bias, layer.number), layer, x_BSD
+        args = self._unsharded(params, layer), layer_of(params.router_bias, layer.number), layer, x_BSD
         if self._scan is None or work.next_layer is None:
             return *run(*args), []
-        row_C, model = _at(*work.next_layer), self.config.model
+        row_C, model = layer_of(*work.next_layer), self.config.model
         gathers, dense = self._scan.gathers(row_C), row_C.size * self.mesh.size
         early = len(gathers) * dense // (dense + model.num_experts_per_tok * model.expert_parameters)
         (routed, kept), gathered = interleave(run, args, gathers[:early], self._scan.schedule, ALL, x_BSD)
@@ -491,7 +488,7 @@ class LayerPrograms:
         inputs.kept: what `route` found and kept, and what `add_experts` kept. last: no accumulation step follows, so
         the experts' gradients are as they are to be kept, and their square is known.
         """
-        counts_E, bias = counts_NAE[layer.number, layer.accumulation], _at(params.router_bias, layer.number)
+        counts_E, bias = counts_NAE[layer.number, layer.accumulation], layer_of(params.router_bias, layer.number)
         losses = partial(self._auxiliary, counts_E)
 
         def pull(params: Any, experts: ExpertStacks, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:

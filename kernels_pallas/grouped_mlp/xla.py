@@ -153,6 +153,6 @@ def grouped_mlp(
     slots: int,
     rows: RowMap | None = None,
 ) -> jax.Array:
-    """See `grouped_mlp.api`. slots: rows of each group that take the batched product."""
+    """Compute `grouped_mlp.api`. slots: rows of each group that take the batched product."""
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
     return _grouped_mlp(x_ND, group_sizes_L, rows, weights, activation, min(slots, num_rows))
