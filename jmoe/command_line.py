@@ -80,7 +80,7 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of every option, its name as `--help` shows it; "" where no value follows."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
             yield name.replace("_", "-"), value if equals else following

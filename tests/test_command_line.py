@@ -27,3 +27,8 @@ def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parse_train(["tiny", "--help"], PRESETS)
     assert "fuse" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_needs_no_options(name: str) -> None:
+    assert parse_train([name], PRESETS).output_dir == f"runs/{name}"
