@@ -301,7 +301,15 @@ _LARGER = {
     "host": "more host memory",
     "nvme": "a larger disk (tiers.path)",
 }
-Change = tuple[str, object, TrainedModel, Placement]
+
+
+class Change(NamedTuple):
+    """A setting's new value, and the model and placement that it makes."""
+
+    setting: str
+    value: object
+    model: TrainedModel
+    placement: Placement
 
 
 def _gigabytes(size: int) -> str:
@@ -309,44 +317,52 @@ def _gigabytes(size: int) -> str:
 
 
 def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
-    """Yield (setting, its new value, model, placement) of each change that may save memory, the mildest first."""
+    """Yield each change that may save memory, the mildest first."""
     if model.kept_bytes:
-        yield "remat", "layer", replace(model, kept_bytes=0), place
+        yield Change("remat", "layer", replace(model, kept_bytes=0), place)
     parts = model.micro_batches
     while parts * 2 <= model.max_micro_batches:
         parts *= 2
-        yield "gradient_accumulation_steps", parts, _in_parts(model, parts), place
+        yield Change("gradient_accumulation_steps", parts, _in_parts(model, parts), place)
+    yield from _changes_of_tiers(model, place)
+    if place.checkpoints > 1:
+        yield Change("checkpoint.keep", 1, model, replace(place, checkpoints=1))
+    yield from _changes_of_devices(model, place)
+
+
+def _changes_of_tiers(model: TrainedModel, place: Placement) -> Iterator[Change]:
     if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.streamed:
-        yield "tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place
+        yield Change("tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place)
     for experts, optimizer in candidates("auto", "auto"):
         if experts != place.experts and optimizer != place.optimizer:
             both = f"{experts} and tiers.optimizer = {optimizer}"
-            yield "tiers.experts", both, model, replace(place, experts=experts, optimizer=optimizer)
+            yield Change("tiers.experts", both, model, replace(place, experts=experts, optimizer=optimizer))
         elif experts != place.experts:
-            yield "tiers.experts", experts, model, replace(place, experts=experts)
+            yield Change("tiers.experts", experts, model, replace(place, experts=experts))
         elif optimizer != place.optimizer:
-            yield "tiers.optimizer", optimizer, model, replace(place, optimizer=optimizer)
+            yield Change("tiers.optimizer", optimizer, model, replace(place, optimizer=optimizer))
     if place.streamed:
         gradients: Tier = "nvme" if place.gradients == "host" else "host"
-        yield "tiers.gradients", gradients, model, replace(place, gradients=gradients)
+        yield Change("tiers.gradients", gradients, model, replace(place, gradients=gradients))
     if place.streamed and place.experts != "device" and place.device_layers > 1:
-        yield "tiers.device_layers", 1, model, replace(place, device_layers=1)
+        yield Change("tiers.device_layers", 1, model, replace(place, device_layers=1))
     for share in (8, 16, 64):
         cache_bytes = _record_bytes(model, place) * model.device_parameters // share
         if cache_bytes:
-            yield "tiers.host_cache_bytes", cache_bytes, model, replace(place, host_cache_bytes=cache_bytes)
-    if place.checkpoints > 1:
-        yield "checkpoint.keep", 1, model, replace(place, checkpoints=1)
+            yield Change("tiers.host_cache_bytes", cache_bytes, model, replace(place, host_cache_bytes=cache_bytes))
+
+
+def _changes_of_devices(model: TrainedModel, place: Placement) -> Iterator[Change]:
     hosts = model.num_devices // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
         if model.num_experts % devices == 0 and model.max_micro_batches >= model.micro_batches * times:
             spread = replace(model, num_devices=devices, max_micro_batches=model.max_micro_batches // times)
-            yield "mesh.expert_inter", f"{hosts * times}, on {devices * model.replicas} devices", spread, place
+            yield Change("mesh.expert_inter", f"{hosts * times}, on {devices * model.replicas} devices", spread, place)
     sequences = model.max_micro_batches
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
-        yield "batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place
+        yield Change("batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place)
 
 
 def _in_parts(model: TrainedModel, parts: int) -> TrainedModel:

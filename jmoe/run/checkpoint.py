@@ -327,8 +327,8 @@ class Checkpoints:
         self._records.wait()
         if jax.process_count() > 1:
             self._meetings += 1
-            meet = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
-            meet(key=f"jmoe_drained_{self._meetings}", timeout_ms=MEETING_LIMIT_MS)
+            barrier = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
+            barrier(key=f"jmoe_drained_{self._meetings}", timeout_ms=MEETING_LIMIT_MS)
 
     def check(self) -> None:
         """Raise the error of a save that has failed in the background, if any; never waits."""

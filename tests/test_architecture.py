@@ -1,0 +1,120 @@
+"""The house rules that can be read off the source: floors, circles, one name for one thing, mirrored tests, words."""
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# From the lowest floor on. A module imports from its own unit and from lower floors, never from its neighbours.
+FLOORS = (
+    ("kernels_pallas", "jmoe.config", "jmoe.runtime", "jmoe.status"),
+    ("jmoe.planning", "jmoe.command_line", "jmoe.configs"),
+    ("jmoe.mesh", "jmoe.collectives", "jmoe.memory"),
+    ("jmoe.layers", "jmoe.optim"),
+    ("jmoe.models",),
+    ("jmoe.offload", "jmoe.data"),
+    ("jmoe.run",),
+    ("jmoe.training", "jmoe.inference"),
+    ("jmoe.serving", "jmoe.deploy"),
+    ("jmoe", "jmoe.inference.generate"),  # jmoe: what a researcher imports
+    ("train", "serve", "jmoe.commands"),
+)
+FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+# All that these may import beside the standard library and themselves: what runs before JAX does, and pure functions.
+ONLY: dict[str, set[str]] = {unit: set() for unit in ("jmoe.config", "jmoe.status", "jmoe.runtime")}
+ONLY |= {"jmoe.planning": {"jmoe.config", "numpy"}, "jmoe.command_line": {"jmoe.config", "tyro"}}
+ONLY |= {"jmoe.configs": {"jmoe.config"}, "kernels_pallas": {"jax", "numpy"}}
+ONLY |= {"jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "jmoe.inference", "numpy"}}
+KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.command_line",)}
+# What the field calls otherwise (docs/architecture.md, glossary).
+FORBIDDEN = {"keeping", "pulled", "Arrived", "Beside", "Ahead", "Sums", "worst_case", "two_level", "levels", "settle"}
+FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "start_anew", "FORGET_FROM", "STEP_SAYS"}
+THROUGH = """collectives.rows data.progress deploy.export inference.stats kernels.groups kernels.saved
+layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
+models.lazy_checkpoint models.tensor_names offload.residency offload.saved_experts offload.train_stores
+run.checkpoint_contents run.rendezvous runtime serving.answer serving.errors serving.metrics serving.schemas
+serving.service serving.vocabulary training.bandwidth training.evaluation training.gradient_reduction
+training.session training.update"""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    paths = [path for folder in ("jmoe", "kernels_pallas", "configs") for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in [path for path in [*paths, ROOT / "train.py", ROOT / "serve.py"] if not path.is_symlink()]:
+        parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+        yield ".".join(["jmoe"] * (parts[0] == "configs") + parts), ast.parse(path.read_text())
+
+
+SOURCES = dict(sources())
+
+
+def unit_of(name: str, units: Iterable[str]) -> str:
+    fitting = [unit for unit in units if name == unit or (unit != "jmoe" and name.startswith(f"{unit}."))]
+    return max(fitting, key=len, default="")
+
+
+def imports(tree: ast.Module) -> set[str]:
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return {f"{getattr(node, 'module', '')}.{alias.name}".lstrip(".") for node in nodes for alias in node.names}
+
+
+def defined(tree: ast.Module) -> list[str]:
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return [name for name in names if name[0] != "_" and name != "main"]
+
+
+def violations(module: str, tree: ast.Module) -> Iterator[str]:
+    home, narrow = unit_of(module, FLOOR), unit_of(module, ONLY)
+    assert home, module
+    for name in sorted(imports(tree)):
+        top, unit = name.split(".")[0], unit_of(name, FLOOR)
+        if not module.startswith(KEPT_TO.get(top, "")):
+            yield f"may not import {top}"
+        if narrow and top not in sys.stdlib_module_names and not unit_of(name, {narrow, *ONLY[narrow]}):
+            yield f"may import only {ONLY[narrow]}, not {name}"
+        if unit not in ("", home) and FLOOR[unit] >= FLOOR[home]:
+            yield f"imports {name} of floor {FLOOR[unit]}, and is on floor {FLOOR[home]}"
+    for node in ast.walk(tree):
+        yield from FORBIDDEN & {getattr(node, key, None) for key in ("name", "arg", "id", "attr")}
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        axis = isinstance(node, ast.Constant) and node.value in ("expert_inter", "expert_intra")
+        if (called == "PartitionSpec" or axis) and module not in ("jmoe.mesh", "jmoe.config.parallel"):
+            yield "PartitionSpec( and names of axes belong in jmoe/mesh.py"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_house_rules(module: str) -> None:
+    assert list(violations(module, SOURCES[module])) == []
+
+
+def test_offenders_are_found() -> None:
+    source = ast.parse("def f(levels):\n    import tyro, jmoe.models.decoder\naxis = 'expert_inter'")
+    assert len(list(violations("jmoe.planning.capacity", source))) == 6
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    names = {module: imports(tree) for module, tree in SOURCES.items()}
+    TopologicalSorter({m: {*ns, *(n.rpartition(".")[0] for n in ns)} - {m} for m, ns in names.items()}).prepare()
+
+
+def test_no_two_public_things_have_one_name() -> None:
+    names = Counter(name for module, tree in SOURCES.items() if module.startswith("jmoe") for name in defined(tree))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_every_module_is_mirrored() -> None:
+    """By a test file of its name or folder, or one beside that imports it; THROUGH: by the tests of what uses it."""
+    tests = defaultdict(set)
+    for path in (ROOT / "tests").rglob("*.py"):
+        names = imports(ast.parse(path.read_text()))
+        names |= {name.rpartition(".")[0] for name in names}
+        tests[path.parent.relative_to(ROOT / "tests").parts] |= {path.stem, *names}
+    for module in (module for module, tree in SOURCES.items() if defined(tree)):
+        *folders, name = module.replace("kernels_pallas", "kernels").removeprefix("jmoe.").split(".")
+        beside = tests[(*folders, name)] | tests[(*folders,)] | tests[(*folders[:-1],)]
+        mirrors = {module, f"test_{name}", *(f"test_{folder}" for folder in folders)} & beside
+        assert mirrors or ".".join([*folders, name]) in THROUGH.split(), f"{module} has no test file"
