@@ -296,6 +296,7 @@ class TrainingPlan:
 
 
 _ENOUGH = " (enough)"
+LEAST_CHECKPOINTS = 2  # of a run with records on NVMe: one of them is durable while the other's are copied
 _LARGER = {
     "device": "devices with more memory, or more of them",
     "host": "more host memory",
@@ -325,8 +326,9 @@ def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
         parts *= 2
         yield Change("gradient_accumulation_steps", parts, _in_parts(model, parts), place)
     yield from _changes_of_tiers(model, place)
-    if place.checkpoints > 1:
-        yield Change("checkpoint.keep", 1, model, replace(place, checkpoints=1))
+    if place.checkpoints > LEAST_CHECKPOINTS:
+        fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
+        yield Change("checkpoint.keep", LEAST_CHECKPOINTS, model, fewer)
     yield from _changes_of_devices(model, place)
 
 

@@ -108,8 +108,10 @@ def test_advice_is_on_the_largest_row_and_never_what_is_already_set() -> None:
     full = plan_training(replace(MODEL, gradient_bytes=2), NVME, small)
     (advice,) = full.advice()
     assert "tiers.gradient_dtype" not in advice and "checkpoint.keep" not in advice
+    (advice,) = plan_training(full.model, replace(NVME, checkpoints=2), full.machine).advice()
+    assert "checkpoint.keep" not in advice, "a run with records refuses to keep one"
     (advice,) = plan_training(full.model, replace(NVME, checkpoints=3), full.machine).advice()
-    assert "older versions in checkpoints, 36.86 GB. Take checkpoint.keep = 1 (28.67 GB less), or a larger d" in advice
+    assert "older versions in checkpoints, 36.86 GB. Take checkpoint.keep = 2 (14.34 GB less), or a larger d" in advice
 
 
 def test_what_is_advised_as_enough_is_enough() -> None:
