@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig, RouterConfig, YarnConfig
 from jmoe.layers.attention import yarn_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
-from jmoe.models.decoder import Decoder, layer_plan
+from jmoe.models.decoder import Decoder, Execution, layer_plan
 
 B, S = 2, 20
 TINY = {
@@ -289,7 +289,7 @@ def test_remat_changes_nothing() -> None:
     tokens_BS = tokens_of(config)
 
     def loss(state: nnx.State, remat: bool) -> jax.Array:
-        return jnp.square(nnx.merge(graph, state)(tokens_BS, remat=remat)[0]).sum()
+        return jnp.square(nnx.merge(graph, state)(tokens_BS, execution=Execution(remat=remat))[0]).sum()
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     kept, remat = step(state, False), step(state, True)
