@@ -24,6 +24,7 @@ def evaluations(output: Path) -> list[float]:
     return [line["loss"] for line in lines if line.get("event") == "evaluation"]
 
 
+@pytest.mark.slow
 def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     text, env = tmp_path / "text", {"NPROC": None, "XLA_FLAGS": None, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "c")}
     text.mkdir()

@@ -227,6 +227,7 @@ def test_completed_run_again(runs: TrainRuns, tmp_path: Path, run_python: Run) -
 # Other devices, more processes
 
 
+@pytest.mark.slow
 def test_another_mesh_and_back(runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run) -> None:
     """A checkpoint of one device on four, and one of four on one."""
     runs.from_checkpoint(40, tmp_path)

@@ -132,6 +132,7 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == before["data/tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_runs_with_one_path_for_their_tiers_and_what_else_is_there(
     runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
 ) -> None:

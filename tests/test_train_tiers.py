@@ -66,6 +66,7 @@ def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_host_memory_is_an_ordinary_one(
     runs: TrainRuns, on_host: Path, tmp_path: Path, run_python: Run
 ) -> None:

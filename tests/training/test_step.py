@@ -216,7 +216,7 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"shard_dense": False},
+        pytest.param({"shard_dense": False}, marks=pytest.mark.slow),
         pytest.param({"fuse_dense": False}, marks=pytest.mark.slow),
         {"exchange": "flat", "remat": "layer", "schedule": "ready"},
         {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
@@ -366,7 +366,7 @@ def test_the_state_is_donated() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 2, 4)], ids=["flat", "dedup"])
+@pytest.mark.parametrize("shape", [(1, 1, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["flat", "dedup"])
 def test_an_overflowing_dropless_step_runs_again_with_room_for_all(shape: tuple[int, int, int]) -> None:
     """All tokens to experts 0 and 1: four times the fair share of their two devices, where buffers hold twice it.
 

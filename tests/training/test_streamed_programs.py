@@ -81,6 +81,7 @@ def test_hierarchy_accumulation_and_all_else_at_once() -> None:
     same_training(train(config, HOST, steps=2), train(config, steps=2))
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
     def steered(config: TrainConfig) -> tuple[Any, Any, Any]:
         """A program whose state sends all tokens to the first device, and its first step."""

@@ -162,6 +162,7 @@ def test_accumulation_steps() -> None:
     close(ours.state, theirs.state)
 
 
+@pytest.mark.slow
 def test_router_jitter_is_the_same() -> None:
     router = RouterConfig(kind="switch", jitter_noise=0.3)
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts_per_tok=1, router=router))
