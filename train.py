@@ -49,9 +49,11 @@ def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[
     every token.
     """
     state, metrics = trainer.step(state, tokens)
-    if metrics["overflow"]:
+    values = jax.device_get(metrics)
+    if values["overflow"]:
         state, metrics = trainer.step(state, tokens, full_capacity=True)
-    return state, jax.device_get(metrics)
+        values = jax.device_get(metrics)
+    return state, values
 
 
 def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:

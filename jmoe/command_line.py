@@ -26,12 +26,12 @@ EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class _Comm(CommConfig):
-    """What travels between devices, in which form and in which order."""
+    """Traffic between devices: its form and its order."""
 
-    hierarchical: Unsettable[bool] = True
-    shard_dense: Unsettable[bool] = True
-    fuse_dense: Unsettable[bool] = True
-    bucket_bytes: Unsettable[int] = 0
+    hierarchical: Unsettable[bool] = CommConfig.hierarchical
+    shard_dense: Unsettable[bool] = CommConfig.shard_dense
+    fuse_dense: Unsettable[bool] = CommConfig.fuse_dense
+    bucket_bytes: Unsettable[int] = CommConfig.bucket_bytes
 
 
 def answer_early(parse: Callable[[], object]) -> None:

@@ -170,7 +170,7 @@ class _Program:
         return places | {len(self.lines): sorted(left)}
 
     def operand(self, products: list[int]) -> Any:
-        """What is known when the first of these can begin that waits for the last all-to-all; None without any."""
+        """Return the value known when the first of these that waits for the last all-to-all can begin, or None."""
         latest = self._latest()
         products = [i for i in products if not self.lines[i].gives_way]
         if not products:

@@ -1,4 +1,4 @@
-"""What a decoder is made of. Field names are those of Hugging Face configurations where one exists."""
+"""The configuration of a decoder. Field names are those of Hugging Face configurations where one exists."""
 
 from __future__ import annotations
 

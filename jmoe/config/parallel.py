@@ -45,7 +45,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """What travels between devices, in which form and in which order.
+    """Traffic between devices: its form and its order.
 
     The last four are what the papers' figures compare with: presets of `configs/ablations.py` set them, the command
     line does not.

@@ -71,7 +71,7 @@ TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """What the planner (`--plan`, tiers `auto`) takes for granted of the machine.
+    """Describe the machine that the planner (`--plan`, tiers `auto`) plans for.
 
     accelerator: takes device_bytes, flops, link_bytes_per_s and memory_bytes_per_s from the data sheet where they are
     0; without one they are those of a device that shares the host's memory, of two CPU cores. host_bytes, nvme_bytes

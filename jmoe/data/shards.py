@@ -34,7 +34,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard says about itself.
+    """Describe a shard of token ids; stored in its first bytes.
 
     dtype: `uint16` or `uint32`; count: ids in the file; vocab_size: every id is below it; eot: the end-of-text id;
     tokenizer: fingerprint of the tokenizer.json that made the ids; split: `train` or `held_out`; text_bytes: UTF-8
@@ -54,7 +54,7 @@ class ShardHeader:
 
 
 class Blocks:
-    """What tells whether the ids of a shard are still those that were written: a sum of each block, checked once."""
+    """Check each block of a shard's ids, once, against the sum that was stored when it was written."""
 
     def __init__(self, path: Path, ids: NDArray[np.unsignedinteger[Any]], sums: NDArray[np.uint32] | None) -> None:
         self.path, self.num_bytes, self.has_sums = path, ids.nbytes, sums is not None

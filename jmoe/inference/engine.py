@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstra
 from jmoe.inference.scheduler import ChunkGroup, Scheduler, SchedulerStats
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
+from jmoe.memory.closing import Closing
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.residency import open_experts
 from jmoe.planning.streaming import RoutingStats, StreamingPlan
@@ -38,7 +38,7 @@ log = logging.getLogger("jmoe")
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
-class Engine:
+class Engine(Closing):
     """Serves requests with one model. Not thread-safe.
 
         engine = Engine(folder, EngineConfig(max_batch=8, max_seq_len=2048, policy="ring", ring_slots=4))
@@ -231,14 +231,6 @@ class Engine:
         self.residency.close()
         if self._store is not None:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Parts of a step
 

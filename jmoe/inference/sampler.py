@@ -61,7 +61,7 @@ class BatchParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """What the penalties need to know of the requests in the M rows of the cache. Donate it to the jitted functions."""
+    """Hold the tokens seen by each of the M rows of the cache, for the penalties. Donate it to the jitted functions."""
 
     in_prompt_MV: jax.Array  # bool
     output_counts_MV: jax.Array  # int32

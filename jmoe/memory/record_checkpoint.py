@@ -350,10 +350,10 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name=ITEM)]
 
     def save(self, directory: Path, args: "RecordsSave") -> None:
-        raise NotImplementedError
+        raise NotImplementedError("records are saved by async_save")
 
     def restore(self, directory: Path, args: Any = None) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("records are restored by RecordCheckpoints.restore")
 
 
 @ocp.args.register_with_handler(RecordsHandler, for_save=True, for_restore=True)

@@ -8,8 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig, check
+from jmoe.memory.closing import Closing
 from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.huggingface import model_config
@@ -62,7 +62,7 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
     return EmbedAndHead(decoder), layers
 
 
-class LazyCheckpoint:
+class LazyCheckpoint(Closing):
     """A checkpoint whose experts are read on demand; a context manager.
 
     dtype: of all weights; None: as stored. Raises `ValueError` as `load_pretrained` does, before memory is filled.
@@ -159,14 +159,6 @@ class LazyCheckpoint:
 
     def close(self) -> None:
         self._reader.__exit__()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -26,7 +26,7 @@ class ModelBytes:
 
     @property
     def num_experts(self) -> int:
-        """Of all layers together."""
+        """Return the number of experts in all layers together."""
         return self.weights.num_layers * self.weights.num_experts
 
 

@@ -64,7 +64,7 @@ class StreamingPlan:
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Of the tier that holds the experts, to the slots: of NVMe reads, which a cache in host memory saves some."""
+        """Return the rate from the experts' tier to the slots; a cache in host memory saves reads from NVMe."""
         assert self.calibration is not None
         all_bytes = self.memory.model.num_experts * self.memory.model.record_bytes
         missed = 0.0 if self.memory.expert_tier != "nvme" else 1 - self.memory.host_bytes / all_bytes
@@ -101,7 +101,7 @@ class StreamingPlan:
         return "ring" if ring.fits and ring.step_s <= experts.step_s else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
-        """Of every policy that comes into question; none where nothing was measured."""
+        """Return a forecast of every policy that may be chosen; empty where nothing was measured."""
         if self.calibration is None:
             return ()
         measured, weights = self.measured(num_tokens), self.memory.model.weights
@@ -112,10 +112,10 @@ class StreamingPlan:
         return resident, predict_ring(weights, measured, device_bytes), predict_experts(weights, measured, device_bytes)
 
     def predicted_step_s(self, num_tokens: int) -> float | None:
-        """Of a step of so many tokens, logits and sampling included."""
+        """Return the seconds of a step of so many tokens, logits and sampling included."""
         policy, calibration = self.policy(num_tokens), self.calibration
-        found = [p.step_s for p in self.predictions(num_tokens) if p.policy == policy]
-        return found[0] + calibration.rest_s if found and calibration is not None else None
+        predicted = [p.step_s for p in self.predictions(num_tokens) if p.policy == policy]
+        return predicted[0] + calibration.rest_s if predicted and calibration is not None else None
 
     def describe(self, num_tokens: int) -> str:
         """One line about steps of so many tokens."""
