@@ -38,3 +38,9 @@ def status(text: str, say: Callable[[str], None], *, every_s: float = 10.0) -> I
     say(f"{text} ...")
     with repeating(lambda: say(f"{text} ... {time.monotonic() - begun:.0f} s"), every_s):
         yield
+
+
+def first_line(error: BaseException, most: int = 400) -> str:
+    """Return the first line of an error's text: of a long one both ends, as libraries name the cause last."""
+    line = str(error).partition("\n")[0] or type(error).__name__
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-(most // 2) :]}"

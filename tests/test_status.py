@@ -2,7 +2,7 @@
 
 import time
 
-from jmoe.status import status
+from jmoe.status import first_line, status
 
 
 def test_time_passes() -> None:
@@ -17,3 +17,11 @@ def test_time_passes() -> None:
     assert said >= 4 and lines[1] == "loading ... 0 s"
     time.sleep(0.05)
     assert len(lines) == said
+
+
+def test_the_cause_at_the_end_of_a_long_error_is_shown() -> None:
+    """Both ends of a long line are kept: Orbax puts the cause behind several paths."""
+    assert first_line(OSError("short\nsecond")) == "short"
+    assert first_line(KeyError()) == "KeyError"
+    line = first_line(OSError("writing " + "/folder" * 200 + ": No space left on device\nmore"))
+    assert line.startswith("writing /folder") and line.endswith(": No space left on device") and len(line) == 405

@@ -43,6 +43,7 @@ from jmoe.run.checkpoint_contents import (
     read_step_manifest,
     write_step_manifest,
 )
+from jmoe.status import first_line
 
 MANIFEST = "manifest.json"
 ASIDE = re.compile(r"incomplete-(\d+)-\d+")  # a step that was not complete when a run began to save
@@ -437,10 +438,10 @@ class Checkpoints:
         step, self._step, self._error = self._step, -1, None
         self._manager = None  # the next save begins afresh and removes what this one left
         root = _root(error)
-        reason = str(root).partition("\n")[0][:500] or type(root).__name__
         older = self.steps()
         last = f"step {older[-1]} is complete" if older else "there is no older checkpoint"
-        raise OSError(f"checkpoint of step {step} in {self.directory} was not written: {reason}; {last}") from root
+        what = f"checkpoint of step {step} in {self.directory}"
+        raise OSError(f"{what} was not written: {first_line(root)}; {last}") from root
 
     def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
         """Wait in the background for Orbax's rename, then make it durable."""

@@ -39,6 +39,7 @@ import jax
 
 from jmoe.config import DistributedConfig
 from jmoe.run.rendezvous import named, rendezvous
+from jmoe.status import first_line
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
@@ -207,7 +208,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         regular = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not regular and self._store is not None:
-            words = f"rank {self._rank} ended with {type(error).__name__}: {_first_line(error)}"
+            words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
             _limited(lambda: self._publish(words, ends=False))
             # the coordinator takes the store with it: let the others read first
             atexit.register(_leave_after_an_error, True, 2 * self._beat_s if self._rank == 0 else 0.0)
@@ -281,7 +282,7 @@ class Watchdog:
         if self._store is None or self._closing.is_set() or not isinstance(error, Exception):
             return
         gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""  # JAX ends this process any moment
-        _say(f"rank {self._rank} failed in {wait.label}: {_first_line(error)}{gone}")
+        _say(f"rank {self._rank} failed in {wait.label}: {first_line(error)}{gone}")
         before = _limited(self._reports)
         time.sleep(2.5 * self._beat_s)
         after = _limited(self._reports)
@@ -338,7 +339,7 @@ class Watchdog:
             except jax.errors.JaxRuntimeError as error:
                 self._answered_s = math.inf
                 if not self._closing.is_set():
-                    _say(f"{NO_COORDINATOR}: {_first_line(error)}")
+                    _say(f"{NO_COORDINATOR}: {first_line(error)}")
                 return
             self._closing.wait(self._beat_s)
 
@@ -426,7 +427,7 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
     try:
         value, problem = json.loads(store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000)))
     except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(f"waited {timeout_s:g} s for rank 0: {name}: {_first_line(error)}") from error
+        raise TimeoutError(f"waited {timeout_s:g} s for rank 0: {name}: {first_line(error)}") from error
     if problem:
         raise OSError(f"rank 0: {problem}")
     return str(value)
@@ -485,10 +486,6 @@ def _limited(call: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(CALL_TIMEOUT_S)
     return result[0] if result else None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:300]
 
 
 def _say(line: str) -> None:
