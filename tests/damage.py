@@ -15,6 +15,15 @@ def poison(folder: Path, token: int) -> None:
         file.write(b"\xff" * row_bytes)  # in every format of floating point
 
 
+def flip(file: Path, at_byte: int, bit: int = 0) -> None:
+    """Flip one bit of a file, in place."""
+    with file.open("r+b") as stream:
+        stream.seek(at_byte)
+        (byte,) = stream.read(1)
+        stream.seek(at_byte)
+        stream.write(bytes([byte ^ 1 << bit]))
+
+
 def flip_everywhere(file: Path) -> None:
     """Flip a bit in every page of a file, in place, since a server may have it open."""
     content = bytearray(file.read_bytes())

@@ -36,7 +36,7 @@ FORBIDDEN = {"keeping", "pulled", "Arrived", "Beside", "Ahead", "Sums", "worst_c
 FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "start_anew", "FORGET_FROM", "STEP_SAYS"}
 THROUGH = """collectives.rows data.progress deploy.export inference.stats kernels.groups kernels.saved
 layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
-models.lazy_checkpoint models.tensor_names offload.residency offload.saved_experts offload.train_stores
+models.lazy_checkpoint models.tensor_names offload.residency offload.saved_experts
 run.checkpoint_contents run.rendezvous runtime serving.answer serving.errors serving.metrics serving.schemas
 serving.service serving.vocabulary training.bandwidth training.evaluation training.gradient_reduction
 training.session training.update"""

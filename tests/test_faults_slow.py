@@ -27,7 +27,6 @@ import numpy as np
 import pytest
 
 from jmoe.config import CheckpointConfig
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
@@ -156,12 +155,12 @@ def run_records(root: Path, checkpoints: Callable[[RecordCheckpoints], Any], las
 def train_records(store: VersionStore, saved: Any, last: int) -> dict[str, Any]:
     begin, total = saved.resume()
     if not begin:
-        record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+        record_R = store.layout.zeros()
         for index in range(NUM_RECORDS):
             record_R[:] = 0
             store.layout.views(record_R)["w"][:] = index
             store.write(index, record_R)
-    with TieredStore(store, cache_bytes=3 * store.layout.record_bytes, write_back_every_steps=1) as tiers:
+    with TieredStore(store, cache_bytes=3 * store.layout.record_bytes) as tiers:
         for step in range(begin, last):
             tiers.prefetch(range(NUM_RECORDS))
             for index in range(NUM_RECORDS):

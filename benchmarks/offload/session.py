@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.lib.report import median
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
@@ -112,7 +111,7 @@ def disk_rates(layout: RecordLayout, folder: Path, rounds: int) -> tuple[float, 
     count = max(4, (1 << 28) // layout.record_bytes)
     reads, writes = [], []
     with VersionStore.open(folder, layout, count, fingerprint="rates") as store:
-        record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+        record_R = store.layout.zeros()
         for _ in range(rounds):
             for rates, call in ((writes, store.write), (reads, store.read_into)):
                 begun = time.perf_counter()

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from numpy.typing import NDArray
 
 from benchmarks.lib import fio
 from benchmarks.lib.report import median, progress, ratio
-from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.direct_io import write_file
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
 from jmoe.memory.record_store import RecordLayout
@@ -34,15 +35,15 @@ def open_store(folder: Path, record_bytes: int, num_records: int) -> VersionStor
     return store
 
 
-def on_threads(work: Work, buffers: RecordBuffers, num_records: int) -> float:
-    """Seconds for `work(index, buffer)` on all records, one thread per buffer."""
+def on_threads(work: Work, slots_MR: NDArray[np.uint8], num_records: int) -> float:
+    """Seconds for `work(index, slot_R)` on all records, one thread per slot."""
 
     def run(first: int) -> None:
-        for index in range(first, num_records, buffers.num_slots):
-            work(index, buffers.slot(first))
+        for index in range(first, num_records, len(slots_MR)):
+            work(index, slots_MR[first])
 
     start_s = time.perf_counter()
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(buffers.num_slots)]
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(len(slots_MR))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -68,10 +69,10 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
     for record_bytes, threads, huge_pages in sizes:
         num_records = total_bytes // record_bytes // threads * threads
         with open_store(folder / "store", record_bytes, num_records) as it:
-            buffers = RecordBuffers(threads, record_bytes, huge_pages=huge_pages)
+            slots_MR = allocate_slots(threads, record_bytes, huge_pages=huge_pages)
             scratch = [folder / f"plain-{index}" for index in range(num_records)]
             for path in scratch:
-                write_file(path, buffers.slot(0), it.io)
+                write_file(path, slots_MR[0], it.io)
 
             def in_place(index: int, record_R: np.ndarray) -> None:
                 write_file(scratch[index], record_R, it.io)  # noqa: B023
@@ -81,14 +82,14 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
             before_bytes, replaced_bytes = 0, 0
             for _ in range(rounds):
                 files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][:num_records]
-                took = {"read": on_threads(it.read_into, buffers, num_records)}
+                took = {"read": on_threads(it.read_into, slots_MR, num_records)}
                 if has_fio:
                     took["fio_read"] = fio.seconds(files, record_bytes, threads, write=False, huge_pages=huge_pages)
-                took["in_place"] = on_threads(in_place, buffers, num_records)
+                took["in_place"] = on_threads(in_place, slots_MR, num_records)
                 if has_fio:
                     took["fio_write"] = fio.seconds(scratch, record_bytes, threads, write=True, huge_pages=huge_pages)
                 before_bytes = written_bytes()
-                took["replace"] = on_threads(it.write, buffers, num_records)
+                took["replace"] = on_threads(it.write, slots_MR, num_records)
                 start_s = time.perf_counter()
                 it.sync()
                 took["replace"] += time.perf_counter() - start_s

@@ -64,7 +64,9 @@ def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0))
     try:
         if io == "mapped":
-            _check_size(path, os.fstat(fd).st_size, record_R.nbytes)
+            if (size_bytes := os.fstat(fd).st_size) < record_R.nbytes:
+                why = f"reading: the file ends after {size_bytes} of {record_R.nbytes} bytes"
+                raise OSError(errno.EIO, why, str(path))
             with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ) as memory:
                 np.copyto(record_R, np.frombuffer(memory, np.uint8))
         else:
@@ -136,6 +138,17 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def link(source: Path, target: Path) -> bool:
+    """Give a file one more name; return False where there is none, or the file system cannot (another one, a limit)."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, and those above it, durable under their names; does nothing where it is there."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -160,9 +173,3 @@ def naming_the_room(path: Path, needs: str) -> Iterator[None]:
     except OSError as error:
         free_bytes = shutil.disk_usage(path.parent).free
         raise OSError(error.errno, f"{error.strerror}: {needs}, {free_bytes} are free", str(path.parent)) from error
-
-
-def _check_size(path: Path, size_bytes: int, record_bytes: int) -> None:
-    if size_bytes < record_bytes:
-        why = f"reading: the file ends after {size_bytes} of {record_bytes} bytes"
-        raise OSError(errno.EIO, why, str(path))

@@ -56,7 +56,7 @@ class Link:
         self._transfers, self._num_bytes, self._seconds = 0, 0, 0.0
 
     def start(self) -> float:
-        """Begin a transfer; give the time that comes back to `finish` or `abandon`."""
+        """Begin a transfer; give the time that comes back to `finish`."""
         with self._lock:
             now_s = self._clock()
             if self._under_way == 0:
@@ -78,18 +78,17 @@ class Link:
             self._num_bytes += num_bytes
             self._end()
 
-    def abandon(self) -> None:
-        """End a transfer that failed: no bytes, no wait."""
-        with self._lock:
-            self._end()
-
     def transfer(self, move: Callable[[], int]) -> int:
-        """Run `move`, which moves bytes and returns how many, as one transfer; returns the same number."""
+        """Run `move`, which moves bytes and returns how many, as one transfer; returns the same number.
+
+        One that fails counts no bytes and does not wait.
+        """
         start_s = self.start()
         try:
             num_bytes = move()
         except BaseException:
-            self.abandon()
+            with self._lock:
+                self._end()
             raise
         self.finish(start_s, num_bytes)
         return num_bytes

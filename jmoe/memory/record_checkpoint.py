@@ -11,35 +11,25 @@ Records in host memory have no files to pin: they are written into the folder at
 import contextlib
 import errno
 import json
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
+from numpy.typing import NDArray
 
-from jmoe.memory.buffers import RecordBuffers
-from jmoe.memory.direct_io import Io, fsync, io_of, write_file
+from jmoe.memory.direct_io import Io, fsync, io_of, link, write_file
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import Indexed, flush, places, read_lists, whole_files, write_records
 from jmoe.memory.version_store import PINS, Version, VersionStore, is_pins, remove_store, remove_versions, sealed
 
 ITEM = "records"  # of a step; also the folder's name
-
-
-@dataclass
-class DrainStats:
-    """steps made durable by this process; linked, copied: versions; copied_bytes."""
-
-    steps: int = 0
-    linked: int = 0
-    copied: int = 0
-    copied_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,6 @@ class RecordCheckpoints:
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # records, of how many
         self._counted = 0  # records, by `find` and `write_memory`
-        self._stats = DrainStats()
         self._found: tuple[Path, StepRecords] | None = None  # by `find`, for `restore`
 
     def pin(self, step: int) -> dict[str, Any]:
@@ -180,10 +169,10 @@ class RecordCheckpoints:
         saved = {name for listed in lists.values() for name in listed["versions"]}
         for name in kinds.keys() & saved:  # what is not there is among the step's arrays
             layout, owned = kinds[name]
+            there = places(folder, name, lists)
             if name in self.partial:
-                there = places(folder, name, lists)
                 owned = tuple(index for index in owned if index in there)
-            files, damaged = whole_files(folder, name, layout, owned, self._count)
+            files, damaged = whole_files(there, layout, owned, self._count)
             records.files[name] = files
             records.damaged.extend(damaged)
             records.missing.extend(f"{name} {index}" for index in owned if index not in files)
@@ -214,9 +203,6 @@ class RecordCheckpoints:
 
     def _count(self) -> None:
         self._counted += 1
-
-    def stats(self) -> DrainStats:
-        return replace(self._stats)
 
     def close(self) -> None:
         if self._error is None:
@@ -268,7 +254,7 @@ class RecordCheckpoints:
 
     def _drain(self, folder: Path) -> bool:
         before = _step_before(folder)
-        linked = copied = copied_bytes = 0
+        linked = copied = 0
         try:
             io = io_of(folder)
             pinned = {
@@ -276,15 +262,15 @@ class RecordCheckpoints:
             }
             for name, store in self.stores.items():
                 (folder / name).mkdir(exist_ok=True)
-                buffers = RecordBuffers(1, store.layout.record_bytes)
+                record_R = store.layout.zeros()
                 for source in pinned[name]:
                     self._drained = linked + copied, sum(map(len, pinned.values()))
                     target = folder / name / source.name
-                    if target.exists() or _link([before / name / source.name, source], target):
+                    if target.exists() or any(link(file, target) for file in (before / name / source.name, source)):
                         linked += 1
                     else:
-                        _copy(store, source, target, buffers, io)
-                        copied, copied_bytes = copied + 1, copied_bytes + buffers.slot_bytes
+                        _copy(store, source, target, record_R, io)
+                        copied += 1
                 fsync(folder / name)
             mark = folder / f"durable-{self.process}.json"
             mark.with_suffix(".tmp").write_text(json.dumps({"linked": linked, "copied": copied}))
@@ -294,9 +280,6 @@ class RecordCheckpoints:
             if folder.exists():
                 raise
             return False
-        done = self._stats
-        done.steps, done.linked, done.copied = done.steps + 1, done.linked + linked, done.copied + copied
-        done.copied_bytes += copied_bytes
         return True
 
 
@@ -316,20 +299,7 @@ def _step_before(folder: Path) -> Path:
     return root / str(max(older, default=-1)) / folder.name
 
 
-def _link(sources: list[Path], target: Path) -> bool:
-    for source in sources:
-        try:
-            os.link(source, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
-                raise
-        else:
-            return True
-    return False
-
-
-def _copy(store: VersionStore, source: Path, target: Path, buffers: RecordBuffers, io: Io) -> None:
-    record_R = buffers.slot(0)
+def _copy(store: VersionStore, source: Path, target: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     store.read_version(source, record_R)
     half = target.with_name(f"{target.name}.tmp")
     write_file(half, record_R, io)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jmoe.config import check
-from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.checksum import checksum
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import check_buffer, fsync, make_folder, naming_the_room, open_direct, read_all, write_all
@@ -108,6 +108,10 @@ class RecordLayout:
             for f in self.fields
         }
 
+    def zeros(self) -> NDArray[np.uint8]:
+        """Return the bytes [R] of a record of its own, all zero."""
+        return allocate_slots(1, self.record_bytes)[0]
+
     def describe(self) -> list[list[Any]]:
         """Return [name, shape, dtype, offset] of every array, for the manifest."""
         return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
@@ -115,10 +119,10 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class HostRecords:
-    """Records in host memory: of `num_records` those that this process owns, in the order of `buffers`."""
+    """Records in host memory: of `num_records` those that this process owns, in the order of `slots_MR`."""
 
     layout: RecordLayout
-    buffers: RecordBuffers
+    slots_MR: NDArray[np.uint8]
     num_records: int
     owned: tuple[int, ...]
 
@@ -126,10 +130,10 @@ class HostRecords:
     def fill(cls, layout: RecordLayout, num_records: int, fill: Fill, owned: Iterable[int] | None = None) -> Self:
         """Allocate records and let `fill` write each one, as `RecordStore.pack` does."""
         records = tuple(range(num_records) if owned is None else owned)
-        buffers = RecordBuffers(len(records), layout.record_bytes)
-        for slot, index in enumerate(records):
-            fill(index, layout.views(buffers.slot(slot)))
-        return cls(layout, buffers, num_records, records)
+        slots_MR = allocate_slots(len(records), layout.record_bytes)
+        for index, record_R in zip(records, slots_MR, strict=True):
+            fill(index, layout.views(record_R))
+        return cls(layout, slots_MR, num_records, records)
 
     @cached_property
     def _slots(self) -> dict[int, int]:
@@ -365,7 +369,7 @@ def _write_records(path: Path, layout: RecordLayout, num_records: int, fill: Fil
     needs = f"{num_records} records need {total_bytes} bytes"
     if total_bytes > free_bytes:
         raise OSError(errno.ENOSPC, f"{needs}, {free_bytes} are free", str(path.parent))
-    record_R = RecordBuffers(1, layout.record_bytes).slot(0)
+    record_R = layout.zeros()
     views = layout.views(record_R)
     fd, _ = open_direct(path, os.O_WRONLY | os.O_CREAT)
     try:

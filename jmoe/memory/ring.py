@@ -29,7 +29,6 @@ class RingStats:
     """loads: transfers into slots; waits, waited_s: calls of `acquire` whose layer was not there yet."""
 
     loads: LinkStats
-    acquired: int
     waits: int
     waited_s: float
 
@@ -45,7 +44,6 @@ class Ring(Closing):
 
     load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread of the ring, one
     call at a time, and must not return before the slot may be used.
-    bandwidth_limit_bytes_per_s: loads take at least the time that a link of that bandwidth needs.
 
     Errors: what `load` raised is raised by every later `acquire`, `restart`, `reload` and `wait`, for good, since what
     lies in that slot is unknown; `TimeoutError` after `wait_limit_s`, naming layer and slot. One thread acquires and
@@ -58,7 +56,6 @@ class Ring(Closing):
         num_slots: int,
         load: Callable[[int, int], int],
         *,
-        bandwidth_limit_bytes_per_s: float | None = None,
         wait_limit_s: float = 300.0,
     ) -> None:
         check(num_slots > 0, "num_slots", num_slots, "must be greater than 0")
@@ -66,8 +63,8 @@ class Ring(Closing):
         self._load, self._wait_limit_s = load, wait_limit_s
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._link = Link(bandwidth_limit_bytes_per_s, sleep=self._closing.wait)
-        self._waits, self._waited_s, self._num_acquired = 0, 0.0, 0
+        self._link = Link()
+        self._waits, self._waited_s = 0, 0.0
         self._layer_in: list[int | None] = [None] * num_slots  # what a slot holds, or will when its load is done
         self._slot_of: dict[int, int] = {}
         self._loaded = [False] * num_slots
@@ -94,20 +91,14 @@ class Ring(Closing):
     def acquire(self) -> Acquired:
         """Return the next layer of the order when it is in its slot."""
         with self._changed:
-            start_s = time.monotonic()
-            waited = False
-            while not self._next_is_ready():
-                waited = True
-                left_s = start_s + self._wait_limit_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(f"ring: {self._next_name()} was not loaded within {self._wait_limit_s} s")
-                self._changed.wait(left_s)
-            self._waits += waited
-            self._waited_s += time.monotonic() - start_s if waited else 0.0
-            slot = self._planned[self._acquired - self._released]
             layer = self._layer_at(self._acquired)
+            if not self._next_is_ready():
+                start_s = time.monotonic()
+                self._wait_until(self._next_is_ready, lambda: f"layer {layer} (slot {self._slot_of.get(layer)})")
+                self._waits += 1
+                self._waited_s += time.monotonic() - start_s
+            slot = self._planned[self._acquired - self._released]
             self._acquired += 1
-            self._num_acquired += 1
             self._plan()
             return Acquired(layer, slot)
 
@@ -123,16 +114,19 @@ class Ring(Closing):
     def restart(self, order: Sequence[int] | None = None) -> None:
         """Begin a round anew, in another order if one is given; what is in the slots stays. All must be released."""
         with self._changed:
-            self._check_loads()
-            self._check_all_released()
-            self._forget_unloaded()
+            self._check_between_rounds()
+            self._to_load.clear()
+            self._reload.clear()
+            for slot in range(self.num_slots):  # only what is loaded, or being loaded, keeps its slot
+                self._uses[slot] = 0
+                if not self._loaded[slot] and slot != self._loading:
+                    self._forget(slot)
             self._begin(self._order if order is None else order)
 
     def reload(self) -> None:
         """Load once more the layers that stay in their slots for the next round. All must be released."""
         with self._changed:
-            self._check_loads()
-            self._check_all_released()
+            self._check_between_rounds()
             stay = [slot for slot in dict.fromkeys(self._planned) if self._loaded[slot] and slot != self._loading]
             self._reload.update(stay)
             self._to_load.extend(stay)
@@ -141,17 +135,12 @@ class Ring(Closing):
     def wait(self) -> None:
         """Wait until all loads begun or planned are done; there are no more until the next `acquire` or `release`."""
         with self._changed:
-            deadline_s = time.monotonic() + self._wait_limit_s
-            while self._error is None and (self._to_load or self._loading is not None) and not self._closing.is_set():
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(f"ring: slot {self._loading} was not loaded within {self._wait_limit_s} s")
-                self._changed.wait(left_s)
+            self._wait_until(self._is_idle, lambda: f"slot {self._loading}")
             self._check_loads()
 
     def stats(self) -> RingStats:
         with self._changed:
-            return RingStats(self._link.stats(), self._num_acquired, self._waits, self._waited_s)
+            return RingStats(self._link.stats(), self._waits, self._waited_s)
 
     def close(self) -> None:
         """End the thread, after the load that it is in."""
@@ -162,11 +151,24 @@ class Ring(Closing):
         if self._thread.is_alive():
             raise TimeoutError(f"ring: slot {self._loading} is still being loaded {self._wait_limit_s} s after close()")
 
+    def _wait_until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait for loads until `done()`; what: names what has not been loaded within the limit. The lock is held."""
+        deadline_s = time.monotonic() + self._wait_limit_s
+        while not done():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"ring: {what()} was not loaded within {self._wait_limit_s} s")
+            self._changed.wait(left_s)
+
+    def _is_idle(self) -> bool:
+        return self._error is not None or self._closing.is_set() or not (self._to_load or self._loading is not None)
+
     def _check_loads(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _check_all_released(self) -> None:
+    def _check_between_rounds(self) -> None:
+        self._check_loads()
         if self._released != self._acquired:
             raise RuntimeError(f"ring: {self._acquired - self._released} layers are acquired; release them first")
 
@@ -209,9 +211,8 @@ class Ring(Closing):
 
     def _distance(self, slot: int) -> int:
         """Return the positions from the next one to plan to the next use of a slot's layer, or one round."""
-        layer = self._layer_in[slot]
-        ahead = range(self._planned_to, self._planned_to + len(self._order))
-        uses = (position - self._planned_to for position in ahead if self._layer_at(position) == layer)
+        round_ = range(len(self._order))
+        uses = (ahead for ahead in round_ if self._layer_at(self._planned_to + ahead) == self._layer_in[slot])
         return next(uses, len(self._order))
 
     def _forget(self, slot: int) -> None:
@@ -220,15 +221,6 @@ class Ring(Closing):
             del self._slot_of[layer]
         self._layer_in[slot] = None
         self._loaded[slot] = False
-
-    def _forget_unloaded(self) -> None:
-        """Drop the plan: only what is loaded, or being loaded, keeps its slot."""
-        self._to_load.clear()
-        self._reload.clear()
-        for slot in range(self.num_slots):
-            self._uses[slot] = 0
-            if not self._loaded[slot] and slot != self._loading:
-                self._forget(slot)
 
     def _next_is_ready(self) -> bool:
         if self._closing.is_set():
@@ -240,10 +232,6 @@ class Ring(Closing):
         if self._loading is None and not self._to_load:
             raise RuntimeError(f"ring: all {self.num_slots} slots are in use; release() one before the next acquire()")
         return False
-
-    def _next_name(self) -> str:
-        layer = self._layer_at(self._acquired)
-        return f"layer {layer} (slot {self._slot_of.get(layer)})"
 
     def _work(self) -> None:
         while True:

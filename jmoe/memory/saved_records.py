@@ -9,7 +9,7 @@ import errno
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.direct_io import fsync, naming_the_room
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import Version, check_sealed, sealed, set_seal
@@ -56,35 +56,32 @@ def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
 
 
 def whole_files(
-    folder: Path, kind: str, layout: RecordLayout, owned: Iterable[int], count: Callable[[], None]
+    where: Mapping[int, list[Path]], layout: RecordLayout, owned: Sequence[int], count: Callable[[], None]
 ) -> tuple[dict[int, Path], list[str]]:
     """Return the first file of each owned record that is what was written; a sentence for every file that is not.
 
-    layout: of the files. count: called for every record.
+    where: `places`. layout: of the files. count: called for every record.
     """
-    where, owned = places(folder, kind, read_lists(folder)), tuple(owned)
+    files: dict[int, Path] = {}
+    damaged: list[str] = []
 
-    def part(first: int) -> tuple[dict[int, Path], list[str]]:
-        record_R = RecordBuffers(1, layout.record_bytes).slot(0)
-        whole: dict[int, Path] = {}
-        damaged: list[str] = []
+    def verify(first: int) -> None:
+        record_R = layout.zeros()
         for index in owned[first::THREADS]:
             count()
             path, lines = first_whole(where.get(index, []), layout, record_R)
             if path is not None:
-                whole[index] = path
-            damaged += lines
-        return whole, damaged
+                files[index] = path
+            damaged.extend(lines)
 
     with ThreadPoolExecutor(THREADS, "verify") as pool:
-        parts = list(pool.map(part, range(THREADS)))
-    files = {index: path for whole, _ in parts for index, path in whole.items()}
-    return files, [line for _, damaged in parts for line in damaged]
+        list(pool.map(verify, range(THREADS)))
+    return files, sorted(damaged)
 
 
 def first_whole(paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]) -> tuple[Path | None, list[str]]:
     """Read the first of these files that is what was written; return it, and a sentence for every one that is not."""
-    errors = []
+    errors: list[tuple[Path, OSError]] = []
     whole = None
     for path in paths:
         try:
@@ -92,12 +89,12 @@ def first_whole(paths: list[Path], layout: RecordLayout, record_R: NDArray[np.ui
         except FileNotFoundError:
             continue
         except OSError as error:
-            errors.append((path, f"{path}: {error.strerror}"))
+            errors.append((path, error))
         else:
             whole = path
             break
     instead = f"{whole} is used instead" if whole is not None else "no other file has this record"
-    return whole, [f"{line}; {instead}, delete {path}." for path, line in errors]
+    return whole, [f"{path}: {error.strerror}; {instead}, delete {path}." for path, error in errors]
 
 
 class SavedRecords:
@@ -121,7 +118,7 @@ class SavedRecords:
         layout = self._layouts[kind]
         buffers = self._own.__dict__.setdefault("buffers", {})
         if kind not in buffers:
-            buffers[kind] = RecordBuffers(1, layout.record_bytes).slot(0)
+            buffers[kind] = layout.zeros()
         record_R = buffers[kind]
         path, damaged = first_whole(self._places[kind].get(index, []), layout, record_R)
         if path is None:
@@ -145,30 +142,29 @@ def write_records(
     folder.mkdir(exist_ok=True)
     layout = sealed(layout)
     versions = {version.index: version for version in map(Version.of, names)}
-    buffers = RecordBuffers(2 * THREADS, layout.record_bytes)
-    free = queue.SimpleQueue[int]()
-    for slot in range(buffers.num_slots):
-        free.put(slot)
+    free = queue.SimpleQueue[NDArray[np.uint8]]()
+    for record_R in allocate_slots(2 * THREADS, layout.record_bytes):
+        free.put(record_R)
 
-    def write(slot: int, version: Version) -> None:
+    def write(record_R: NDArray[np.uint8], version: Version) -> None:
         try:
-            record_R, path = buffers.slot(slot), folder / version.name
+            path = folder / version.name
             set_seal(version, layout, record_R)
             with naming_the_room(path, f"{path.name} needs {record_R.nbytes} bytes"), path.open("xb") as file:
                 file.write(record_R.data)
         finally:
-            free.put(slot)
+            free.put(record_R)
 
     with ThreadPoolExecutor(THREADS, "save") as pool:
         writing = []
         for index, arrays in records:
             count()
-            slot = free.get()
-            buffers.slot(slot)[:] = 0
-            views = layout.views(buffers.slot(slot))
+            record_R = free.get()
+            record_R[:] = 0
+            views = layout.views(record_R)
             for name, array in arrays.items():
                 np.copyto(views[name], array)
-            writing.append(pool.submit(write, slot, versions[index]))
+            writing.append(pool.submit(write, record_R, versions[index]))
     for done in writing:
         done.result()
 

@@ -10,14 +10,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
-from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.closing import Closing
 from jmoe.memory.hot_set import HitCounts, record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
@@ -27,6 +26,7 @@ from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 
 LinkName = Literal["nvme", "host"]
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class TieredStats:
     nvme_writes: LinkStats
 
 
+@dataclass(eq=False)
 class _Read:
     """A record on its way from NVMe."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.slot: int | None = None  # None: no thread has begun
-        self.empty = False  # a slot is all that is wanted
-        self.demanded = False
-        self.waiters = 0
-        self.done = False
-        self.error: Exception | None = None
+    index: int
+    empty: bool = False  # a slot is all that is wanted
+    slot: int | None = None  # None: no thread has begun
+    demanded: bool = False
+    waiters: int = 0
+    done: bool = False
+    error: Exception | None = None
 
 
 class TieredStore(Closing):
@@ -70,8 +70,8 @@ class TieredStore(Closing):
     `TimeoutError` names record and file.
 
     With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
-    A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
-    (calls of `touch`), and by `flush`. Staging slots are then two per thread of either kind.
+    A dirty record is written back by `write_threads` when it leaves the cache, and by `flush`. Staging slots are then
+    two per thread of either kind.
 
     An error of a read is raised by the `get` that waits for that record, which may be asked for again. An error that
     nobody waits for, of a read ahead or a write-back, is raised by every later call: nothing is read or written any
@@ -85,13 +85,12 @@ class TieredStore(Closing):
         cache_bytes: int | None = None,
         threads: int = 4,
         write_threads: int = 2,
-        write_back_every_steps: int | None = None,
         bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         wait_limit_s: float = 60.0,
     ) -> None:
         positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
-        for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
-            check(value is None or value > 0, name, value, "must be greater than 0")
+        for name, value in positive.items():
+            check(value > 0, name, value, "must be greater than 0")
         limits = dict(bandwidth_limit_bytes_per_s or {})
         check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "links are nvme and host")
         self._lock = threading.Lock()
@@ -112,31 +111,34 @@ class TieredStore(Closing):
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records open as writable
         self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
-        self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
-        self._host_records = store if isinstance(store, HostRecords) else None
-        self._store = None if isinstance(store, HostRecords) else store
         self._versions = store if isinstance(store, VersionStore) else None
         self._cache: LFUCache | None = None
         needed = "a store needs a cache in host memory, records in host memory need none"
         check((cache_bytes is None) == isinstance(store, HostRecords), "cache_bytes", cache_bytes, needed)
+        self._host_records: HostRecords | None = None
+        self._store: RecordStore | VersionStore | None = None
         if isinstance(store, HostRecords):
-            self._buffers = store.buffers
+            self._host_records, self._slots_MR = store, store.slots_MR
         else:
+            self._store = store
             assert cache_bytes is not None
             cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
-            self._buffers = RecordBuffers(cache_slots + staging_slots, self.layout.record_bytes)
+            self._slots_MR = allocate_slots(cache_slots + staging_slots, self.layout.record_bytes)
             self._cache = LFUCache(HitCounts(self.num_records), cache_slots, staging_slots)
-            self._threads = [self._thread(self._work, f"read-{n}") for n in range(threads)]
+            work = [(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
-                self._threads += [self._thread(self._work_back, f"write-{n}") for n in range(write_threads)]
-        self._views = [self._read_only(slot) for slot in range(self._buffers.num_slots)]
+                work += [(self._work_back, f"write-{n}") for n in range(write_threads)]
+            self._threads = [
+                threading.Thread(target=do, name=f"{name}-{store.path.name}", daemon=True) for do, name in work
+            ]
+        self._views = [self._read_only(slot) for slot in range(len(self._slots_MR))]
         for thread in self._threads:
             thread.start()
 
     @property
     def host_bytes(self) -> int:
-        return self._buffers.total_bytes
+        return self._slots_MR.nbytes
 
     def touch(self, indices: ArrayLike) -> None:
         """Count one step that used these records, for the cache's choice of what to keep."""
@@ -145,17 +147,6 @@ class TieredStore(Closing):
             if self._cache is not None:
                 self._cache.counts.touch(ids)
                 self._to_do.notify()  # a higher count may open the cache to a record that found no slot
-                self._steps += 1
-                if self._write_back_every_steps and self._steps % self._write_back_every_steps == 0:
-                    self._cache.write_back()
-                    self._to_write.notify_all()
-
-    def expect(self, indices: ArrayLike) -> None:
-        """Let the cache keep all that the next step will use, in order, where that is known a step ahead."""
-        ids = record_ids(indices, self.num_records)
-        with self._lock:
-            if self._cache is not None:
-                self._cache.counts.expect(ids)
 
     def prefetch(self, indices: ArrayLike) -> None:
         """Begin to read those of these records that are not in host memory, in this order; returns at once."""
@@ -213,7 +204,7 @@ class TieredStore(Closing):
                 self._changing.add(index)
         data_R, views = self._views[slot]
         if writable:
-            data_R = self._buffers.slot(slot)
+            data_R = self._slots_MR[slot]
             views = self.layout.views(data_R)
         return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
 
@@ -279,9 +270,6 @@ class TieredStore(Closing):
         finally:
             self.close()
 
-    def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
-        return threading.Thread(target=work, name=f"{name}-{Path(self._where()).name}", daemon=True)
-
     def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
         """Return how many slots the cache and the staging get out of `cache_bytes`."""
         record_bytes = self.layout.record_bytes
@@ -293,7 +281,7 @@ class TieredStore(Closing):
         return slots - staging_slots, staging_slots
 
     def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]:
-        data_R = self._buffers.slot(slot)
+        data_R = self._slots_MR[slot]
         data_R.flags.writeable = False
         return data_R, self.layout.views(data_R)
 
@@ -350,8 +338,7 @@ class TieredStore(Closing):
         """Return the slot of a record that is not there yet, with a pin for the caller; the lock is held."""
         read = self._reads.get(index)
         if read is None:
-            self._reads[index] = read = _Read(index)
-            read.empty = empty
+            self._reads[index] = read = _Read(index, empty)
         elif read.slot is None:
             read.empty = read.empty and empty
         if not read.demanded:
@@ -382,29 +369,27 @@ class TieredStore(Closing):
         return str(self._store.path) if self._store is not None else "host memory"
 
     def _work(self) -> None:
-        while (read := self._next()) is not None:
+        while (read := self._until_closed(self._to_do, self._next_read)) is not None:
             error: Exception | None = None
             try:
                 if not read.empty:
-                    self._nvme_link.transfer(partial(self._read_one, read))
+                    assert self._store is not None and read.slot is not None
+                    self._nvme_link.transfer(partial(self._move, self._store.read_into, read.index, read.slot))
             except Exception as caught:  # whatever it is, it is raised where somebody sees it: see _finish
                 error = caught
             self._finish(read, error)
 
-    def _read_one(self, read: _Read) -> int:
-        assert self._store is not None and read.slot is not None
-        self._store.read_into(read.index, self._buffers.slot(read.slot))
-        return self.layout.record_bytes
-
-    def _next(self) -> _Read | None:
-        """Wait for a read to do and return it, with its slot; None when the store is closed."""
+    def _until_closed(self, woken: threading.Condition, find: Callable[[], Work | None]) -> Work | None:
+        """Wait for a thread's next work and return it; None when the store is closed."""
         with self._lock:
             while not self._closing.is_set():
-                read = self._startable(self._demanded, demanded=True) or self._startable(self._ahead, demanded=False)
-                if read is not None:
-                    return read
-                self._to_do.wait()
+                if (work := find()) is not None:
+                    return work
+                woken.wait()
             return None
+
+    def _next_read(self) -> _Read | None:
+        return self._startable(self._demanded, demanded=True) or self._startable(self._ahead, demanded=False)
 
     def _startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
         assert self._cache is not None
@@ -439,11 +424,12 @@ class TieredStore(Closing):
                 self._arrived.notify_all()
 
     def _work_back(self) -> None:
-        while (work := self._next_write()) is not None:
+        assert self._versions is not None
+        while (work := self._until_closed(self._to_write, self._next_write)) is not None:
             index, slot = work
             error: Exception | None = None
             try:
-                self._write_link.transfer(partial(self._write_one, index, slot))
+                self._write_link.transfer(partial(self._move, self._versions.write, index, slot))
             except Exception as caught:  # whatever it is, every later call raises it
                 error = caught
             with self._lock:
@@ -455,17 +441,11 @@ class TieredStore(Closing):
                 self._arrived.notify_all()
 
     def _next_write(self) -> tuple[int, int] | None:
-        """Wait for a record to write back and return it, with its slot; None when the store is closed."""
-        with self._lock:
-            while not self._closing.is_set():
-                assert self._cache is not None
-                work = None if self._write_error else self._cache.next_write(self._changing)
-                if work is not None:
-                    return work
-                self._to_write.wait()
-            return None
+        """Return a record to write back, with its slot."""
+        assert self._cache is not None
+        return None if self._write_error else self._cache.next_write(self._changing)
 
-    def _write_one(self, index: int, slot: int) -> int:
-        assert self._versions is not None
-        self._versions.write(index, self._buffers.slot(slot))
+    def _move(self, move: Callable[[int, NDArray[np.uint8]], None], index: int, slot: int) -> int:
+        """Read or write a record; return its bytes."""
+        move(index, self._slots_MR[slot])
         return self.layout.record_bytes

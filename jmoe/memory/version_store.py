@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import check
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.checksum import checksum, is_checksum
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
@@ -30,6 +29,7 @@ from jmoe.memory.direct_io import (
     check_buffer,
     fsync,
     io_of,
+    link,
     make_folder,
     read_file,
     remove_folder,
@@ -130,13 +130,12 @@ def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], 
 class VersionStats:
     """writes: versions written; payload_bytes: of what was to be written, without the seal; written_bytes: to disk.
 
-    syncs: of the folder. recycled: writes into the file of a dead version.
+    recycled: writes into the file of a dead version.
     """
 
     writes: int = 0
     payload_bytes: int = 0
     written_bytes: int = 0
-    syncs: int = 0
     recycled: int = 0
 
     @property
@@ -248,7 +247,7 @@ class VersionStore(Closing):
 
     def fill(self, fill: Fill) -> None:
         """Let `fill` write every owned record anew, into writable, zeroed arrays by name."""
-        record_R = RecordBuffers(1, self.layout.record_bytes).slot(0)
+        record_R = self.layout.zeros()
         for index in self.owned:
             record_R[:] = 0
             fill(index, self.layout.views(record_R))
@@ -322,7 +321,6 @@ class VersionStore(Closing):
                 self._sync_error = error
                 raise
             with self._lock:
-                self._stats.syncs += 1
                 del self._dead[: len(dead)]
             for version in dead:
                 self._bury(version)
@@ -369,13 +367,9 @@ class VersionStore(Closing):
                     if target.samefile(source):
                         continue
                     target.unlink()  # a dead version's file keeps its name while it is written into
-                try:
-                    os.link(source, target)
-                except OSError as error:
-                    if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
-                        raise
+                if not link(source, target):
                     if record_R is None:
-                        record_R = RecordBuffers(1, self.layout.record_bytes).slot(0)
+                        record_R = self.layout.zeros()
                     self.read_version(source, record_R)
                     copy = self.path / "new-0"
                     write_file(copy, record_R, self.io)

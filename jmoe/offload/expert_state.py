@@ -5,7 +5,7 @@ here from 0 to P - 1, the first device's first; `ExpertIndex` numbers their reco
 
 An expert has up to three records: its weights, its moments, and a gradient that is not applied yet. AdamW is exact and
 lazy: an expert that is fetched is first brought up to the present step, by the gradient that waits for it and all steps
-without one that came after (`optim.adamw.catch_up`). Nothing else ever touches its state.
+without one that came after (`lazy_adamw.catch_up`). Nothing else ever touches its state.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,15 @@ from numpy.typing import NDArray
 from jmoe.config import OptimizerConfig
 from jmoe.memory.record import Record
 from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.ring import Ring, RingStats
+from jmoe.memory.ring import Ring
 from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.lazy_adamw import Laziness, constants, decaying
-from jmoe.optim.adamw import MissedSteps, catch_up
+from jmoe.offload.lazy_adamw import Laziness, MissedSteps, catch_up, constants
 
 MAX_STEPS_BEHIND = 1024  # of an expert in a checkpoint
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
 ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
 DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device
@@ -53,7 +51,6 @@ class ExpertStats:
     weights: TieredStats | None
     moments: TieredStats
     gradients: TieredStats
-    ring: RingStats
     updates: int
     replayed_steps: int
     waited_s: float
@@ -91,10 +88,9 @@ def _place(stacks: DeviceStacks, row: jax.Array, weights: Mapping[str, jax.Array
     return {name: lax.dynamic_update_index_in_dim(w, weights[name], row, 0) for name, w in stacks.items()}
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _update(
     config: OptimizerConfig,
-    decays: frozenset[str],
     stacks: DeviceStacks,
     row: jax.Array,
     m: Mapping[str, jax.Array],
@@ -104,22 +100,20 @@ def _update(
 ) -> tuple[DeviceStacks, dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
     """Run `catch_up` for one row of a slot; return (slot, w, m, v)."""
     w = {name: lax.dynamic_index_in_dim(stack, row, 0, keepdims=False) for name, stack in stacks.items()}
-    w, m, v = catch_up(w, m, v, g, missed, config=config, decay={name: name in decays for name in stacks})
+    w, m, v = catch_up(w, m, v, g, missed, config=config)
     stacks = {name: lax.dynamic_update_index_in_dim(stack, w[name], row, 0) for name, stack in stacks.items()}
     return stacks, w, m, v
 
 
-def _guarded(
-    method: Callable[Concatenate["ExpertState", Arguments], Result],
-) -> Callable[Concatenate["ExpertState", Arguments], Result]:
+def _guarded(method: Method) -> Method:
     """Put `ExpertState.guard` around a method."""
 
     @wraps(method)
-    def run(self: "ExpertState", /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
+    def run(self: "ExpertState", /, *args: Any, **options: Any) -> Any:
         with self.guard():
             return method(self, *args, **options)
 
-    return run
+    return cast(Method, run)
 
 
 class ExpertState:
@@ -167,7 +161,7 @@ class ExpertState:
         self._updates = self._replayed = 0
         self._waited_s = 0.0
         self._counters = threading.Lock()
-        self._optimizer, self._decays = optimizer, decaying(shapes)
+        self._optimizer = optimizer
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         num_slots = min(num_slots, index.num_layers)
@@ -319,9 +313,7 @@ class ExpertState:
         device, row = divmod(expert, self.local.per_device)
         slots = self._slots[slot]
         for window in self._history.windows(steps, pending=pending):
-            slots[device], w, m, v = _update(
-                self._optimizer, self._decays, slots[device], np.int32(row), m, v, g, window
-            )
+            slots[device], w, m, v = _update(self._optimizer, slots[device], np.int32(row), m, v, g, window)
         return jax.block_until_ready((w, m, v))
 
     # Gradients
@@ -444,16 +436,15 @@ class ExpertState:
         return stacked
 
     def stats(self) -> ExpertStats:
-        weights, ring = self.stores.weights, self._ring.stats()
+        weights = self.stores.weights
         with self._counters:
             return ExpertStats(
                 None if weights is None else weights.stats(),
                 self.stores.moments.stats(),
                 self.stores.gradients.stats(),
-                ring,
                 self._updates,
                 self._replayed,
-                ring.waited_s + self._waited_s,
+                self._ring.stats().waited_s + self._waited_s,
             )
 
     def close(self) -> None:

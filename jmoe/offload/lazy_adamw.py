@@ -1,4 +1,4 @@
-"""Exact lazy AdamW: how far experts on lower tiers are behind, and how they are brought up to date.
+"""Exact lazy AdamW: how far experts on lower tiers are behind, and `catch_up`, which replays the steps they missed.
 
 Legend: W steps of one call of the program.
 
@@ -8,21 +8,69 @@ are replayed when it is wanted. A checkpoint saves records as they stand, with `
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
-from jmoe.optim.adamw import MissedSteps, catch_up
+from jmoe.optim.adamw import StepValues, advance
 
 WINDOW_STEPS = 64  # steps taken by one call of the program
 NO_GRADIENT = -1
 CONSTANTS = ("beta1", "beta2", "eps", "weight_decay")
 
 Params = Mapping[str, NDArray[Any]]  # an expert's parameters by name, or one kind of their state
+
+
+class MissedSteps(NamedTuple):
+    """Steps of one expert that are taken together: `num_steps` from `step` on.
+
+    clip: the factor of the gradient. gradient_at: which of them has one, 0 ... num_steps - 1, or -1 for none. lr_W:
+    learning rates of the steps from `step` on, float32 [W >= num_steps].
+    """
+
+    clip: Any
+    gradient_at: Any
+    lr_W: Any
+    num_steps: Any
+    step: Any
+
+
+def catch_up(
+    w: Mapping[str, jax.Array],
+    m: Mapping[str, jax.Array],
+    v: Mapping[str, jax.Array],
+    g: Mapping[str, jax.Array],
+    missed: MissedSteps,
+    *,
+    config: OptimizerConfig,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
+    """Take the missed AdamW steps of an expert's parameters by name; g: the gradient of step `missed.gradient_at`.
+
+    The other gradients are 0, since no token came to the expert: dense AdamW decays its moments and moves its weights
+    all the same. Weight decay applies to matrices. One loop body serves every number of steps, so that missed steps
+    replayed later give the bits that taking them one by one gives (two programs of the same formula differ by
+    rounding: what is contracted to fused multiply-adds is the compiler's choice).
+    """
+
+    def one(i: jax.Array, state: Any) -> Any:
+        w, m, v = state
+        lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
+        now = StepValues(lr, missed.step + i, missed.clip, jnp.bool_(True))
+        grads = {name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w}
+        new = {n: advance(w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now) for n in w}
+        return tuple({name: moved[part] for name, moved in new.items()} for part in range(3))
+
+    result: tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]
+    result = lax.fori_loop(0, missed.num_steps, one, (dict(w), dict(m), dict(v)))
+    return result
+
+
+_catch_up_alone = jax.jit(catch_up, static_argnames="config")
 
 
 class History:
@@ -64,21 +112,9 @@ class History:
             )
 
 
-def decaying(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Return the names of an expert's parameters that weight decay applies to: matrices."""
-    return frozenset(name for name, shape in shapes.items() if len(shape) >= 2)
-
-
 def constants(config: OptimizerConfig) -> OptimizerConfig:
     """Return AdamW's constants alone."""
     return OptimizerConfig(**{name: getattr(config, name) for name in CONSTANTS})
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _catch_up(
-    config: OptimizerConfig, decays: frozenset[str], w: Any, m: Any, v: Any, g: Any, missed: MissedSteps
-) -> Any:
-    return catch_up(w, m, v, g, missed, config=config, decay={name: name in decays for name in w})
 
 
 @dataclass(frozen=True)
@@ -154,9 +190,6 @@ class Laziness:
         steps = range(self.applied.get(index, self.step), self.step)
         if g is None:
             g = {name: np.zeros(a.shape, a.dtype) for name, a in w.items()}
-        decays = decaying({name: a.shape for name, a in w.items()})
-        state: tuple[Params, Params, Params] = (w, m, v)
         for window in self.history.windows(steps, pending=index in self.pending):
-            state = _catch_up(self.optimizer, decays, *state, g, window)
-        w, m, v = jax.device_get(state)
-        return w, m, v
+            w, m, v = _catch_up_alone(w, m, v, g, window, config=self.optimizer)
+        return jax.device_get((w, m, v))

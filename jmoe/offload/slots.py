@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jmoe.layers.slot_experts import ExpertInputs, bundled_mlp, table_mlp
-from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from kernels_pallas.grouped_mlp import MLPWeights
 
 TABLE_TILE_ROWS = 64
@@ -106,8 +106,8 @@ def _table_mlp(
 def _slot_memory(num_slots: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
     """Return zeros, each slot from a page on: XLA takes without a copy only what is aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    pages = RecordBuffers(num_slots, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-    return [pages.slot(i)[:num_bytes].view(dtype).reshape(shape) for i in range(num_slots)]
+    pages = allocate_slots(num_slots, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+    return [page[:num_bytes].view(dtype).reshape(shape) for page in pages]
 
 
 def _as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import TrainConfig, check
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
@@ -98,7 +97,7 @@ class ExpertStores:
         new = [index for index, step in steps.items() if self._written.get(index) != step]
 
         def write(indices: list[int]) -> None:
-            record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+            record_R = store.layout.zeros()
             for index in indices:
                 with gradients.get(index) as record:
                     for name, array in store.layout.views(record_R).items():
@@ -202,7 +201,7 @@ class ExpertStores:
 
 def _reading(store: VersionStore, indices: Collection[int]) -> Fill:
     """Return what reads these records, and leaves zeros in the others."""
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    record_R = store.layout.zeros()
 
     def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
         if index in indices:

@@ -1,6 +1,5 @@
-"""AdamW on the shards a device owns, with the learning-rate schedule of optax; one step at a time, or those missed."""
+"""AdamW on the shards a device owns, one step at a time, with the learning-rate schedule of optax."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,20 +38,6 @@ class StepValues(NamedTuple):
     ok: jax.Array
 
 
-class MissedSteps(NamedTuple):
-    """Steps of one parameter that are taken together: `num_steps` from `step` on.
-
-    clip: the factor of the gradient. gradient_at: which of them has one, 0 ... num_steps - 1, or -1 for none. lr_W:
-    learning rates of the steps from `step` on, float32 [W >= num_steps].
-    """
-
-    clip: Any
-    gradient_at: Any
-    lr_W: Any
-    num_steps: Any
-    step: Any
-
-
 def advance(
     w: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array, *, config: OptimizerConfig, decay: bool, now: StepValues
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -70,34 +55,3 @@ def advance(
     if decay:
         update = update + config.weight_decay * w
     return jnp.where(now.ok, w - now.lr * update, w), m_new, v_new
-
-
-def catch_up(
-    w: Mapping[str, jax.Array],
-    m: Mapping[str, jax.Array],
-    v: Mapping[str, jax.Array],
-    g: Mapping[str, jax.Array],
-    missed: MissedSteps,
-    *,
-    config: OptimizerConfig,
-    decay: Mapping[str, bool],
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Take the missed AdamW steps of parameters by name; the gradient is 0 but for that of `missed.gradient_at`.
-
-    What an expert misses that no token came to: dense AdamW decays its moments and moves its weight all the same.
-    One loop body serves every number of steps, so that missed steps replayed later give the bits that taking them
-    one by one gives (two programs of the same formula differ by rounding: what is contracted to fused multiply-adds
-    is the compiler's choice).
-    """
-
-    def one(i: jax.Array, state: Any) -> Any:
-        w, m, v = state
-        lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
-        now = StepValues(lr, missed.step + i, missed.clip, jnp.bool_(True))
-        grads = {name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w}
-        new = {n: advance(w[n], m[n], v[n], grads[n], config=config, decay=decay[n], now=now) for n in w}
-        return tuple({name: moved[part] for name, moved in new.items()} for part in range(3))
-
-    result: tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]
-    result = lax.fori_loop(0, missed.num_steps, one, (dict(w), dict(m), dict(v)))
-    return result

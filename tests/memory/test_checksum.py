@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from jmoe.memory.buffers import RecordBuffers
+from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.checksum import checksum, is_checksum, page_sums
 
 
 def test_checksum_of_every_bit() -> None:
-    record_R = RecordBuffers(1, 8192).slot(0)
+    record_R = allocate_slots(1, 8192)[0]
     record_R[:] = np.random.default_rng(0).integers(0, 256, 8192, np.uint8)
     whole = checksum(record_R)
     for byte in range(0, 8192, 61):
@@ -23,7 +23,7 @@ def test_checksum_of_every_bit() -> None:
 @pytest.mark.parametrize("stuck", [False, True])
 def test_checksum_of_a_bad_line(pages: int, stuck: bool) -> None:
     """One bit of a word of every page that is flipped, or always 1 in all words: high bits do not cancel out."""
-    record_R = RecordBuffers(1, pages * 4096).slot(0)
+    record_R = allocate_slots(1, pages * 4096)[0]
     record_R[:] = np.random.default_rng(1).integers(0, 256, record_R.size, np.uint8)
     whole, before_R = checksum(record_R), record_R.copy()
     words_PW = record_R.view(np.uint64).reshape(pages, -1)
@@ -39,7 +39,7 @@ def test_checksum_of_a_bad_line(pages: int, stuck: bool) -> None:
 
 def test_seals_of_earlier_versions_are_known() -> None:
     """Records sealed before page sums were mixed are accepted, and damage to them is noticed."""
-    record_R = RecordBuffers(1, 8192).slot(0)
+    record_R = allocate_slots(1, 8192)[0]
     record_R[:] = np.random.default_rng(2).integers(0, 256, 8192, np.uint8)
     first, second = (int(page_sum) for page_sum in page_sums(record_R))
     unmixed = (first + 3 * second) % 2**64

@@ -12,40 +12,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import PackError, RecordLayout, RecordStore
-from jmoe.memory.version_store import PINS, VersionStore
+from jmoe.memory.version_store import VersionStore
 from tests.power_cut import Image, PowerCut
+from tests.records import got, missing, pinned, put
 
 LAYOUT = RecordLayout.of({"w": ((700,), np.float32)})
 NUM_RECORDS = 5
 
 
-def missing(store: VersionStore) -> list[int]:
-    """The owned records that have no version yet."""
-    return [index for index in store.owned if index not in store._current]
-
-
 def open_store(folder: Path) -> VersionStore:
     return VersionStore.open(folder, LAYOUT, NUM_RECORDS, fingerprint="a")
-
-
-def put(store: VersionStore, index: int, value: float) -> None:
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    store.layout.views(record_R)["w"][:] = value + np.arange(700) / 1024
-    store.write(index, record_R)
-
-
-def got(store: VersionStore, index: int, path: Path | None = None) -> float:
-    """The value of a record, or of a file of one, which must be whole."""
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    if path is None:
-        store.read_into(index, record_R)
-    else:
-        store.read_version(path, record_R)
-    w = store.layout.views(record_R)["w"]
-    np.testing.assert_array_equal(w, np.float32(w[0] + np.arange(700) / 1024))
-    return float(w[0])
 
 
 def exercise(cut: PowerCut) -> None:
@@ -59,9 +36,8 @@ def exercise(cut: PowerCut) -> None:
                 store.sync()
                 least = dict.fromkeys(range(NUM_RECORDS), float(round_))
             if round_ in (4, 7):
-                files = {
-                    int(name.split(".")[0]): cut.root / PINS / str(round_) / name for name in store.pin(str(round_))
-                }
+                store.pin(str(round_))
+                files = pinned(cut.root, str(round_))
                 pins = pins | {str(round_): float(round_)}
             cut.promise = (dict(least), dict(pins))
         least = dict.fromkeys(range(NUM_RECORDS), 7.0)
@@ -83,9 +59,9 @@ def check(cut: PowerCut) -> int:
             for index in set(range(NUM_RECORDS)) - set(lost):
                 assert got(store, index) >= least.get(index, -1.0)
             for name, value in pins.items():
-                files = list((store.path / PINS / name).iterdir())
+                files = pinned(store.path, name)
                 assert len(files) == NUM_RECORDS
-                assert {got(store, int(path.name.split(".")[0]), path) for path in files} == {value}
+                assert {got(store, index, path) for index, path in files.items()} == {value}
 
     return cut.check(test)
 
@@ -121,6 +97,21 @@ def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
     views["w"][:] = index + np.arange(700) / 1024
 
 
+def holds_pack(folder: Path, source: str) -> bool:
+    """Whether the folder has a pack of this source, all of whose records are whole."""
+    with (
+        contextlib.suppress(PackError),
+        RecordStore.open(folder, LAYOUT, NUM_RECORDS, fingerprint=source) as store,
+    ):
+        record_R, expected_R = LAYOUT.zeros(), LAYOUT.zeros()
+        for index in range(NUM_RECORDS):
+            store.read_into(index, record_R)
+            fill(index, LAYOUT.views(expected_R))
+            np.testing.assert_array_equal(record_R, expected_R)
+        return True
+    return False
+
+
 def test_a_pack_survives_a_power_cut_at_any_moment(tmp_path: Path) -> None:
     """What has a manifest is whole; what had one before has one now."""
 
@@ -132,19 +123,7 @@ def test_a_pack_survives_a_power_cut_at_any_moment(tmp_path: Path) -> None:
     cut = recorded(tmp_path / "pack", pack)
 
     def test(image: Image) -> None:
-        found = []
-        for source in ("a", "b"):
-            with (
-                contextlib.suppress(PackError),
-                RecordStore.open(cut.root, LAYOUT, NUM_RECORDS, fingerprint=source) as s,
-            ):
-                record_R = RecordBuffers(1, LAYOUT.record_bytes).slot(0)
-                for index in range(NUM_RECORDS):
-                    s.read_into(index, record_R)
-                    np.testing.assert_array_equal(
-                        LAYOUT.views(record_R)["w"], np.float32(index + np.arange(700) / 1024)
-                    )
-                found.append(source)
+        found = [source for source in ("a", "b") if holds_pack(cut.root, source)]
         assert found or image.promise is None
         assert image.promise != "b" or found == ["b"]
 

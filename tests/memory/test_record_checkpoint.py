@@ -1,8 +1,7 @@
 """Records in Orbax checkpoints: real folders, real processes, killed with SIGKILL at any moment."""
 
-import re
+import json
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from jmoe.memory.saved_records import read_lists
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, SEAL, VersionStore
 from tests.fakes import wait_for
-from tests.train_runs import Start
+from tests.train_runs import Run
 
 NUM_RECORDS = 12
 LAYOUTS = {
@@ -39,6 +38,11 @@ def is_durable(folder: Path) -> bool:
     """Whether every process has copied its records of this step."""
     lists = read_lists(folder)
     return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
+
+
+def copied(folder: Path) -> int:
+    """How many records process 0 has copied to make this step durable; the others are links."""
+    return int(json.loads((folder / "durable-0.json").read_text())["copied"])
 
 
 def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[str, VersionStore]:
@@ -94,10 +98,7 @@ def expected(num_steps: int) -> dict[tuple[str, int], bytes]:
 
 
 def open_caches(stores: dict[str, VersionStore]) -> dict[str, TieredStore]:
-    return {
-        name: TieredStore(store, cache_bytes=5 * store.layout.record_bytes, write_back_every_steps=3)
-        for name, store in stores.items()
-    }
+    return {name: TieredStore(store, cache_bytes=5 * store.layout.record_bytes) for name, store in stores.items()}
 
 
 def close(caches: dict[str, TieredStore], stores: dict[str, VersionStore]) -> None:
@@ -108,7 +109,7 @@ def close(caches: dict[str, TieredStore], stores: dict[str, VersionStore]) -> No
         store.close()
 
 
-class Run:
+class TrainingRun:
     """A training run of one process: stores, caches, an Orbax manager with the records and one number."""
 
     def __init__(self, local: Path, checkpoints: Path, keep: int = 2) -> None:
@@ -184,16 +185,16 @@ class Run:
 
 
 def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
-    run = Run(tmp_path / "local", tmp_path / "checkpoints")
+    run = TrainingRun(tmp_path / "local", tmp_path / "checkpoints")
     run.train(4)
     run.save()
     run.train(3)  # goes on while the step is written
     run.commit()
     run.records.wait()
     assert is_durable(run.folder(4))
-    assert run.records.stats().copied == 0  # one file system: links
+    assert copied(run.folder(4)) == 0  # one file system: links
     run.close()
-    again = Run(tmp_path / "local", tmp_path / "checkpoints")
+    again = TrainingRun(tmp_path / "local", tmp_path / "checkpoints")
     assert again.step == 4
     assert content(again.stores) == expected(4)
     again.train(6)
@@ -204,7 +205,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
 
 
 def test_saving_writes_no_record(tmp_path: Path) -> None:
-    run = Run(tmp_path / "local", tmp_path / "checkpoints")
+    run = TrainingRun(tmp_path / "local", tmp_path / "checkpoints")
     run.train(2)
     for cache in run.caches.values():
         cache.flush()
@@ -218,7 +219,7 @@ def test_saving_writes_no_record(tmp_path: Path) -> None:
 
 
 def test_retention_frees_versions(tmp_path: Path) -> None:
-    run = Run(tmp_path / "local", tmp_path / "checkpoints", keep=2)
+    run = TrainingRun(tmp_path / "local", tmp_path / "checkpoints", keep=2)
     for _ in range(6):
         run.train(2)
         run.save_durably()
@@ -234,16 +235,15 @@ def test_drained_to_another_file_system(tmp_path: Path) -> None:
     """Copied once, linked where a version has not changed; enough to go on from when the local folder is gone."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         local = Path(made) / "local"
-        run = Run(local, tmp_path / "checkpoints")
+        run = TrainingRun(local, tmp_path / "checkpoints")
         run.train(1)
-        for steps, copied in ((1, 2 * NUM_RECORDS), (1, 12)):
-            was = run.records.stats().copied
-            run.train(steps)
+        for expected_copies in (2 * NUM_RECORDS, 12):
+            run.train(1)
             run.save_durably()
-            assert run.records.stats().copied - was == copied
+            assert copied(run.folder(run.step)) == expected_copies
         run.close()
         shutil.rmtree(local)
-        again = Run(local, tmp_path / "checkpoints")
+        again = TrainingRun(local, tmp_path / "checkpoints")
         assert again.step == 3
         assert content(again.stores) == expected(3)
         again.close()
@@ -254,7 +254,7 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
     """A committed step whose drain failed serves while the local folder is there, and is drained when restored."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         local = Path(made) / "local"
-        run = Run(local, tmp_path / "checkpoints")
+        run = TrainingRun(local, tmp_path / "checkpoints")
         run.train(1)
         run.save_durably()
         gate = threading.Event()
@@ -275,7 +275,7 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         if drains_again:
             monkeypatch.setattr(record_checkpoint, "_copy", real)
         run.close()
-        again = Run(local, tmp_path / "checkpoints")
+        again = TrainingRun(local, tmp_path / "checkpoints")
         assert again.step == 2
         assert content(again.stores) == expected(2)
         if drains_again:
@@ -287,7 +287,7 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
             again.close()
         close({}, again.stores)
         shutil.rmtree(local)
-        last = Run(local, tmp_path / "checkpoints")
+        last = TrainingRun(local, tmp_path / "checkpoints")
         assert last.step == 1
         assert content(last.stores) == expected(1)
         missing = last.records.find(last.folder(2)).missing
@@ -326,7 +326,7 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        run = Run(Path(made) / "local", tmp_path / "checkpoints")
+        run = TrainingRun(Path(made) / "local", tmp_path / "checkpoints")
         run.train(1)
         run.save()
         run.manager.wait_until_finished()
@@ -342,101 +342,121 @@ def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
         run.close()
 
 
-SEVERAL = """
-import json, pathlib, sys
+def train_process(folder: Path, process: int, num_processes: int, first: int, last: int) -> None:
+    """One of several processes: steps first..last of its records; their content is left in a file."""
+    checkpoints = folder / "checkpoints"
+    stores = open_stores(folder / "local", process, num_processes)
+    records = RecordCheckpoints(stores, process=process, num_processes=num_processes)
+    if first:
+        records.restore(checkpoints / str(first) / ITEM)
+    caches = open_caches(stores)
+    for step in range(first, last):
+        train(caches, step)
+    for cache in caches.values():
+        cache.flush()
+    step_folder = checkpoints / str(last) / ITEM
+    step_folder.mkdir(parents=True, exist_ok=True)
+    records.write_list(step_folder, records.pin(last))
+    records.committed(step_folder, [first, last])
+    records.close()
+    found = {f"{name} {index}": array.hex() for (name, index), array in content(stores).items()}
+    (folder / f"content-{last}-{process}").write_text(json.dumps(found))
+
+
+PROCESSES = """
+import os, sys, traceback
 import tests.memory.test_record_checkpoint as t
-local, checkpoints, process, num_processes, first, last = sys.argv[1:3] + [*map(int, sys.argv[3:])]
-local, checkpoints = t.Path(local), t.Path(checkpoints)
-stores = t.open_stores(local, process, num_processes)
-records = t.RecordCheckpoints(stores, process=process, num_processes=num_processes)
-if first:
-    records.restore(checkpoints / str(first) / t.ITEM)
-caches = t.open_caches(stores)
-for step in range(first, last):
-    t.train(caches, step)
-for cache in caches.values():
-    cache.flush()
-folder = checkpoints / str(last) / t.ITEM
-folder.mkdir(parents=True, exist_ok=True)
-records.write_list(folder, records.pin(last))
-records.committed(folder, [first, last])
-records.close()
-print("content", json.dumps({f"{n} {i}": c.hex() for (n, i), c in t.content(stores).items()}))
+folder, num, first, last = t.Path(sys.argv[1]), *map(int, sys.argv[2:])
+children = []
+for process in range(num):
+    children.append(os.fork())
+    if not children[-1]:
+        try:
+            t.train_process(folder, process, num, first, last)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
-def run_processes(
-    start_python: Start, tmp_path: Path, local: Path, num: int, first: int, last: int
-) -> dict[tuple[str, int], bytes]:
+def run_processes(run_python: Run, folder: Path, num: int, first: int, last: int) -> dict[tuple[str, int], bytes]:
     """Steps first..last on `num` processes, each with its share of the records; returns all records' content."""
-    logs = [tmp_path / f"log-{last}-{process}" for process in range(num)]
-    arguments = [local, tmp_path / "checkpoints"]
-    processes = [
-        start_python(["-c", SEVERAL, *arguments, str(process), str(num), str(first), str(last)], log)
-        for process, log in enumerate(logs)
-    ]
+    done = run_python(["-c", PROCESSES, folder, str(num), str(first), str(last)])
+    assert done.returncode == 0, done.stderr
     found: dict[tuple[str, int], bytes] = {}
-    for process, log in zip(processes, logs):
-        assert process.wait(120) == 0, log.read_text()
-        line = next(line for line in log.read_text().splitlines() if line.startswith("content "))
-        for key, text in record_checkpoint.json.loads(line.removeprefix("content ")).items():
+    for process in range(num):
+        for key, text in json.loads((folder / f"content-{last}-{process}").read_text()).items():
             name, index = key.split()
             found[name, int(index)] = bytes.fromhex(text)
     return found
 
 
-@pytest.mark.parametrize("then", [2, 4])
-def test_other_numbers_of_processes_go_on(start_python: Start, tmp_path: Path, then: int) -> None:
-    """3 processes, one of whose local folders is lost; 2 or 4 go on from the durable step, to the same end."""
+def test_other_numbers_of_processes_go_on(run_python: Run, tmp_path: Path) -> None:
+    """3 processes, one of whose local folders is lost; 2 go on from the durable step, then 4, to the same end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        local = Path(made)
-        assert run_processes(start_python, tmp_path, local, 3, 0, 3) == expected(3)
-        assert is_durable(tmp_path / "checkpoints" / "3" / ITEM)
-        shutil.rmtree(local / "process-1")
-        assert run_processes(start_python, tmp_path, local, then, 3, 5) == expected(5)
-        assert is_durable(tmp_path / "checkpoints" / "5" / ITEM)
+        (tmp_path / "local").symlink_to(made)
+        for num, first, last in ((3, 0, 3), (2, 3, 5), (4, 5, 7)):
+            assert run_processes(run_python, tmp_path, num, first, last) == expected(last)
+            assert is_durable(tmp_path / "checkpoints" / str(last) / ITEM)
+            shutil.rmtree(tmp_path / "local" / "process-1")
+
+
+def train_and_save(folder: Path, last: int) -> None:
+    """Resume and go on to a last step, with a save every second step, and now and then back to it."""
+    run = TrainingRun(folder / "local", folder / "checkpoints")
+    (folder / "resumed").write_text(str(run.step))
+    while run.step < last:
+        run.train(2)
+        run.save()
+        if run.saved % 4:
+            run.train(1)
+            run.go_back()
+        run.commit()
+    run.close()
 
 
 KILLED = """
-import sys
+import os, random, signal, sys, time, traceback
 import tests.memory.test_record_checkpoint as t
-run = t.Run(t.Path(sys.argv[1]), t.Path(sys.argv[2]))
-print("resumed", run.step, flush=True)
-while run.step < int(sys.argv[3]):
-    run.train(2)
-    run.save()
-    if run.saved % 4:
-        run.train(1)
-        run.go_back()
-    run.commit()
-run.close()
-print("done", flush=True)
+folder, last, kills, resumed, rng = t.Path(sys.argv[1]), int(sys.argv[2]), 0, [], random.Random(0)
+while True:
+    (folder / "resumed").unlink(missing_ok=True)
+    child = os.fork()
+    if not child:
+        try:
+            t.train_and_save(folder, last)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    ended = (0, 0)
+    if kills < 5:
+        while not (folder / "resumed").exists() and ended == (0, 0):
+            time.sleep(0.001)
+            ended = os.waitpid(child, os.WNOHANG)
+        if ended == (0, 0):
+            time.sleep(rng.uniform(0, 0.6))
+            os.kill(child, signal.SIGKILL)
+    status = (os.waitpid(child, 0) if ended == (0, 0) else ended)[1]
+    resumed.append(int((folder / "resumed").read_text() or 0))
+    if not os.WIFSIGNALED(status):
+        break
+    kills += 1
+print(kills, max(resumed))
+sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_killed_at_any_moment_resumes_bit_for_bit(start_python: Start, tmp_path: Path) -> None:
-    """SIGKILL again and again, between fractions of a second, in training, write-back, save and drain."""
-    last, kills, resumed = 24, 0, 0
-    rng = np.random.default_rng(0)
-    for attempt in range(20):
-        log = tmp_path / f"log-{attempt}"
-        process = start_python(["-c", KILLED, tmp_path / "local", tmp_path / "checkpoints", str(last)], log)
-        wait_for(lambda log=log, process=process: "resumed" in log.read_text() or process.poll() is not None)
-        deadline_s = time.monotonic() + float(rng.uniform(0.0, 0.6)) if kills < 5 else time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        code = process.wait()
-        text = log.read_text()
-        assert code in (0, -signal.SIGKILL), text
-        said = re.search(r"resumed (\d+)", text)  # Orbax may have logged something before
-        assert said is not None, text
-        resumed = max(resumed, int(said[1]))
-        if code == 0:
-            break
-    assert "done" in text
+def test_killed_at_any_moment_resumes_bit_for_bit(run_python: Run, tmp_path: Path) -> None:
+    """SIGKILL again and again, after fractions of a second, in training, write-back, save and drain."""
+    last = 24
+    done = run_python(["-c", KILLED, tmp_path, str(last)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills, resumed = map(int, done.stdout.split()[-2:])
     assert kills >= 3
     assert resumed > 0
     stores = open_stores(tmp_path / "local")

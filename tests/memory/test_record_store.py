@@ -17,8 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from jmoe.memory import record_store
-from jmoe.memory.buffers import PAGE_BYTES, RecordBuffers
+from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
+from tests.damage import flip
 from tests.fakes import run_in_threads, wait_for
 from tests.train_runs import Run, Start
 
@@ -55,7 +56,7 @@ def pack(folder: Path, fill: record_store.Fill = fill, fingerprint: str = "a", *
 
 
 def check_content(store: RecordStore, seed: int = 0) -> None:
-    buffer = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    buffer = store.layout.zeros()
     for index in reversed(range(store.num_records)):
         store.read_into(index, buffer)
         for name, array in content(index, seed).items():
@@ -72,16 +73,14 @@ def test_layout() -> None:
     assert (up.offset_bytes, up.num_bytes) == (64, 14000)
     assert (scale.offset_bytes, scale.num_bytes) == (14080, 1)  # 14064 rounded up to 64
     assert (LAYOUT.data_bytes, LAYOUT.record_bytes) == (14081, 16384)
-    buffers = RecordBuffers(3, LAYOUT.record_bytes)
-    assert buffers.total_bytes == 3 * 16384
-    for slot in range(3):
-        assert buffers.slot(slot).ctypes.data % PAGE_BYTES == 0
-        views = LAYOUT.views(buffers.slot(slot))
+    for slot, record_R in enumerate(allocate_slots(3, LAYOUT.record_bytes)):
+        assert record_R.ctypes.data % PAGE_BYTES == 0
+        views = LAYOUT.views(record_R)
         assert {name: (view.shape, view.dtype) for name, view in views.items()} == {
             name: (shape, np.dtype(dtype)) for name, (shape, dtype) in ARRAYS.items()
         }
         views["scale"][...] = slot + 1
-        assert buffers.slot(slot)[14080] == slot + 1
+        assert record_R[14080] == slot + 1
 
 
 @pytest.mark.parametrize(
@@ -100,11 +99,11 @@ def test_layouts_that_make_no_sense(arrays: dict[str, Any], message: str) -> Non
 
 def test_buffers_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="slot_bytes = 5000"):
-        RecordBuffers(1, 5000)
+        allocate_slots(1, 5000)
     with pytest.raises(ValueError, match="num_slots = 0"):
-        RecordBuffers(0, 4096)
+        allocate_slots(0, 4096)
     with pytest.raises(OSError, match="bytes of host memory"):
-        RecordBuffers(2**40, 2**20)
+        allocate_slots(2**40, 2**20)
 
 
 def test_what_is_packed_comes_back(tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_what_is_packed_comes_back(tmp_path: Path) -> None:
         check_content(store)
         assert store.path.stat().st_size == NUM_RECORDS * LAYOUT.record_bytes
         raw = store.path.read_bytes()  # the same bytes through the page cache
-        buffer = RecordBuffers(1, LAYOUT.record_bytes).slot(0)
+        buffer = LAYOUT.zeros()
         store.read_into(3, buffer)
         assert buffer.tobytes() == raw[3 * LAYOUT.record_bytes : 4 * LAYOUT.record_bytes]
     with pack(tmp_path / "a" / "b", refuse) as store:  # it is there already
@@ -195,35 +194,25 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_bad_reads(tmp_path: Path) -> None:
-    buffers = RecordBuffers(2, LAYOUT.record_bytes)
+    record_R, read_only = allocate_slots(2, LAYOUT.record_bytes)
     with pack(tmp_path) as store:
         for index in (-1, NUM_RECORDS):
             with pytest.raises(ValueError, match=rf"index = {index}: must be in \[0, {NUM_RECORDS}\)"):
-                store.read_into(index, buffers.slot(0))
+                store.read_into(index, record_R)
         with pytest.raises(ValueError, match="writable bytes, has 4096"):
-            store.read_into(0, buffers.slot(0)[:4096])
+            store.read_into(0, record_R[:4096])
         flat = np.zeros(2 * LAYOUT.record_bytes, np.uint8)
         misaligned = flat[-flat.ctypes.data % PAGE_BYTES + 64 :][: LAYOUT.record_bytes]
         with pytest.raises(ValueError, match="must begin at a multiple of 4096"):
             store.read_into(0, misaligned)
-        read_only = buffers.slot(0)
         read_only.flags.writeable = False
         with pytest.raises(ValueError, match="writable"):
             store.read_into(0, read_only)
         os.truncate(store.path, 2 * LAYOUT.record_bytes + 4096)
-        store.read_into(1, buffers.slot(1))
+        store.read_into(1, record_R)
         with pytest.raises(OSError, match=r"reading record 2 .* the file ends after 4096 bytes of it") as caught:
-            store.read_into(2, buffers.slot(1))
+            store.read_into(2, record_R)
         assert caught.value.filename == str(store.path)
-
-
-def flip(path: Path, at_byte: int) -> None:
-    """Another lowest bit in one byte of a file."""
-    with path.open("r+b") as file:
-        file.seek(at_byte)
-        (byte,) = file.read(1)
-        file.seek(at_byte)
-        file.write(bytes([byte ^ 1]))
 
 
 def swap_records(path: Path) -> None:
@@ -407,7 +396,7 @@ def test_a_field_not_filled_is_zero(tmp_path: Path) -> None:
         if index % 2 == 0:
             fill(index, views)
 
-    buffer = RecordBuffers(1, LAYOUT.record_bytes).slot(0)
+    buffer = LAYOUT.zeros()
     with pack(tmp_path, partly) as store:
         store.read_into(3, buffer)
     assert not buffer.any()

@@ -3,7 +3,8 @@
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,18 +41,19 @@ class Slots:
         self.loads.append((layer, slot))
         return LAYER_BYTES
 
-    def use(self, ring: Ring, expected_layer: int, pause_s: float = 0.0) -> int:
+    def use(self, ring: Ring, expected_layer: int) -> int:
         """Acquire, read, release; returns the slot."""
         layer, slot = ring.acquire()
         assert layer == expected_layer
         self.reading[slot] = True
         assert (self.memory[slot] == layer).all()
-        if pause_s:
-            time.sleep(pause_s)
-        assert (self.memory[slot] == layer).all()
         self.reading[slot] = False
         ring.release()
         return slot
+
+    def use_all(self, ring: Ring, order: Iterable[int]) -> None:
+        for layer in order:
+            self.use(ring, layer)
 
 
 @pytest.mark.parametrize(("num_layers", "num_slots"), [(8, 4), (7, 3), (5, 2), (4, 1), (6, 5)])
@@ -67,7 +69,6 @@ def test_slot_i_mod_k_takes_layer_i_plus_k(num_layers: int, num_slots: int) -> N
         stats = ring.stats()
         assert stats.loads.num_bytes == total * LAYER_BYTES
         assert stats.loads.transfers == total
-        assert stats.acquired == rounds * num_layers
 
 
 def test_loads_stop_until_a_release() -> None:
@@ -90,11 +91,9 @@ def test_loads_stop_until_a_release() -> None:
 def test_nothing_moves_when_all_fit(num_slots: int) -> None:
     slots = Slots(num_slots)
     with Ring(range(6), num_slots, slots.load) as ring:
-        for position in range(30):
-            slots.use(ring, position % 6)
+        slots.use_all(ring, 5 * list(range(6)))
         ring.restart()
-        for layer in range(6):
-            slots.use(ring, layer)
+        slots.use_all(ring, range(6))
         assert [layer for layer, _ in slots.loads] == list(range(6))
 
 
@@ -103,27 +102,22 @@ def test_turning_round_loads_nothing_twice() -> None:
     order = [*range(8), *reversed(range(8))]
     slots = Slots(3)
     with Ring(order, 3, slots.load) as ring:
-        for layer in order:
-            slots.use(ring, layer)
+        slots.use_all(ring, order)
         first_step = len(slots.loads)
-        for _ in range(3):
-            for layer in order:
-                slots.use(ring, layer)
+        slots.use_all(ring, 3 * order)
         wait_for(lambda: len(slots.loads) == first_step + 3 * 2 * (8 - 3))
 
 
 def test_restart_in_the_middle() -> None:
     slots = Slots(3)
     with Ring(range(6), 3, slots.load) as ring:
-        for layer in (0, 1):
-            slots.use(ring, layer)
+        slots.use_all(ring, (0, 1))
         wait_for(lambda: len(slots.loads) == 5)  # 2, 3 and 4 are there
         ring.restart()
         wait_for(lambda: len(slots.loads) == 7)  # 0 and 1 take the places of 4 and 3; 2 is needed soonest and stays
         assert [layer for layer, _ in slots.loads[5:]] == [0, 1]
         ring.restart([2, 3, 0])
-        for layer in (2, 3, 0, 2):
-            slots.use(ring, layer)
+        slots.use_all(ring, (2, 3, 0, 2))
         assert not slots.violations
         ring.acquire()
         with pytest.raises(RuntimeError, match="1 layers are acquired; release them first"):
@@ -138,8 +132,7 @@ def test_restart_while_a_load_is_under_way(num_slots: int) -> None:
         wait_for(lambda: ring._loading is not None)
         ring.restart([3, 2])
         slots.gate.set()
-        for layer in (3, 2, 3, 2, 3):
-            slots.use(ring, layer)
+        slots.use_all(ring, (3, 2, 3, 2, 3))
         assert slots.loads[0] == (0, 0)
 
 
@@ -186,8 +179,7 @@ def test_an_error_is_raised_at_acquire() -> None:
     slots = Slots(2)
     slots.fail_layer = 3
     with Ring(range(5), 2, slots.load) as ring:
-        for layer in (0, 1):
-            slots.use(ring, layer)
+        slots.use_all(ring, (0, 1))
         with pytest.raises(OSError, match="bad sector"):
             list(iter(ring.acquire, None))
         for _ in range(2):
@@ -214,8 +206,7 @@ def test_waits_are_counted_and_limited() -> None:
     slots = Slots(2)
     with Ring(range(2), 2, slots.load) as ring:
         wait_for(lambda: len(slots.loads) == 2 and ring._loading is None)
-        for layer in range(2):
-            slots.use(ring, layer)
+        slots.use_all(ring, range(2))
         assert (ring.stats().waits, ring.stats().waited_s) == (0, 0.0)
 
 
@@ -223,35 +214,15 @@ def test_close_ends_a_wait() -> None:
     slots = Slots(2)
     slots.gate.clear()
     ring = Ring(range(5), 2, slots.load)
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            ring.acquire()
-        except ValueError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    closer = threading.Thread(target=ring.close)
-    closer.start()
-    thread.join(60)
-    assert "closed" in str(raised[0])
-    slots.gate.set()
-    closer.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(ring.acquire)
+        closing = pool.submit(ring.close)
+        with pytest.raises(ValueError, match="closed"):
+            waiting.result(60)
+        slots.gate.set()
+        closing.result(60)
     with pytest.raises(ValueError, match="closed"):
         ring.acquire()
-
-
-def test_limited_loads_take_the_time_of_the_link() -> None:
-    slots = Slots(2)
-    with Ring(range(4), 2, slots.load, bandwidth_limit_bytes_per_s=100_000) as ring:
-        for position in range(8):
-            slots.use(ring, position % 4)
-        loads = ring.stats().loads
-        assert loads.num_bytes <= 100_000 * (loads.seconds + 0.005) + LAYER_BYTES
-        assert loads.num_bytes >= 8 * LAYER_BYTES
-        assert ring.stats().waits > 0
 
 
 def test_mistakes() -> None:
@@ -279,8 +250,7 @@ def test_wait_is_for_all_that_is_planned() -> None:
 def test_what_stays_is_loaded_again_when_told_to() -> None:
     slots = Slots(2)
     with Ring([0, 1, 2, 2, 1, 0], 2, slots.load) as ring:
-        for layer in (0, 1, 2, 2, 1, 0):
-            slots.use(ring, layer)
+        slots.use_all(ring, (0, 1, 2, 2, 1, 0))
         assert sorted(layer for layer in ring.layers if layer is not None) == [0, 1]
         slots.loads.clear()
         slots.gate.clear()
@@ -304,8 +274,7 @@ def test_what_stays_is_loaded_again_when_told_to() -> None:
 def test_an_error_of_a_reload_stays() -> None:
     slots = Slots(2)
     with Ring([0, 1], 2, slots.load) as ring:
-        for layer in (0, 1):
-            slots.use(ring, layer)
+        slots.use_all(ring, (0, 1))
         slots.fail_layer = 0
         ring.reload()
         for call in (ring.wait, ring.acquire, ring.restart):
@@ -316,13 +285,11 @@ def test_an_error_of_a_reload_stays() -> None:
 def test_a_reload_that_is_given_up_leaves_the_layer_where_it_is() -> None:
     slots = Slots(2)
     with Ring([0, 1], 2, slots.load) as ring:
-        for layer in (0, 1):
-            slots.use(ring, layer)
+        slots.use_all(ring, (0, 1))
         slots.loads.clear()
         slots.gate.clear()
         ring.reload()
         ring.restart()
         slots.gate.set()
-        slots.use(ring, 0)
-        slots.use(ring, 1)
+        slots.use_all(ring, (0, 1))
         assert [layer for layer, _ in slots.loads] in ([], [0])  # but for what had begun

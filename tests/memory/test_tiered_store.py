@@ -1,7 +1,7 @@
 """Records through a cache in host memory: real files, real threads, no timing asserted."""
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +114,18 @@ def test_an_open_record_is_never_overwritten(store: RecordStore) -> None:
 
 def test_one_read_for_many_that_wait(store: RecordStore, gate: Gate) -> None:
     gate.open.clear()
-    seen: list[int] = []
     with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=4) as tiers:
 
-        def work() -> None:
+        def work(_: int) -> None:
             with tiers.get(7) as record:
                 check_record(record, 7)
-                seen.append(7)
 
         tiers.prefetch([7])
-        threads = [threading.Thread(target=work) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: gate.begun == [7])
-        gate.open.set()
-        for thread in threads:
-            thread.join(60)
-        assert seen == [7] * 5
+        with ThreadPoolExecutor(5) as pool:
+            done = pool.map(work, range(5))
+            wait_for(lambda: gate.begun == [7])
+            gate.open.set()
+            assert len(list(done)) == 5
         assert gate.begun == [7]
         stats = tiers.stats()
         assert (stats.cache.hits, stats.cache.misses) == (4, 1)
@@ -143,11 +138,11 @@ def test_who_waits_goes_before_what_is_read_ahead(store: RecordStore, gate: Gate
     with TieredStore(store, cache_bytes=16 * RECORD_BYTES, threads=1) as tiers:
         tiers.prefetch([0, 1, 2, 3])
         wait_for(lambda: gate.begun == [0])
-        thread = threading.Thread(target=lambda: tiers.get(3).close())
-        thread.start()
-        wait_for(lambda: tiers._reads[3].waiters == 1)
-        gate.open.set()
-        thread.join(60)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(tiers.get, 3)
+            wait_for(lambda: tiers._reads[3].waiters == 1)
+            gate.open.set()
+            waiting.result(60).close()
         wait_for(lambda: len(gate.begun) == 4)
         assert gate.begun == [0, 3, 1, 2]
 
@@ -236,24 +231,15 @@ def test_too_many_open_records(store: RecordStore) -> None:
 
 def test_close_wakes_who_waits(store: RecordStore, gate: Gate) -> None:
     gate.open.clear()
-    raised: list[BaseException] = []
     tiers = TieredStore(store, cache_bytes=4 * RECORD_BYTES, threads=1)
-
-    def work() -> None:
-        try:
-            tiers.get(5)
-        except ValueError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    wait_for(lambda: gate.begun == [5])
-    closer = threading.Thread(target=tiers.close)
-    closer.start()
-    thread.join(60)
-    assert "closed while record 5 of" in str(raised[0])
-    gate.open.set()
-    closer.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(tiers.get, 5)
+        wait_for(lambda: gate.begun == [5])
+        closing = pool.submit(tiers.close)
+        with pytest.raises(ValueError, match="closed while record 5 of"):
+            waiting.result(60)
+        gate.open.set()
+        closing.result(60)
     with pytest.raises(ValueError, match="the store is closed"):
         tiers.get(0)
 

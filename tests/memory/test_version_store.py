@@ -13,56 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from jmoe.memory import direct_io
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_store import PackError, RecordLayout
 from jmoe.memory.version_store import PINS, SEAL, SYNC_EVERY, Version, VersionStore
+from tests.damage import flip
 from tests.fakes import run_in_threads
+from tests.records import got, missing, pinned, put
 from tests.train_runs import Run, Start
 
 LAYOUT = RecordLayout.of({"w": ((700,), np.float32), "m": ((700,), np.float32), "v": ((700,), np.float32)})
 NUM_RECORDS = 5
 
 
-def missing(store: VersionStore) -> list[int]:
-    """The owned records that have no version yet."""
-    return [index for index in store.owned if index not in store._current]
-
-
 def open_store(folder: Path, **options: Any) -> VersionStore:
     return VersionStore.open(folder, LAYOUT, NUM_RECORDS, **{"fingerprint": "a", **options})
-
-
-def put(store: VersionStore, index: int, value: float) -> None:
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    for name, array in store.layout.views(record_R).items():
-        if name != SEAL:
-            array[:] = value + np.arange(array.size) / 1024
-    store.write(index, record_R)
-
-
-def value_of(store: VersionStore, record_R: NDArray[np.uint8]) -> float:
-    views = store.layout.views(record_R)
-    value = float(views["w"][0])
-    for name in ("w", "m", "v"):
-        np.testing.assert_array_equal(views[name], np.float32(value + np.arange(700) / 1024))
-    return value
-
-
-def got(store: VersionStore, index: int, path: Path | None = None) -> float:
-    """The value of a record, or of a file of one, all of which must be there."""
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
-    if path is None:
-        store.read_into(index, record_R)
-    else:
-        store.read_version(path, record_R)
-    return value_of(store, record_R)
-
-
-def pinned(folder: Path, name: str) -> dict[int, Path]:
-    return {Version.of(path.name).index: path for path in (folder / PINS / name).iterdir()}
 
 
 def file_of(store: VersionStore, index: int) -> Path:
@@ -194,9 +159,9 @@ def test_restored_from_another_file_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: flip(path, 5000), "record 2: damaged"),
-        (lambda path: flip(path, 8450), "record 2: damaged"),  # the seal
-        (lambda path: flip(path, 12000), "record 2: damaged"),  # the padding
+        (lambda path: flip(path, 5000, 4), "record 2: damaged"),
+        (lambda path: flip(path, 8450, 4), "record 2: damaged"),  # the seal
+        (lambda path: flip(path, 12000, 4), "record 2: damaged"),  # the padding
         (lambda path: os.truncate(path, 8192), "record 2: .*the file ends after 8192"),
         (lambda path: os.truncate(path, 0), "record 2: .*the file ends after 0"),
         (lambda path: path.unlink(), "record 2: No such file"),
@@ -220,14 +185,6 @@ def test_damage_is_noticed(folder: Path, damage: Callable[[Path], object], messa
         assert got(store, 2, pinned(folder, "1")[2]) == 2
         put(store, 2, 43)
         assert got(store, 2) == 43
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def swap_pages(path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,10 @@ def check_record(tiers: TieredStore, index: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 9, NUM_RECORDS])
-@pytest.mark.parametrize("every", [None, 3])
-def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | None) -> None:
+def test_what_is_put_comes_back(store: VersionStore, slots: int) -> None:
     rng = np.random.default_rng(slots)
     counts = [0] * NUM_RECORDS
-    with TieredStore(store, cache_bytes=slots * RECORD_BYTES, write_back_every_steps=every) as tiers:
+    with TieredStore(store, cache_bytes=slots * RECORD_BYTES) as tiers:
         for step in range(40):
             ids = rng.choice(NUM_RECORDS, 6, replace=False).tolist()
             tiers.prefetch(ids)
@@ -123,17 +123,6 @@ def test_flush_makes_it_durable(store: VersionStore, gate: Gate) -> None:
     assert store.stats().writes == NUM_RECORDS + 3
 
 
-def test_write_back_at_the_period(store: VersionStore, gate: Gate) -> None:
-    with TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_back_every_steps=2) as tiers:
-        add(tiers, 1)
-        tiers.touch([1])
-        add(tiers, 2)
-        assert not gate.begun
-        tiers.touch([2])
-        wait_for(lambda: sorted(gate.begun) == [1, 2])
-        wait_for(lambda: tiers.stats().cache.written_back == 2)
-
-
 def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> None:
     """While writes stand still, hotter records take the places of dirty ones, as long as staging slots last."""
     with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1, write_threads=1) as tiers:  # 6 + 2 slots
@@ -152,10 +141,11 @@ def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> No
 
 
 def test_a_record_being_written_is_not_changed(store: VersionStore, gate: Gate) -> None:
-    with TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_back_every_steps=1) as tiers:
+    with TieredStore(store, cache_bytes=2 * RECORD_BYTES) as tiers:
         add(tiers, 1)
         gate.open.clear()
-        tiers.touch([1])
+        tiers.touch([2])
+        check_record(tiers, 2, 0)  # takes the place of 1, which keeps its memory until it is written
         wait_for(lambda: gate.begun == [1])
         check_record(tiers, 1, 1)  # reading is allowed
         waits = tiers.stats().waits
@@ -237,20 +227,20 @@ def test_a_failed_write_is_raised_from_then_on(store: VersionStore, gate: Gate) 
 
 
 def test_the_first_of_several_errors_is_raised(store: VersionStore, gate: Gate) -> None:
-    tiers = TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_threads=2, write_back_every_steps=1)
+    tiers = TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_threads=2)
     for index in (3, 4):
         add(tiers, index)
         gate.fail[index] = OSError(errno.EIO, f"bad sector {index}")
     gate.open.clear()
-    tiers.touch([0])
-    wait_for(lambda: len(gate.begun) == 2)
-    gate.open.set()
-    with pytest.raises(OSError, match="bad sector") as first:
-        tiers.flush()
+    with ThreadPoolExecutor(1) as pool:
+        flushing = pool.submit(tiers.flush)
+        wait_for(lambda: len(gate.begun) == 2)
+        gate.open.set()
+        first = flushing.exception(60)
     wait_for(lambda: not gate.fail and not any(map(tiers._cache.is_writing, (3, 4))))
     with pytest.raises(OSError, match="bad sector") as again:
         tiers.flush()
-    assert first.value is again.value
+    assert first is again.value
     tiers.close()
 
 
@@ -262,14 +252,13 @@ def test_mistakes(store: VersionStore, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="writable = True: needs a VersionStore"):
             tiers.get(0, writable=True)
         tiers.flush()
-    for options in ({"write_threads": 0}, {"write_back_every_steps": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} = 0"):
-            TieredStore(store, cache_bytes=4 * RECORD_BYTES, **options)
+    with pytest.raises(ValueError, match="write_threads = 0"):
+        TieredStore(store, cache_bytes=4 * RECORD_BYTES, write_threads=0)
 
 
 def test_many_threads_change_records(store: VersionStore) -> None:
-    """6 threads add to records of their own and read those of others, through a few slots, with a period of 5."""
-    with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3, write_back_every_steps=5) as tiers:
+    """6 threads add to records of their own and read those of others, through a few slots."""
+    with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3) as tiers:
 
         def work(first: int) -> None:
             rng = np.random.default_rng(first)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jmoe.config import CheckpointConfig
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.version_store import VersionStore
@@ -35,14 +34,14 @@ def open_checkpoints(root: Path, store: VersionStore) -> Checkpoints:
 
 
 def train(store: VersionStore, step: int) -> None:
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    record_R = store.layout.zeros()
     for index in range(NUM_RECORDS):
         store.layout.views(record_R)["w"][:] = 100 * index + step
         store.write(index, record_R)
 
 
 def values(store: VersionStore) -> list[float]:
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    record_R = store.layout.zeros()
     found = []
     for index in range(NUM_RECORDS):
         store.read_into(index, record_R)

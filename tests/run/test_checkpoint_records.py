@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jmoe.config import CheckpointConfig
-from jmoe.memory.buffers import RecordBuffers
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.saved_records import read_lists
@@ -35,14 +34,14 @@ def open_store(folder: Path, process: int = 0, num_processes: int = 1) -> Versio
 
 
 def train(store: VersionStore, step: int) -> None:
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    record_R = store.layout.zeros()
     for index in store.owned:
         store.layout.views(record_R)["w"][:] = 100 * index + step
         store.write(index, record_R)
 
 
 def values(store: VersionStore) -> list[float]:
-    record_R = RecordBuffers(1, store.layout.record_bytes).slot(0)
+    record_R = store.layout.zeros()
     found = []
     for index in store.owned:
         store.read_into(index, record_R)
