@@ -104,7 +104,9 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[dict[str, Any]]:
             pairs = [("read", "fio_read"), ("in_place", "fio_write")] if has_fio else []
             for name, other in [*pairs, ("replace", "in_place")]:
                 row[f"{name}_over_{other}"] = ratio(times[other], times[name])
-            row["write_amplification"] = round(it.stats().write_amplification, 4)
+            written = it.stats()
+            payload_bytes = written.writes * it.layout.fields[-1].offset_bytes  # without the seal
+            row["write_amplification"] = round(written.written_bytes / payload_bytes, 4)
             row["device_write_amplification"] = round(replaced_bytes / (writes * (record_bytes - 64)), 4)
             rows.append(progress(row))
         shutil.rmtree(folder / "store")

@@ -14,27 +14,19 @@ SLACK_S = 0.005
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What went over a link so far.
-
-    seconds: wall time in which at least one transfer was under way (overlapping ones count once), so
-    `bytes_per_s` = num_bytes / seconds is the bandwidth that was reached while the link was in use.
-    """
+    """What went over a link so far; seconds: in which at least one transfer was under way (overlapping ones once)."""
 
     transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.num_bytes / self.seconds if self.seconds else 0.0
 
 
 class Link:
     """Counts transfers and, with a limit, makes them take as long as a wire of that bandwidth would.
 
     All threads that use a link share its bandwidth: the wire is busy for num_bytes / limit seconds per transfer, one
-    transfer after the other, and a transfer ends no earlier than its turn on the wire does. The time that the move
-    itself took counts towards it. Over any t seconds at most limit · (t + SLACK_S) bytes plus one transfer pass.
+    after the other, and a transfer ends no earlier than its turn on the wire does; the time that the move itself took
+    counts towards it. Over any t seconds at most limit · (t + SLACK_S) bytes plus one transfer pass.
     `clock` and `sleep` are for tests and for a sleep that can be cut short.
     """
 

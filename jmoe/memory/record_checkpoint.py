@@ -1,11 +1,9 @@
 """Records as part of an Orbax checkpoint: pinned when it is saved, copied to its folder afterwards.
 
-A step's item `records` is a folder of lists, `process-K.json`: which versions process K had pinned, and where. The pins
-are hard links beside the store (`VersionStore.pin`), so saving takes time by the number of records, none by their
-bytes, and the lists commit with the rest of the step, by Orbax's rename. Then each process copies its pinned versions
-into the folder, `NAME/INDEX.COUNTER.TOKEN`; a hard link does where that is the same file system, or the step before has
-the same version. `durable-K.json` says that process K is done: a step with all of those needs no local folder any more.
-Records in host memory have no files to pin: they are written into the folder at once.
+Pins are hard links (`VersionStore.pin`), so saving takes time by the number of records, none by their bytes; the lists
+of what is pinned (`saved_records`) commit with the step, by Orbax's rename. Then each process K copies or links its
+versions into the step: with every `durable-K.json` there it needs no local folder any more. Records in host memory have
+no files to pin: they are written into the step at once.
 """
 
 import contextlib
@@ -55,10 +53,9 @@ class RecordCheckpoints:
     `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
     Several processes each have one, with stores that own different records of the same kinds. memory: layouts of the
     kinds that are in memory, not in a store; `memory` is to give all the `owned` records, one by one. stall_limit_s:
-    the longest that a drain may take for one record. partial: kinds of which a step has those records only that
-    `save_only` names when it is pinned. beside: what is saved with the list of this process's records. settings: what
-    decides whether records can be taken over as they are. restored: the lists of all processes of the step that was
-    restored last.
+    the longest that a drain may take for one record. partial: kinds of which a step has only the records in `save_only`
+    when it is pinned. beside: is saved with the list of this process's records. settings: decide whether records can
+    be taken over as they are. restored: the lists of all processes of the step that was restored last.
     """
 
     def __init__(

@@ -36,18 +36,15 @@ class RingStats:
 class Ring(Closing):
     """`num_slots` slots that hold the layers of `order` by turns, one round after the other.
 
-    `acquire()` waits for the next layer of the order and returns it with its slot; `release()` gives back the earliest
-    one acquired, and its slot takes the next layer of the order that has none. After the last layer come the first ones
+    A slot that is released takes the next layer of the order that has none; after the last layer come the first ones
     again, so a new round finds them loaded. A layer that still is in a slot is not loaded again, whatever the order
     (0…N-1…0 turns round without a load). Of several free slots the one whose layer is needed last is taken. A slot is
-    never written to between acquire and release.
+    never written to between acquire and release. One thread acquires and releases.
 
     load(layer, slot) copies a layer's bytes into a slot and returns how many; it runs in a thread of the ring, one
-    call at a time, and must not return before the slot may be used.
-
-    Errors: what `load` raised is raised by every later `acquire`, `restart`, `reload` and `wait`, for good, since what
-    lies in that slot is unknown; `TimeoutError` after `wait_limit_s`, naming layer and slot. One thread acquires and
-    releases.
+    call at a time, and must not return before the slot may be used. What it raises is raised by every later `acquire`,
+    `restart`, `reload` and `wait`, for good, since what lies in that slot is unknown. wait_limit_s: no call waits
+    longer; `TimeoutError` names layer and slot.
     """
 
     def __init__(
@@ -94,7 +91,9 @@ class Ring(Closing):
             layer = self._layer_at(self._acquired)
             if not self._next_is_ready():
                 start_s = time.monotonic()
-                self._wait_until(self._next_is_ready, lambda: f"layer {layer} (slot {self._slot_of.get(layer)})")
+                if not self._changed.wait_for(self._next_is_ready, self._wait_limit_s):
+                    name = f"layer {layer} (slot {self._slot_of.get(layer)})"
+                    raise TimeoutError(f"ring: {name} was not loaded within {self._wait_limit_s} s")
                 self._waits += 1
                 self._waited_s += time.monotonic() - start_s
             slot = self._planned[self._acquired - self._released]
@@ -135,7 +134,8 @@ class Ring(Closing):
     def wait(self) -> None:
         """Wait until all loads begun or planned are done; there are no more until the next `acquire` or `release`."""
         with self._changed:
-            self._wait_until(self._is_idle, lambda: f"slot {self._loading}")
+            if not self._changed.wait_for(self._is_idle, self._wait_limit_s):
+                raise TimeoutError(f"ring: slot {self._loading} was not loaded within {self._wait_limit_s} s")
             self._check_loads()
 
     def stats(self) -> RingStats:
@@ -150,15 +150,6 @@ class Ring(Closing):
         self._thread.join(self._wait_limit_s)
         if self._thread.is_alive():
             raise TimeoutError(f"ring: slot {self._loading} is still being loaded {self._wait_limit_s} s after close()")
-
-    def _wait_until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait for loads until `done()`; what: names what has not been loaded within the limit. The lock is held."""
-        deadline_s = time.monotonic() + self._wait_limit_s
-        while not done():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"ring: {what()} was not loaded within {self._wait_limit_s} s")
-            self._changed.wait(left_s)
 
     def _is_idle(self) -> bool:
         return self._error is not None or self._closing.is_set() or not (self._to_load or self._loading is not None)

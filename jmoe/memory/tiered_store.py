@@ -35,7 +35,7 @@ class TieredStats:
 
     nvme: reads into host memory; host: records handed out by `get`, each for the time its handle was open.
     waits, waited_s: calls of `get` that found their record not there yet, or still being written back, and for how
-    long they waited in all. io: how NVMe is read (`RecordStore.io`), "" without a store. nvme_writes: written back.
+    long they waited in all. nvme_writes: written back.
     """
 
     nvme: LinkStats
@@ -43,7 +43,6 @@ class TieredStats:
     cache: CacheStats
     waits: int
     waited_s: float
-    io: str
     nvme_writes: LinkStats
 
 
@@ -234,16 +233,13 @@ class TieredStore(Closing):
 
     def stats(self) -> TieredStats:
         with self._lock:
-            cache = CacheStats() if self._cache is None else self._cache.stats()
-            io = "" if self._store is None else self._store.io
             return TieredStats(
                 nvme=self._nvme_link.stats(),
+                nvme_writes=self._write_link.stats(),
                 host=self._host_link.stats(),
-                cache=cache,
+                cache=CacheStats() if self._cache is None else self._cache.stats(),
                 waits=self._waits,
                 waited_s=self._waited_s,
-                io=io,
-                nvme_writes=self._write_link.stats(),
             )
 
     def close(self) -> None:
@@ -317,11 +313,8 @@ class TieredStore(Closing):
         """Wait for the threads, counted; the lock is held. late: says what has not happened within the limit."""
         start_s = time.monotonic()
         try:
-            while not done():
-                left_s = start_s + self._wait_limit_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(late())
-                self._arrived.wait(left_s)
+            if not self._arrived.wait_for(done, self._wait_limit_s):
+                raise TimeoutError(late())
         finally:
             self._waits += 1
             self._waited_s += time.monotonic() - start_s

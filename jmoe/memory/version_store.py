@@ -1,10 +1,9 @@
-"""Records that change, on NVMe: one file per record version, never changed once it has its name.
+"""Records that change, on NVMe: one file per record version, never changed once it has its name. Axes: R bytes.
 
 A new version is written beside the old one, flushed, and gets its name by rename; what reads the folder after a crash
-finds, of every record, one of its whole versions. Names are `INDEX.COUNTER.TOKEN`: the counter rises with every
-write, the token is drawn at every `open`, so two files of the same name have the same content, wherever they are.
-Hard links of the current versions (`pin`) are a checkpoint: they cost no bytes, and no later write can touch them.
-Axes: R bytes of a record.
+finds, of every record, one of its whole versions. Names are `INDEX.COUNTER.TOKEN`: the counter rises with every write,
+the token is drawn at every `open`, so two files of the same name have the same content. Hard links of the current
+versions (`pin`) are a checkpoint: they cost no bytes, and no later write can touch them.
 """
 
 import contextlib
@@ -128,19 +127,11 @@ def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], 
 
 @dataclass
 class VersionStats:
-    """writes: versions written; payload_bytes: of what was to be written, without the seal; written_bytes: to disk.
-
-    recycled: writes into the file of a dead version.
-    """
+    """writes: versions written; written_bytes: with their seals; recycled: writes into the file of a dead version."""
 
     writes: int = 0
-    payload_bytes: int = 0
     written_bytes: int = 0
     recycled: int = 0
-
-    @property
-    def write_amplification(self) -> float:
-        return self.written_bytes / self.payload_bytes if self.payload_bytes else 1.0
 
 
 def remove_store(folder: Path, fingerprint: str) -> bool:
@@ -385,7 +376,7 @@ class VersionStore(Closing):
 
     def stats(self) -> VersionStats:
         with self._lock:
-            return replace(self._stats, payload_bytes=self._stats.writes * self.layout.fields[-1].offset_bytes)
+            return replace(self._stats)
 
     def close(self) -> None:
         """Sync and give the folder free; no thread may be reading or writing. A sync's error is not raised twice."""

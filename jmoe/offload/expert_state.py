@@ -1,11 +1,8 @@
 """Experts in training, streamed over tiers: slots on the device for the layers in use, records below for the others.
 
 Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices. Experts are numbered
-here from 0 to P - 1, the first device's first; `ExpertIndex` numbers their records.
-
-An expert has up to three records: its weights, its moments, and a gradient that is not applied yet. AdamW is exact and
-lazy: an expert that is fetched is first brought up to the present step, by the gradient that waits for it and all steps
-without one that came after (`lazy_adamw.catch_up`). Nothing else ever touches its state.
+here from 0 to P - 1, the first device's first. Each has up to three records (`ExpertIndex`): weights, moments, and a
+gradient that is not applied yet. One that is fetched is first brought up to the present step (`lazy_adamw.catch_up`).
 """
 
 import contextlib
@@ -119,10 +116,9 @@ def _guarded(method: Method) -> Method:
 class ExpertState:
     """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
 
-    `begin(order)` says in which order layers will be used; for each of them, in turn, `fetch(layer, experts)` gives the
-    slot's arrays by device, with these experts' present weights in them, `fetch_more(experts)` gives them with others
-    beside, in place of the arrays given before, and `release()` gives the slot back. The ring's thread fetches ahead
-    what the layer's tokens chose last time; a choice that nobody foresaw is fetched by `fetch`. `keep` takes a layer's
+    For each layer, in the order of `begin`, `fetch` gives the slot's arrays by device, `fetch_more` gives them with
+    more experts in place of those given before, and `release` gives the slot back. The ring's thread fetches ahead what
+    the layer's tokens chose last time; a choice that nobody foresaw is fetched by `fetch`. `keep` takes a layer's
     gradients to their tier, on a thread of its own; `commit` ends a step, and lets the ring's thread update what is in
     the slots. Each of several processes has a state of its own and knows nothing of the others.
 

@@ -2,8 +2,8 @@
 
 Legend: W steps of one call of the program.
 
-A record stands at the step it was last updated. Its gradient waits for it, and the steps that came after without one
-are replayed when it is wanted. A checkpoint saves records as they stand, with `Laziness` beside them.
+A record stands at the step it was last updated; its gradient, and the steps that came after without one, are applied
+when it is wanted. A checkpoint saves records as they stand, with `Laziness` beside them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

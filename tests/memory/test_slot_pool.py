@@ -15,7 +15,7 @@ def test_pool_against_a_model() -> None:
     inside: dict[int, int] = {}  # record -> slot
     pins: dict[int, int] = {}
     refused = evicted = hits = 0
-    for _ in range(5000):
+    for _ in range(2500):
         needed = rng.zipf(1.3, rng.integers(1, 14)) % 40
         counts_before = counts.scores.copy()
         distinct = set(needed.tolist())
@@ -51,8 +51,8 @@ def test_pool_against_a_model() -> None:
             pins[record] -= 1
             if not pins[record]:
                 del pins[record]
-    assert min(evicted, hits) > 500
-    assert refused > 100
+    assert min(evicted, hits) > 250
+    assert refused > 50
 
 
 def test_pool_keeps_a_hot_set_on_balanced_traffic() -> None:

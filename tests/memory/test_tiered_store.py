@@ -59,7 +59,6 @@ def test_records_come_back_right(store: RecordStore, threads: int, slots: int) -
                 gets += 1
             tiers.touch(wanted)
         stats = tiers.stats()
-        assert stats.io == store.io
         assert stats.cache.hits + stats.cache.misses == stats.host.transfers == gets
         assert stats.host.num_bytes == gets * RECORD_BYTES
         assert stats.nvme.num_bytes == stats.nvme.transfers * RECORD_BYTES
@@ -298,7 +297,7 @@ def test_limited_reads_are_all_counted(store: RecordStore) -> None:
             tiers.get(index).close()
         stats = tiers.stats()
         assert stats.nvme.num_bytes == stats.host.num_bytes == NUM_RECORDS * RECORD_BYTES
-        assert stats.nvme.bytes_per_s <= 1e8 * (1 + SLACK_S / stats.nvme.seconds)
+        assert stats.nvme.num_bytes <= 1e8 * (stats.nvme.seconds + SLACK_S)
 
 
 def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:

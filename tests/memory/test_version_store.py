@@ -60,13 +60,12 @@ def test_versions_come_and_go(folder: Path) -> None:
         stats = store.stats()
         assert stats.writes == 21 * NUM_RECORDS
         assert stats.written_bytes == stats.writes * store.layout.record_bytes
-        assert stats.payload_bytes == stats.writes * 8448  # 3 * 2800 bytes, each from a multiple of 64 on
         assert stats.recycled > 14 * NUM_RECORDS
         files = [entry for entry in folder.iterdir() if Version.parse(entry.name)]
         assert len(files) <= NUM_RECORDS + SYNC_EVERY + 1
     with open_store(folder) as store:
         assert [got(store, index) for index in range(NUM_RECORDS)] == [19, 119, 219, 319, 419]
-        assert store.stats().write_amplification == 1
+        assert store.stats().writes == 0
 
 
 def test_a_pin_stays_as_it_is(folder: Path) -> None:
