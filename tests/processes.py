@@ -1,12 +1,16 @@
 """Child processes of the tests: none outlives the test run."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # A process that starts another one this way takes it along when it dies, however it dies: a killed pytest leaves none.
 _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -22,3 +26,54 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Start `work()` in a child process and return its number; it ends with status 1 and a traceback on an error.
+
+    Only for programs that `run_python` has started: a process with JAX's threads must not be forked.
+    """
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
+def kill_at_every_call(
+    root: Path, calls: Sequence[tuple[Any, str]], work: Callable[[Path], object], examine: Callable[[Path], object]
+) -> int:
+    """Let `work(folder)` be killed at its first call of any of these functions, its second one, ...: until it is not.
+
+    Each time in a folder of its own, which `examine` looks at afterwards. Returns how many calls there were.
+    """
+
+    def work_until(folder: Path, last: int) -> None:
+        seen = itertools.count(1)
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if next(seen) == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+
+            return call
+
+        for owner, name in calls:
+            setattr(owner, name, counted(getattr(owner, name)))
+        work(folder)
+
+    for last in itertools.count(1):
+        folder = root / str(last)
+        folder.mkdir()
+        status = os.waitpid(forked(partial(work_until, folder, last)), 0)[1]
+        examine(folder)
+        if not status:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL, (last, status)
+    return last - 1

@@ -364,21 +364,13 @@ def train_process(folder: Path, process: int, num_processes: int, first: int, la
 
 
 PROCESSES = """
-import os, sys, traceback
+import os, sys
+from functools import partial
 import tests.memory.test_record_checkpoint as t
+from tests.processes import forked
 folder, num, first, last = t.Path(sys.argv[1]), *map(int, sys.argv[2:])
-children = []
-for process in range(num):
-    children.append(os.fork())
-    if not children[-1]:
-        try:
-            t.train_process(folder, process, num, first, last)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+each = [partial(t.train_process, folder, process, num, first, last) for process in range(num)]
+sys.exit(any([os.waitpid(child, 0)[1] for child in map(forked, each)]))
 """
 
 
@@ -419,20 +411,13 @@ def train_and_save(folder: Path, last: int) -> None:
 
 
 KILLED = """
-import os, random, signal, sys, time, traceback
+import os, random, signal, sys, time
 import tests.memory.test_record_checkpoint as t
+from tests.processes import forked
 folder, last, kills, resumed, rng = t.Path(sys.argv[1]), int(sys.argv[2]), 0, [], random.Random(0)
 while True:
     (folder / "resumed").unlink(missing_ok=True)
-    child = os.fork()
-    if not child:
-        try:
-            t.train_and_save(folder, last)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+    child = forked(lambda: t.train_and_save(folder, last))
     ended = (0, 0)
     if kills < 5:
         while not (folder / "resumed").exists() and ended == (0, 0):

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from jmoe.memory import direct_io
+from jmoe.memory import direct_io, version_store
 from jmoe.memory.record_store import PackError, RecordLayout
 from jmoe.memory.version_store import PINS, SEAL, SYNC_EVERY, Version, VersionStore
 from tests.damage import flip
@@ -360,88 +361,66 @@ def test_mounts(tmp_path: Path) -> None:
     assert not direct_io._is_byte_addressable(tmp_path, tmp_path / "none")
 
 
-KILLED = """
-import os, pathlib, signal, sys, warnings
-import tests.memory.test_version_store as t
-from jmoe.memory import version_store
-version_store.SYNC_EVERY = 3
-seen = limit = 0
-
-def counted(real):
-    def call(*args, **options):
-        global seen
-        seen += 1
-        if seen == limit:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-    return call
-
-def work(folder):
-    for owner, name in ((os, "pwritev"), (os, "fdatasync"), (os, "fsync"), (os, "link"), (pathlib.Path, "rename"),
-                        (pathlib.Path, "unlink"), (os, "posix_fallocate")):
-        setattr(owner, name, counted(getattr(owner, name)))
+def write_pin_and_restore(folder: Path) -> None:
+    """Four rounds of writes, each synced; a pin after the second, to which the third goes back. All is logged."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    store = t.open_store(folder)
-    for round_ in range(1, 5):
-        for index in range(t.NUM_RECORDS):
-            os.write(log, f"begun {index} {round_}\\n".encode())
-            t.put(store, index, round_)
-        store.sync()
-        os.write(log, f"synced {round_}\\n".encode())
-        if round_ == 2:
-            store.pin("2")
-            os.write(log, b"pinned\\n")
-        if round_ == 3:
-            store.restore(t.pinned(folder, "2"))
-            os.write(log, b"restored\\n")
-    store.close()
+    with mock.patch.object(version_store, "SYNC_EVERY", 3):
+        store = open_store(folder)
+        for round_ in range(1, 5):
+            for index in range(NUM_RECORDS):
+                os.write(log, f"begun {index} {round_}\n".encode())
+                put(store, index, round_)
+            store.sync()
+            os.write(log, f"synced {round_}\n".encode())
+            if round_ == 2:
+                store.pin("2")
+                os.write(log, b"pinned\n")
+            if round_ == 3:
+                store.restore(pinned(folder, "2"))
+        store.close()
 
-def examine(folder):
-    lines = (folder / "log").read_text().split("\\n") if (folder / "log").exists() else []
+
+def examine(folder: Path) -> None:
+    """Whole versions, none older than the last sync, and the pin as it was; the store can be written to."""
+    lines = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
     synced = max([int(line.split()[1]) for line in lines if line.startswith("synced")], default=0)
-    restoring = "synced 3" in lines
-    with t.open_store(folder) as store:
-        for index in range(t.NUM_RECORDS):
-            begun = max([int(l.split()[2]) for l in lines if l.startswith(f"begun {index}")], default=0)
-            if index in t.missing(store):
+    with open_store(folder) as store:
+        for index in range(NUM_RECORDS):
+            begun = max([int(line.split()[2]) for line in lines if line.startswith(f"begun {index}")], default=0)
+            if index in missing(store):
                 assert synced == 0, (index, lines)
                 continue
-            value = t.got(store, index)
-            assert 2 <= value <= 4 if restoring else synced <= value <= begun, (index, value, lines)
+            value = got(store, index)
+            least, most = (2, 4) if "synced 3" in lines else (synced, begun)  # from then on it is restored
+            assert least <= value <= most, (index, value, lines)
         if "pinned" in lines:
-            files = t.pinned(folder, "2")
-            assert [t.got(store, i, files[i]) for i in range(t.NUM_RECORDS)] == [2.0] * t.NUM_RECORDS
+            files = pinned(folder, "2")
+            assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [2.0] * NUM_RECORDS
             store.restore(files)
-            assert [t.got(store, i) for i in range(t.NUM_RECORDS)] == [2.0] * t.NUM_RECORDS
-        for index in range(t.NUM_RECORDS):
-            t.put(store, index, 50)
-            assert t.got(store, index) == 50
+            assert [got(store, index) for index in range(NUM_RECORDS)] == [2.0] * NUM_RECORDS
+        for index in range(NUM_RECORDS):
+            put(store, index, 50)
+            assert got(store, index) == 50
 
-for limit in range(1, 1000):
-    folder = pathlib.Path(sys.argv[1]) / str(limit)
-    folder.mkdir()
-    warnings.simplefilter("ignore")
-    child = os.fork()
-    if not child:
-        try:
-            work(folder)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    examine(folder)
-    if status == 0:
-        print("survived", limit)
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL, (limit, status)
+
+KILLED_AT = [
+    *((os, name) for name in ("pwritev", "fdatasync", "fsync", "link", "posix_fallocate")),
+    (Path, "rename"),
+    (Path, "unlink"),
+]
+KILLED = """
+import pathlib, sys
+import tests.memory.test_version_store as t
+from tests.processes import kill_at_every_call
+print(kill_at_every_call(pathlib.Path(sys.argv[1]), t.KILLED_AT, t.write_pin_and_restore, t.examine))
 """
 
 
 def test_killed_at_every_step(run_python: Run, tmp_path: Path) -> None:
-    """SIGKILL at every write, flush, rename and link: whole versions, none older than the last sync, pins intact."""
+    """SIGKILL at every write, flush, rename and link."""
     done = run_python(["-c", KILLED, tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[1]) > 100
+    assert int(done.stdout) > 100
 
 
 def test_killed_at_any_moment(start_python: Start, tmp_path: Path) -> None:
