@@ -32,6 +32,7 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import Checkpoints
+from tests import damage
 from tests.faults import FailingDisk
 from tests.processes import kill_group
 from tests.train_runs import Run, Start, TrainRuns, committed, losses
@@ -316,11 +317,7 @@ def kind_of(path: Path, root: Path) -> str:
 def flip(path: Path, rng: random.Random) -> str:
     """Flip one bit of a file in place; says which."""
     bit = rng.randrange(8 * path.stat().st_size)
-    with path.open("r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0] ^ (1 << bit % 8)
-        file.seek(bit // 8)
-        file.write(bytes([byte]))
+    damage.flip(path, bit // 8, bit % 8)
     return f"bit {bit} of {path}"
 
 
