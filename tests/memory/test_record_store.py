@@ -449,8 +449,8 @@ def examine(folder: Path) -> None:
             whole.append(fingerprint)
     assert len(whole) == 1 or not (folder / "first").exists()
     assert whole == ["b"] or not (folder / "second").exists()
-    with pack(folder, fill_other, "b") as store:
-        check_content(store, seed=1)
+    with pack(folder, fingerprint="c") as store:
+        check_content(store)
         assert list(folder.glob("records-*.bin")) == [store.path]
 
 
