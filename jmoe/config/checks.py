@@ -13,18 +13,28 @@ def check(ok: bool, name: str, value: object, constraint: str) -> None:
         raise ValueError(f"{name} = {value!r}: {constraint}")
 
 
+def check_field(ok: bool, config: object, name: str, constraint: str) -> None:
+    """Check a field of `config` as `check` does. name: of the field, or `section.field`."""
+    check(ok, name, getattr(config, name.rpartition(".")[2]), constraint)
+
+
 def positive(config: object, *names: str) -> None:
     """Check that each of these fields is greater than 0."""
     for name in names:
-        value = getattr(config, name)
-        check(value > 0, name, value, "must be greater than 0")
+        check_field(getattr(config, name) > 0, config, name, "must be greater than 0")
 
 
 def not_negative(config: object, *names: str) -> None:
     """Check that none of these fields is negative."""
     for name in names:
+        check_field(getattr(config, name) >= 0, config, name, "must not be negative")
+
+
+def positive_or_none(config: object, *names: str) -> None:
+    """Check that each of these fields is None or greater than 0."""
+    for name in names:
         value = getattr(config, name)
-        check(value >= 0, name, value, "must not be negative")
+        check(value is None or value > 0, name, value, "must be greater than 0, or None")
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, positive
+from jmoe.config.checks import check_field, positive
 
 Policy = Literal["auto", "resident", "ring", "experts"]
 
@@ -34,10 +34,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive(self, "max_batch", "prefill_chunk_tokens")
         enough = self.max_seq_len is None or self.max_seq_len >= 2
-        check(enough, "max_seq_len", self.max_seq_len, "must be at least 2, a token of prompt and one of output")
-        known = self.estimator in ("router", "counts", None)
-        check(known, "estimator", self.estimator, "must be router, counts or None")
+        check_field(enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output")
+        check_field(self.estimator in ("router", "counts", None), self, "estimator", "must be router, counts or None")
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
         fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
-        constraint = f"must be at least {chunk}, a chunk of one prompt"
-        check(fits, "max_prefill_tokens", self.max_prefill_tokens, constraint)
+        check_field(fits, self, "max_prefill_tokens", f"must be at least {chunk}, a chunk of one prompt")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive, positive_or_none
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 LayerKind = Literal["dense", "moe"]
@@ -38,11 +38,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         literals(self)
         not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
-        check(0 <= self.jitter_noise < 1, "jitter_noise", self.jitter_noise, "must be in [0, 1)")
+        check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
         positive(self, "n_group", "topk_group", "routed_scaling_factor")
-        check(
-            self.topk_group <= self.n_group, "topk_group", self.topk_group, f"must not exceed n_group = {self.n_group}"
-        )
+        check_field(self.topk_group <= self.n_group, self, "topk_group", f"must not exceed n_group = {self.n_group}")
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
         literals(self)
-        check(
-            self.output_initializer_range is None or self.output_initializer_range > 0,
-            "output_initializer_range",
-            self.output_initializer_range,
-            "must be greater than 0, or None",
-        )
+        positive_or_none(self, "output_initializer_range")
         check_routing(self.num_experts, self.num_experts_per_tok, self.router)
-        check(
-            self.capacity_factor is None or self.capacity_factor > 0,
-            "capacity_factor",
-            self.capacity_factor,
-            "must be greater than 0, or None for dropless",
-        )
+        fits = self.capacity_factor is None or self.capacity_factor > 0
+        check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
 
 
 def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
@@ -84,9 +73,7 @@ def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConf
     check(1 <= k <= num_experts, name, k, f"must be between 1 and num_experts = {num_experts}")
     check(router.kind != "switch" or k == 1, name, k, "must be 1 for router.kind = 'switch'")
     check(router.kind != "gshard" or k == 2, name, k, "must be 2 for router.kind = 'gshard'")
-    check(
-        num_experts % router.n_group == 0, "router.n_group", router.n_group, f"must divide num_experts = {num_experts}"
-    )
+    check_field(num_experts % router.n_group == 0, router, "router.n_group", f"must divide num_experts = {num_experts}")
     reachable = num_experts // router.n_group * router.topk_group
     limit = f"must not exceed the {reachable} experts in router.topk_group = {router.topk_group} groups"
     check(router.kind != "group_limited" or k <= reachable, name, k, limit)
@@ -114,11 +101,8 @@ class YarnConfig:
     def __post_init__(self) -> None:
         positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         not_negative(self, "mscale", "mscale_all_dim")
-        check(
-            self.beta_slow <= self.beta_fast, "beta_slow", self.beta_slow, f"must not exceed beta_fast {self.beta_fast}"
-        )
-        factor = self.attention_factor
-        check(factor is None or factor > 0, "attention_factor", factor, "must be greater than 0, or None")
+        check_field(self.beta_slow <= self.beta_fast, self, "beta_slow", f"must not exceed beta_fast {self.beta_fast}")
+        positive_or_none(self, "attention_factor")
 
     def magnitude(self, mscale: float = 1.0) -> float:
         """Return 0.1 mscale ln(factor) + 1: how much longer contexts sharpen attention."""
@@ -203,49 +187,35 @@ class ModelConfig:
         check(set(types) <= set(LAYER_TYPES), "layer_types", types, f"must each be one of {', '.join(LAYER_TYPES)}")
         sliding = "sliding_attention" in types
         check(not sliding or self.sliding_window is not None, "sliding_window", None, "is needed by layer_types")
-        clip = self.clip_qkv
-        check(clip is None or clip > 0, "clip_qkv", clip, "must be greater than 0, or None")
-        yarn = self.rope_scaling
-        check(yarn is None or self.position == "rope", "rope_scaling", yarn, "needs position = 'rope'")
+        positive_or_none(self, "clip_qkv")
+        rope = self.position == "rope"
+        check_field(self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'")
         if self.kv_lora_rank is not None:
             positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            check(self.q_lora_rank is None or self.q_lora_rank > 0, "q_lora_rank", self.q_lora_rank, "must be above 0")
-            check(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "must be even")
+            check_field(self.q_lora_rank is None or self.q_lora_rank > 0, self, "q_lora_rank", "must be above 0")
+            check_field(self.qk_rope_head_dim % 2 == 0, self, "qk_rope_head_dim", "must be even")
             check(heads == groups, "num_key_value_heads", groups, f"must be {heads} for latent attention")
-            for name, plain in (
-                ("qk_norm", "none"),
-                ("clip_qkv", None),
-                ("qkv_bias", False),
-                ("attention_sinks", False),
-            ):
-                value = getattr(self, name)
-                check(value == plain, name, value, "is not part of latent attention")
-            check(self.position == "rope", "position", self.position, "must be 'rope' for latent attention")
+            plain = {"qk_norm": "none", "clip_qkv": None, "qkv_bias": False, "attention_sinks": False}
+            for name, value in plain.items():
+                check_field(getattr(self, name) == value, self, name, "is not part of latent attention")
+            check_field(rope, self, "position", "must be 'rope' for latent attention")
             return
-        check(not self.rope_interleave, "rope_interleave", self.rope_interleave, "needs latent attention")
-        if self.head_dim is None:
-            check(
-                self.hidden_size % heads == 0,
-                "num_attention_heads",
-                heads,
-                f"must divide hidden_size = {self.hidden_size} when head_dim is not given",
-            )
-        check(
-            self.position != "rope" or self.dim_per_head % 2 == 0,
-            "head_dim",
-            self.dim_per_head,
-            "must be even for rotary positions",
-        )
+        check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
+        divides = self.head_dim is not None or self.hidden_size % heads == 0
+        constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
+        check(divides, "num_attention_heads", heads, constraint)
+        even = not rope or self.dim_per_head % 2 == 0
+        check(even, "head_dim", self.dim_per_head, "must be even for rotary positions")
 
     def _check_experts(self) -> None:
         _ = self.moe  # raises `ValueError` for what does not fit
         layers = self.num_hidden_layers
         inside = all(0 <= layer < layers for layer in self.mlp_only_layers)
-        check(inside, "mlp_only_layers", self.mlp_only_layers, f"must lie between 0 and {layers - 1}")
+        check_field(inside, self, "mlp_only_layers", f"must lie between 0 and {layers - 1}")
         first, step = self.first_k_dense_replace, self.decoder_sparse_step
         check(first < layers, "first_k_dense_replace", first, f"must be less than num_hidden_layers = {layers}")
         check(step <= layers - first, "decoder_sparse_step", step, f"must not exceed the {layers - first} layers left")
-        check(self.num_moe_layers > 0, "mlp_only_layers", self.mlp_only_layers, "must leave a layer with experts")
+        check_field(self.num_moe_layers > 0, self, "mlp_only_layers", "must leave a layer with experts")
         gate, shared = self.shared_expert_gate, self.shared_expert_intermediate_size
         check(not gate or shared > 0, "shared_expert_gate", gate, "needs shared_expert_intermediate_size")
 

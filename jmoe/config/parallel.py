@@ -19,14 +19,11 @@ SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {"columns": ("hidden_size", 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices as (data, expert_inter, expert_intra).
+    """Devices as (data, expert_inter, expert_intra)."""
 
-    data = 0: whatever the other two leave. expert_intra = 0: the devices of a host, so that expert_inter counts hosts.
-    """
-
-    data: int = 0
+    data: int = 0  # 0: whatever the other two leave
     expert_inter: int = 1  # across nodes
-    expert_intra: int = 1  # inside a node
+    expert_intra: int = 1  # inside a node; 0: the devices of a host, so that expert_inter counts hosts
 
     def __post_init__(self) -> None:
         not_negative(self, "data", "expert_intra")
@@ -45,17 +42,14 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """Traffic between devices: its form and its order.
-
-    The last four are what the papers' figures compare with: presets of `configs/ablations.py` set them, the command
-    line does not.
-    """
+    """Traffic between devices: its form and its order."""
 
     exchange: ExchangeChoice = "auto"  # of tokens with their experts; dedup: a token crosses once to a node
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
     # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense parameter
     embedding: EmbeddingChoice = "auto"
     chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
+    # what the papers' figures compare with: presets of `configs/ablations.py` set these, the command line does not
     hierarchical: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
     fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own

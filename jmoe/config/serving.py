@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jmoe.config.checks import check, positive
+from jmoe.config.checks import check_field, not_negative, positive
 from jmoe.config.engine import EngineConfig
 
 
@@ -35,7 +35,7 @@ class ServeConfig:
     dry_run: bool = False  # print what will lie where, from the headers of the weights alone, and exit
 
     def __post_init__(self) -> None:
-        check(0 <= self.port < 65536, "port", self.port, "must be between 0 and 65535")
-        check(self.max_waiting >= 0, "max_waiting", self.max_waiting, "must not be negative")
+        check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
+        not_negative(self, "max_waiting")
         positive(self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections")
         positive(self, "header_timeout_s", "body_timeout_s", "send_timeout_s")

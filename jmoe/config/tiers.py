@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,14 +49,11 @@ class TiersConfig:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A data sheet's figures of a device: what it has at most, not what programs reach.
-
-    flops: dense products in bfloat16 with float32 sums. link_bytes_per_s: PCIe, one way.
-    """
+    """A data sheet's figures of a device: what it has at most, not what programs reach."""
 
     device_bytes: int
-    flops: float
-    link_bytes_per_s: float
+    flops: float  # dense products in bfloat16 with float32 sums
+    link_bytes_per_s: float  # PCIe, one way
     memory_bytes_per_s: float
 
 
@@ -71,17 +69,13 @@ TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """Describe the machine that the planner (`--plan`, tiers `auto`) plans for.
+    """Describe the machine that the planner (`--plan`, tiers `auto`) plans for."""
 
-    accelerator: takes device_bytes, flops, link_bytes_per_s and memory_bytes_per_s from the data sheet where they are
-    0; without one they are those of a device that shares the host's memory, of two CPU cores. host_bytes, nvme_bytes
-    of 0: what is free here.
-    """
-
+    # its data sheet has what is 0 of the device; "": two CPU cores, a device that shares the host's memory
     accelerator: Literal["", "a100-40gb", "a100", "h100", "h200"] = ""
     device_bytes: int = 0
-    host_bytes: int = 0
-    nvme_bytes: int = 0
+    host_bytes: int = 0  # 0: what is free here
+    nvme_bytes: int = 0  # 0: what is free here
     flops: float = 0.0  # that products reach
     link_bytes_per_s: float = 0.0  # between host and device
     memory_bytes_per_s: float = 0.0  # of the device
@@ -96,10 +90,5 @@ class MachineConfig:
 
     def device(self) -> Accelerator:
         """Return the device's figures: those given, else the accelerator's."""
-        nominal = ACCELERATORS.get(self.accelerator, TWO_CORES)
-        return Accelerator(
-            self.device_bytes or nominal.device_bytes,
-            self.flops or nominal.flops,
-            self.link_bytes_per_s or nominal.link_bytes_per_s,
-            self.memory_bytes_per_s or nominal.memory_bytes_per_s,
-        )
+        nominal = dataclasses.asdict(ACCELERATORS.get(self.accelerator, TWO_CORES))
+        return Accelerator(**{name: getattr(self, name) or figure for name, figure in nominal.items()})

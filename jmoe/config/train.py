@@ -1,8 +1,7 @@
-"""Every setting of a training run and every check of a user's value. Standard library only.
+"""Every setting of a training run. Standard library only.
 
-A config is a tree of frozen dataclasses. `__post_init__` checks what one dataclass can know alone;
-`TrainConfig.check_devices` what needs the number of devices. A bad value raises `ValueError` that names the
-field, the value and the constraint, before anything is compiled or written.
+`__post_init__` checks what one frozen dataclass can know alone; `TrainConfig.check_devices` what needs the number of
+devices. A bad value raises `ValueError` before anything is compiled or written.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jmoe.config.checks import check, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive
 from jmoe.config.model import ModelConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig
 from jmoe.config.tiers import MachineConfig, TiersConfig
@@ -40,21 +39,14 @@ class DataConfig:
     prefetch_batches: int = 2
 
     def __post_init__(self) -> None:
-        check(
-            not self.weights or len(self.weights) == len(self.path),
-            "data.weights",
-            self.weights,
-            f"needs one weight per data.path, of which there are {len(self.path)}",
-        )
-        check(bool(self.encoding), "data.encoding", self.encoding, "needs at least one encoding")
+        weighted, paths = not self.weights or len(self.weights) == len(self.path), len(self.path)
+        check_field(weighted, self, "data.weights", f"needs one weight per data.path, of which there are {paths}")
+        check_field(bool(self.encoding), self, "data.encoding", "needs at least one encoding")
+        constraint = "must be a text encoding of Python, e.g. utf-8, latin-1"
         for name in self.encoding:
-            check(
-                _is_text_encoding(name), "data.encoding", name, "must be a text encoding of Python, e.g. utf-8, latin-1"
-            )
-        check(all(w > 0 for w in self.weights), "data.weights", self.weights, "must all be greater than 0")
-        check(
-            0 < self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction, "must be between 0 and 1"
-        )
+            check(_is_text_encoding(name), "data.encoding", name, constraint)
+        check_field(all(w > 0 for w in self.weights), self, "data.weights", "must all be greater than 0")
+        check_field(0 < self.held_out_fraction < 1, self, "data.held_out_fraction", "must be between 0 and 1")
         positive(self, "held_out_bytes", "prefetch_batches")
 
 
@@ -86,7 +78,7 @@ class OptimizerConfig:
         not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
         literals(self)
         for name in ("beta1", "beta2"):
-            check(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
+            check_field(0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)")
         fraction = self.final_learning_rate_fraction
         check(0 <= fraction <= 1, "optimizer.final_learning_rate_fraction", fraction, "must be between 0 and 1")
 
@@ -124,19 +116,13 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
-        is_set = [v is not None for v in (self.coordinator_address, self.num_processes, self.process_id)]
-        if any(is_set) and not all(is_set):
-            names = ("coordinator_address", "num_processes", "process_id")
-            missing = ", ".join(f"distributed.{n}" for n, g in zip(names, is_set, strict=True) if not g)
-            raise ValueError(f"{missing} = None: coordinator_address, num_processes and process_id go together")
+        names = ("coordinator_address", "num_processes", "process_id")
+        missing = [f"distributed.{name}" for name in names if getattr(self, name) is None]
+        check(len(missing) in (0, 3), ", ".join(missing), None, f"{names[0]}, {names[1]} and {names[2]} go together")
         if self.num_processes is not None and self.process_id is not None:
-            check(self.num_processes >= 1, "distributed.num_processes", self.num_processes, "must be at least 1")
-            check(
-                0 <= self.process_id < self.num_processes,
-                "distributed.process_id",
-                self.process_id,
-                f"must be between 0 and num_processes - 1 = {self.num_processes - 1}",
-            )
+            check_field(self.num_processes >= 1, self, "distributed.num_processes", "must be at least 1")
+            constraint = f"must be between 0 and num_processes - 1 = {self.num_processes - 1}"
+            check_field(0 <= self.process_id < self.num_processes, self, "distributed.process_id", constraint)
 
 
 @dataclass(frozen=True)
@@ -152,7 +138,7 @@ class ProfileConfig:
             return None
         first, colon, last = self.steps.partition(":")
         ok = colon == ":" and first.isdigit() and last.isdigit() and int(first) < int(last)
-        check(ok, "profile.steps", self.steps, "must read FIRST:LAST with FIRST < LAST, e.g. 10:13")
+        check_field(ok, self, "profile.steps", "must read FIRST:LAST with FIRST < LAST, e.g. 10:13")
         return int(first), int(last)
 
 
@@ -187,26 +173,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
         literals(self)
-        check(0 <= self.seed < 2**31, "seed", self.seed, "must be between 0 and 2**31 - 1")
-        check(
-            self.model.position != "learned" or self.sequence_length <= self.model.max_position_embeddings,
-            "sequence_length",
-            self.sequence_length,
-            f"must not exceed model.max_position_embeddings = {self.model.max_position_embeddings}",
-        )
-        check(
-            self.tiers.on_device or self.model.num_moe_layers > 0,
-            "tiers",
-            (self.tiers.experts, self.tiers.optimizer),
-            "must be device for a model without experts",
-        )
+        check_field(0 <= self.seed < 2**31, self, "seed", "must be between 0 and 2**31 - 1")
+        positions = self.model.max_position_embeddings
+        fits = self.model.position != "learned" or self.sequence_length <= positions
+        constraint = f"must not exceed model.max_position_embeddings = {positions}"
+        check_field(fits, self, "sequence_length", constraint)
+        tiers = self.tiers.experts, self.tiers.optimizer
+        has_experts = self.tiers.on_device or self.model.num_moe_layers > 0
+        check(has_experts, "tiers", tiers, "must be device for a model without experts")
         span = self.profile.span()
-        check(
-            span is None or span[1] <= self.num_steps,
-            "profile.steps",
-            self.profile.steps,
-            f"must end by num_steps = {self.num_steps}",
-        )
+        ends = span is None or span[1] <= self.num_steps
+        check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")
 
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
         """Return the mesh's shape for this many devices; raise `ValueError` if the run cannot be split over them.
@@ -214,28 +191,20 @@ class TrainConfig:
         devices_per_host: 0 where it is not known or hosts differ.
         """
         shape = self.mesh.shape(num_devices, devices_per_host)
-        share = num_devices * self.gradient_accumulation_steps
-        check(
-            self.batch_size % share == 0,
-            "batch_size",
-            self.batch_size,
-            f"must be a multiple of {num_devices} devices x {self.gradient_accumulation_steps} accumulation steps",
-        )
+        parts = self.gradient_accumulation_steps
+        constraint = f"must be a multiple of {num_devices} devices x {parts} accumulation steps"
+        check_field(self.batch_size % (num_devices * parts) == 0, self, "batch_size", constraint)
         if not self.tiers.on_device and num_devices > 1:
             why = "with experts on other tiers: every device then has experts of its own"
             check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {why}")
             fused = self.comm.fuse_dense or not self.comm.shard_dense
-            check(fused, "comm.fuse_dense", self.comm.fuse_dense, "must be True with experts on other tiers")
+            check_field(fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers")
         experts = shape[1] * shape[2]
-        check(
-            self.model.num_experts % experts == 0,
-            "model.num_experts",
-            self.model.num_experts,
-            f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}",
-        )
+        constraint = f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}"
+        check_field(self.model.num_experts % experts == 0, self.model, "model.num_experts", constraint)
         for name in () if self.comm.embedding == "auto" else SPLIT_SIZES.get(self.comm.embedding, ()):
             constraint = f"must be a multiple of {num_devices}: comm.embedding = {self.comm.embedding!r} splits it"
-            check(getattr(self.model, name) % num_devices == 0, f"model.{name}", getattr(self.model, name), constraint)
+            check_field(getattr(self.model, name) % num_devices == 0, self.model, f"model.{name}", constraint)
         return shape
 
     def evaluates_after(self, steps: int) -> bool:
