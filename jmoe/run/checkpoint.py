@@ -1,17 +1,13 @@
 """Checkpoints: asynchronous, atomic, sealed by a manifest of sizes and CRC-32s.
 
-A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data` (the data iterator's state,
-JSON), `config` (the resolved configuration, JSON), with experts on tiers `records`, and the run's tokenizer. Before
-Orbax renames the folder into place, `manifest.json` is added: every file's size and CRC-32, every array's dtype and
-shape. Orbax syncs the array files only, so everything else is synced here: a step that has its final name is complete
-on disk, and damage that happens later is noticed.
-
-Processes share the folder. Orbax's own barriers are kept off the devices (they would be collectives, issued from
-background threads, in another order than the training step's) by naming the active processes explicitly.
+A step is one folder, `DIRECTORY/STEP`, with the items `state` (arrays, OCDBT), `data`, `config` (JSON), with experts on
+tiers `records`, and the run's tokenizer. Orbax syncs the array files only, so everything else is synced here, before
+Orbax renames the folder into place: a step that has its final name is complete on disk. Processes share the folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -81,10 +77,10 @@ class Checkpoints:
         self._bytes = 0  # of its arrays
         self._meetings = 0  # of all processes, by `wait_for_records`
         self._files: dict[str, bytes] = {}  # that go with it
-        processes = jax.process_count()
-        self._processes = ocp.options.MultiprocessingOptions(
-            active_processes=set(range(processes)) if processes > 1 else None
-        )
+        # Orbax's barriers between all processes would be collectives, which background threads issue in another order
+        # than the training step's; between processes that are named they keep off the devices.
+        named = set(range(jax.process_count())) if jax.process_count() > 1 else None
+        self._processes = ocp.options.MultiprocessingOptions(active_processes=named)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -100,10 +96,10 @@ class Checkpoints:
         return [step for step in self._all_steps() if self._incomplete(step) is None]
 
     def latest_step(self) -> int | None:
-        """Return the newest complete step; incomplete ones (half-deleted, half-copied) are skipped with a printed line.
+        """Return the newest complete step, the same on every process; None if there are no steps.
 
-        Process 0 looks and tells the others. A step some of whose records are whole neither on this machine nor in the
-        step is skipped by all. None if there are no steps; `ValueError` if all of them were skipped.
+        Steps that are incomplete, or some of whose records are whole neither on this machine nor in the step, are
+        skipped with a printed line; `ValueError` if all of them were.
         """
         skipped = set[int]()
         while (newest := self._newest_but(skipped)) is not None:
@@ -139,8 +135,7 @@ class Checkpoints:
         newest = -1
         if jax.process_index() == 0:
             for step in sorted(set(self._all_steps()) - skipped, reverse=True):
-                reason = self._incomplete(step)
-                if reason is None:
+                if (reason := self._incomplete(step)) is None:
                     newest = step
                     break
                 self._skip(step, reason)
@@ -246,12 +241,10 @@ class Checkpoints:
         damage = damage or (f"is damaged: process {ranks[0]} names the file" if ranks else None)
         if damage is None:
             return
+        advice = "there is no intact older step"
         older = [s for s in reversed(self.steps()) if s < step and self._damage(s) is None]
-        advice = (
-            f"step {older[0]} is intact: delete {self.folder_of(step)} to go on from it"
-            if older
-            else "there is no intact older step"
-        )
+        if older:
+            advice = f"step {older[0]} is intact: delete {self.folder_of(step)} to go on from it"
         raise ValueError(f"checkpoint {self.folder_of(step)} {damage}; {advice}")
 
     def _check_arrays(self, step: int, wanted: dict[str, Any], but: Collection[str]) -> None:
@@ -281,7 +274,6 @@ class Checkpoints:
     ) -> None:
         """Start saving `step`; returns once the arrays are copied to the host, so `state` may be donated.
 
-        (On CPU the host's view *is* the array: JAX does not donate a buffer that is viewed, the next step copies it.)
         Waits first for the previous save. `OSError` if that one failed, or this one could not begin. Saving again the
         step saved last does nothing. files: by name, written to the step's folder with the rest.
         """
@@ -290,13 +282,10 @@ class Checkpoints:
             return
         self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         manager = self._open()
-        if self.folder_of(step).exists():
-            raise ValueError(f"step = {step}: already saved in {self.directory}")
+        check(not self.folder_of(step).exists(), "step", step, f"already saved in {self.directory}")
         newest = max(self._all_steps(), default=step)
-        if newest > step:  # Orbax would keep that one and delete this
-            raise ValueError(
-                f"step = {step}: {self.directory} has got step {newest} meanwhile, which this run did not save"
-            )
+        constraint = f"{self.directory} has got step {newest} meanwhile, which this run did not save"
+        check(newest <= step, "step", step, constraint)  # Orbax would keep that one and delete this
         names, leaves, _ = named_leaves(state)
         self._files = dict(files or {})
         self._step, self._arrays = step, {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)}
@@ -395,10 +384,8 @@ class Checkpoints:
         """Move incomplete steps: Orbax would count them among those to keep, and refuse to write them again."""
         for step in self._all_steps():
             if self._incomplete(step) is not None or step in self._without_records:
-                for number in range(1, sys.maxsize):
-                    aside = self.directory / f"incomplete-{step}-{number}"
-                    if not aside.exists():
-                        break
+                names = (self.directory / f"incomplete-{step}-{number}" for number in itertools.count(1))
+                aside = next(name for name in names if not name.exists())
                 self.folder_of(step).rename(aside)
                 print(f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True)
 
@@ -477,18 +464,14 @@ class Checkpoints:
 
     def _sum_own_files(self, rank: int) -> None:
         """Take the sums of the arrays' files that this process wrote, for process 0 to put in the manifest."""
-        folder = self._writing()
-        own = (
-            {}
-            if folder is None
-            else {
-                f"state/{path.relative_to(item)}": [path.stat().st_size, crc32(path)]
-                for item in folder.glob("state*")  # Orbax gives it its final name later
-                for path in files_of(item / f"ocdbt.process_{rank}")
-            }
-        )
-        if folder is not None:
-            (folder / f"files-{rank}.json").write_text(json.dumps(own))
+        if (folder := self._writing()) is None:
+            return
+        own = {
+            f"state/{path.relative_to(item)}": [path.stat().st_size, crc32(path)]
+            for item in folder.glob("state*")  # Orbax gives it its final name later
+            for path in files_of(item / f"ocdbt.process_{rank}")
+        }
+        (folder / f"files-{rank}.json").write_text(json.dumps(own))
 
     def _seal(self) -> None:
         """Add the manifest and sync every file and folder: process 0, when all is written and before the rename."""
@@ -500,11 +483,11 @@ class Checkpoints:
         for listed in folder.glob("files-*.json"):
             files |= json.loads(listed.read_text())
             listed.unlink()
+        written_once_more = ("_CHECKPOINT_METADATA", "commit_success.txt")
         for path in files_of(folder):
             name = str(path.relative_to(folder))
-            if is_record(path.relative_to(folder)):
-                continue  # it has a sum of its own
-            if name not in files and name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written once more
+            has_own_sum = name in files or is_record(path.relative_to(folder))
+            if not has_own_sum and name not in written_once_more:
                 files[name] = [path.stat().st_size, crc32(path)]
         write_step_manifest(folder / MANIFEST, {"step": self._step, "files": files, "arrays": self._arrays})
         for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):

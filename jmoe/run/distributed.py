@@ -1,18 +1,5 @@
 """Many processes: start together, notice who is missing, dead or stuck, and stop together at the same step.
 
-Three parts, each of which also works, and costs next to nothing, in a run of one process:
-
-    start(config.distributed)                 # before anything else touches JAX
-    with Watchdog(config.distributed) as watchdog, PreemptionSignal() as preemption:
-        for step in ...:
-            with watchdog.waiting_for("training step", step):
-                state, loss = train_step(state, batch)
-                loss.block_until_ready()
-            if preemption.requested(step):
-                break                         # the same step on every rank: save, then return
-        with watchdog.waiting_for("checkpoint", step):
-            checkpoints.save(...); checkpoints.close()
-
 Ranks talk through the key-value store of JAX's coordination service, from background threads only. What JAX does by
 itself stays in force: a rank whose heartbeats stop ends the whole run after `distributed.heartbeat_timeout_s`. An
 outside supervisor (SLURM requeue, Kubernetes JobSet) then restarts every rank, and the run resumes.
@@ -31,8 +18,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -101,40 +89,32 @@ def _leave_after_an_error(failed: bool = False, linger_s: float = 0.0) -> None:
 
 def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int, int] | None:
     """Return (coordinator address, processes, rank) of the cluster job this process belongs to, as JAX sees it."""
-    kubernetes = "KUBERNETES_SERVICE_HOST" in environment
-    if kubernetes and "JOB_COMPLETION_INDEX" not in environment:
-        return None  # a pod of its own, not one of an indexed job
-    if kubernetes:
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        if "JOB_COMPLETION_INDEX" not in environment:
+            return None  # a pod of its own, not one of an indexed job
         _need_kubernetes_client()
-    if not kubernetes and _launched(environment) == 1:
-        return None
+    else:
+        launchers = ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+        launched = [environment[name] for name in launchers if environment.get(name, "").isdigit()]
+        if not launched or int(launched[0]) == 1:
+            return None
     from jax._src.clusters import ClusterEnv  # jax.distributed.initialize() asks it too, but does not tell
 
     problem: RuntimeError | None = None
-    address = processes = rank = None
     try:
-        address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, int(timeout_s)
-        )
+        unset = (None, None, None, None, None)
+        address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(*unset, int(timeout_s))
+        if address is not None and processes is not None and rank is not None:
+            return address, processes, rank
+        if "OMPI_COMM_WORLD_SIZE" not in environment:
+            return None
     except RuntimeError as error:  # Open MPI 5 without mpi4py, a pod without the right to look around
         problem = error
-    if address is not None and processes is not None and rank is not None:
-        return address, processes, rank
-    if problem is None and "OMPI_COMM_WORLD_SIZE" not in environment:
-        return None
     raise ValueError(
         f"JAX cannot find the other processes of this job ({problem or 'unknown version of Open MPI'}); give "
         "--distributed.coordinator-address HOST:PORT, --distributed.num-processes N and --distributed.process-id I "
         "(Open MPI: $OMPI_COMM_WORLD_SIZE and $OMPI_COMM_WORLD_RANK)"
     ) from problem
-
-
-def _launched(environment: Mapping[str, str]) -> int:
-    """Return processes that `srun` or `mpirun` has started, or 1."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
-        if environment.get(name, "").isdigit():
-            return int(environment[name])
-    return 1
 
 
 def _need_kubernetes_client() -> None:
@@ -178,6 +158,7 @@ class Watchdog:
             if self._rank > 0:  # not among those that are joined: it waits for rank 0's end
                 threading.Thread(target=self._hold_line, name="line to rank 0", daemon=True).start()
 
+    @contextlib.contextmanager
     def waiting_for(
         self,
         phase: str,
@@ -186,14 +167,27 @@ class Watchdog:
         timeout_s: float | None = None,
         progress: Callable[[], object] | None = None,
         option: str = "distributed.step_timeout_s",
-    ) -> _Wait:
+    ) -> Iterator[None]:
         """Return a context that must end within `timeout_s` (this watchdog's own if not given). Contexts may nest.
 
         progress: the time counts anew whenever this value has changed, here or on another rank that waits so too; text
         is shown. option: the setting that holds the limit, for the message.
         """
         label = phase if step is None else f"{phase} {step}"
-        return _Wait(self, label, self.timeout_s if timeout_s is None else timeout_s, progress, option)
+        wait = _Wait(label, self.timeout_s if timeout_s is None else timeout_s, progress, option)
+        if progress is not None:
+            wait.seen = {self._rank: str(progress())}
+        outer, self._wait = self._wait, wait
+        self._waits += 1
+        try:
+            try:
+                yield
+            finally:
+                self._wait, self._last = outer, label
+        except Exception as error:
+            if outer is None:
+                self._failed_in(label, error)
+            raise
 
     def progress_of_rank_0(self) -> str | None:
         """Return what rank 0's present wait shows of its progress; None where it shows nothing."""
@@ -274,15 +268,15 @@ class Watchdog:
                 lines.append(f"rank {rank} is behind, at {report['at']}")
         return "; ".join(lines) or f"all {self._processes} ranks have come as far"
 
-    def _failed_in(self, wait: _Wait, error: BaseException) -> None:
+    def _failed_in(self, label: str, error: Exception) -> None:
         """Name the ranks whose silence explains this error, before it goes on its way.
 
         Where another rank explains why a collective failed, this one ends here: a traceback would say nothing more.
         """
-        if self._store is None or self._closing.is_set() or not isinstance(error, Exception):
+        if self._store is None or self._closing.is_set():
             return
         gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""  # JAX ends this process any moment
-        _say(f"rank {self._rank} failed in {wait.label}: {first_line(error)}{gone}")
+        _say(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
         before = _limited(self._reports)
         time.sleep(2.5 * self._beat_s)
         after = _limited(self._reports)
@@ -296,7 +290,7 @@ class Watchdog:
                 _say(f"{named(silent)}: no sign of life, dead or stopped")
             explained = bool(ended or silent)
         if explained and isinstance(error, jax.errors.JaxRuntimeError):
-            words = f"rank {self._rank} was at {wait.label}; ends too"
+            words = f"rank {self._rank} was at {label}; ends too"
             _say(words)
             _limited(lambda: self._publish(words, ends=False))
             self._end(stacks=False)
@@ -378,34 +372,21 @@ class Watchdog:
         return _read(self._store, NOTICES)
 
 
+@dataclass
 class _Wait:
-    """One `with watchdog.waiting_for(...)`."""
+    """One `with watchdog.waiting_for(...)`. seen: every rank's progress at the last look."""
 
-    def __init__(
-        self, watchdog: Watchdog, label: str, timeout_s: float, progress: Callable[[], object] | None, option: str
-    ) -> None:
-        self.label, self.timeout_s, self.progress, self.since = label, timeout_s, progress, 0.0
-        self.option = option
-        self.seen: dict[int, str] = {}  # every rank's progress at the last look
-        self._watchdog = watchdog
-        self._outer: _Wait | None = None
-
-    def __enter__(self) -> None:
-        self.since = time.monotonic()
-        if self.progress is not None:
-            self.seen = {self._watchdog._rank: str(self.progress())}
-        self._outer, self._watchdog._wait = self._watchdog._wait, self
-        self._watchdog._waits += 1
+    label: str
+    timeout_s: float
+    progress: Callable[[], object] | None
+    option: str
+    since: float = field(default_factory=time.monotonic)
+    seen: dict[int, str] = field(default_factory=dict)
 
     def doing(self) -> str:
         """Return what is waited for, and where that is said how far it is."""
         now = self.progress() if self.progress is not None else None
         return f"{self.label}, {now}" if isinstance(now, str) and now else self.label
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._watchdog._wait, self._watchdog._last = self._outer, self.label
-        if error is not None and self._outer is None:
-            self._watchdog._failed_in(self, error)
 
 
 def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
@@ -496,12 +477,10 @@ def _say(line: str) -> None:
 
 
 class PreemptionSignal:
-    """SIGTERM, SIGUSR1 (SLURM's warning before a time limit) and Ctrl-C ask the run to stop; all ranks stop after one
-    step.
+    """Context manager: SIGTERM, SIGUSR1 (SLURM before a time limit) and Ctrl-C stop all ranks after one step.
 
     The handlers only take note, so a second signal does not disturb the save that follows: leave the context when the
-    save is done. A process that was asked to stop ignores SIGTERM and SIGUSR1 from then on. A second Ctrl-C ends the
-    process at once, also while the main thread is inside XLA.
+    save is done. SIGTERM and SIGUSR1 are ignored from then on. A second Ctrl-C ends the process at once.
 
     A rank that learns of a signal, its own or another's, publishes the step it has reached. Once all have, the run
     stops after step max(published) + 1 + steps_in_flight. No rank can get past that step without having read all of
@@ -528,7 +507,7 @@ class PreemptionSignal:
         self._previous_fd = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         for number in self.SIGNALS:
             if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # a background job's
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, lambda *_: self._asked.set())
         threading.Thread(target=self._hear, name="signals", daemon=True).start()
         if self._store is not None:
             threading.Thread(target=self._listen, name="preemption", daemon=True).start()
@@ -538,13 +517,9 @@ class PreemptionSignal:
         self._closing.set()
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if number is signal.SIGINT else signal.SIG_IGN
-            signal.signal(number, after if self.asked() else previous)
+            signal.signal(number, after if self._asked.is_set() else previous)
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._tell)
-
-    def asked(self) -> bool:
-        """Return whether a signal has come to this rank or another has told of one. Ranks may differ for a moment."""
-        return self._asked.is_set()
 
     def requested(self, step: int) -> bool:
         """Return whether the run is to stop after `step`, just finished: the same for the same step on every rank."""
@@ -560,9 +535,6 @@ class PreemptionSignal:
             if len(steps) == jax.process_count():
                 self._stop_step = max(steps.values()) + self._margin_steps
         return self._stop_step is not None and step >= self._stop_step
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._asked.set()
 
     def _hear(self) -> None:
         """Answer signals as they come."""

@@ -1,20 +1,9 @@
 """What a run records and shows while it trains: `metrics.jsonl`, TensorBoard events and the progress line.
 
-Steps are numbered from 0: record `step` is written when that step is done, and a run resumed at `start_step`
-writes `start_step` next. Only process 0 makes a `MetricsLog` or a `ProgressLine`.
-
-`metrics.jsonl` holds one JSON object a line:
-
-- a step: `step`, `loss`, `tokens_per_s`, `dropped_fraction`, whatever else the step measured, `"compiled": true`
-  where programs were compiled in its time (TensorBoard and the report leave its rate out), and `expert_load`,
-  one list per MoE layer with each expert's fraction of the layer's assignments (5 significant digits; left out of
-  some steps of large models, see `EXPERT_LOAD_VALUES_PER_STEP`). Other floats keep full precision, so equal
-  records mean bit-identical losses;
-- an event: `{"event": "resume", "step": s}` (steps from s on are run again: older records of them are cut) and
-  `{"event": "evaluation", "step": s, "loss": .., "bits_per_byte": ..}`, measured after s steps.
-
-The JSON is strict: a float that is not finite is written as null, and its name goes to the record's `non_finite`
-object, e.g. `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`. `read_metrics` puts such values back.
+Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressLine`. `metrics.jsonl` has a JSON object a
+line: a step's record, or an event (`resume`, `evaluation`). Floats keep full precision, so equal records mean
+bit-identical losses; one that is not finite is null, and its name is in `non_finite`, from where `read_metrics` puts it
+back: `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`.
 """
 
 from __future__ import annotations
@@ -47,6 +36,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from jmoe.config import TrainConfig
+from jmoe.data.shards import write_atomic
 from jmoe.status import duration
 
 METRICS_FILE: Final = "metrics.jsonl"
@@ -142,51 +132,23 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _repair(path: Path) -> None:
-    """Ends the file at the end of a line: a last line torn by a kill is cut, one that lacks only its end gets it."""
-    with path.open("r+b") as file:
-        end = start = file.seek(0, os.SEEK_END)
-        tail = b""
-        while start > 0 and b"\n" not in tail:
-            block_bytes = min(start, 1 << 16)
-            start -= block_bytes
-            file.seek(start)
-            tail = file.read(block_bytes) + tail
-        torn = tail[tail.rfind(b"\n") + 1 :]
-        if not torn:
-            return
-        if _parse(torn) is not None:
-            file.seek(end)
-            file.write(b"\n")
-        else:
-            file.truncate(end - len(torn))
-
-
 def _cut(path: Path, start_step: int) -> None:
-    """Take out of the file what a run that goes on at `start_step` measures again."""
+    """Take out of the file what a run that goes on at `start_step` measures again, and a last line torn by a kill."""
     if not path.is_file():
         return
     kept, void = bytearray(), False
     with path.open("rb") as file:
         for line in file:
-            record = _parse(line)
+            record, ended = _parse(line), line.endswith(b"\n")
             step = -1 if record is None else int(record.get("step", -1))
             event = record is not None and "event" in record
-            if step < start_step or (event and step == start_step > 0):
-                kept += line
-            else:
-                void = True
+            again = step >= start_step and not (event and step == start_step > 0)
+            torn = record is None and not ended
+            if not again and not torn:
+                kept += line if ended else line + b"\n"
+            void |= again or not ended
     if void:
-        path = path.resolve()  # a link stays one
-        new = path.with_name(f".{path.name}.new")
-        try:
-            with new.open("wb") as file:
-                file.write(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        write_atomic(path.resolve(), bytes(kept))  # a link stays one
 
 
 class CompiledPrograms:
@@ -292,21 +254,17 @@ class MetricsLog:
     """Appends to OUTPUT_DIR/metrics.jsonl and to TensorBoard events in OUTPUT_DIR/tensorboard/{train,evaluation}.
 
     start_step: the first step that this process will write; what the files have of later ones is cut. If it is greater
-    than 0, or the file exists, an event `resume` is written first. Each record is one `write`; a kill can tear only the
-    last line, which the next MetricsLog repairs and readers skip. Raises `OSError` with the file's name, e.g. on a full
-    disk.
+    than 0, or the file exists, an event `resume` is written first. A kill can tear only the last line, which readers
+    skip. Raises `OSError` with the file's name, e.g. on a full disk.
     """
 
     def __init__(self, output_dir: Path, *, start_step: int) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         self.path: Final = output_dir / METRICS_FILE
-        exists = self.path.exists()
-        if exists:
-            _repair(self.path)
-            _cut(self.path, start_step)
+        resumes = self.path.exists() or start_step > 0
+        _cut(self.path, start_step)
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
-            resumes = exists or start_step > 0
             folder = output_dir / TENSORBOARD_DIR
             self._train = _EventFile(folder / "train", start_step, TENSORBOARD_FLUSH_S)
             stack.callback(self._train.close)
@@ -321,9 +279,8 @@ class MetricsLog:
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the record of one step.
 
-        metrics: by name; `loss`, `tokens_per_s` and `dropped_fraction` must be there. Python and numpy scalars (they
-        also go to TensorBoard), strings, arrays and nested dicts will do.
-        `expert_load` [num_moe_layers, num_experts]: fractions of assignments; absent, None or empty without MoE.
+        metrics: by name, those `REQUIRED` among them; scalars also go to TensorBoard. `expert_load` [num_moe_layers,
+        num_experts]: fractions of assignments, written with 5 digits and left out of some steps of large models.
         """
         missing = [name for name in REQUIRED if name not in metrics]
         if missing:
@@ -453,11 +410,9 @@ def progress_line(config: TrainConfig, mesh: Mesh) -> ProgressLine:
 class ProgressLine:
     """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal, plain lines elsewhere.
 
-    Plain lines come at this process's first step, every `every_s` seconds, and at the last step. tokens/s and the
-    time left are medians of the last `RATE_STEPS` steps without this process's first step, which compiles.
-
-    num_steps: of the whole run; tokens_per_step, flops_per_token: of all devices together, for the rate and MFU =
-    tokens/s x flops_per_token / (num_devices x peak), which is shown only where `peak_flops` knows the device.
+    Plain lines come at this process's first step, every `every_s` seconds, and at the last step. Rates are medians of
+    the last `RATE_STEPS` steps without this process's first one, which compiles; tokens and FLOPs are those of all
+    devices together. MFU is shown only where `peak_flops` knows the device.
     """
 
     def __init__(

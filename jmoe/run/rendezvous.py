@@ -13,8 +13,7 @@ import time
 def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> None:
     """Return once all ranks are here; `TimeoutError` names those that are not.
 
-    Rank 0 listens at the very address that JAX's
-    coordinator takes afterwards, so no other port must be open.
+    Rank 0 listens at the very address that JAX's coordinator takes afterwards, so no other port must be open.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from jmoe.data.shards import write_atomic
 from jmoe.run.metrics import METRICS_FILE, TENSORBOARD_DIR, least_loaded, read_run
 
 REPORT_FILE: Final = "report.png"
@@ -80,10 +80,9 @@ def _load_run(path: Path) -> _Curves:
 
 
 def write_report(output_dir: Path) -> Path:
-    """Draw OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl and return its path.
+    """Draw OUTPUT_DIR/report.png from OUTPUT_DIR/metrics.jsonl, atomically, and return its path.
 
-    Four panels over the steps: loss, tokens/s, load of every expert by layer, dropped tokens. The file is replaced
-    atomically. Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
+    Raises `FileNotFoundError` without metrics.jsonl, `OSError` if the picture cannot be written.
     """
     run = _load_run(output_dir / METRICS_FILE)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04, rect=(0, 0, 1, 0.9))
@@ -103,14 +102,8 @@ def write_report(output_dir: Path) -> Path:
         draw(ax, run)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    path = output_dir / REPORT_FILE
-    temporary = output_dir / f".{REPORT_FILE}.{os.getpid()}"
-    try:
-        temporary.write_bytes(buffer.getvalue())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    write_atomic(output_dir / REPORT_FILE, buffer.getvalue())
+    return output_dir / REPORT_FILE
 
 
 def _priced(loss: float, bits_per_byte: float) -> str:
@@ -320,11 +313,6 @@ def _printable(text: str, encoding: str) -> str:
     return visible.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _against(ours: float, theirs: float) -> str:
-    percent = 100 * (ours / theirs - 1)
-    return f"the model is {abs(percent):.1f} % {'below' if percent < 0 else 'above'}"
-
-
 class HeldOut(NamedTuple):
     """What the held-out text costs: nats per token, and bits per byte, nan where the text is unknown."""
 
@@ -334,19 +322,14 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has learned.
+    """What a run has learned."""
 
-    before: None where it was not measured. unigram_bits_per_byte, xz_bits_per_byte: nan: not shown. expert_load
-    [num_moe_layers, num_experts]: fractions or counts (`recent_expert_load`); None without MoE layers. sample: a text
-    that the model wrote; empty: none.
-    """
-
-    before: HeldOut | None
+    before: HeldOut | None  # None: not measured
     after: HeldOut
-    unigram_bits_per_byte: float
-    xz_bits_per_byte: float
-    expert_load: np.ndarray | None = None
-    sample: str = ""
+    unigram_bits_per_byte: float  # nan: not shown
+    xz_bits_per_byte: float  # nan: not shown
+    expert_load: np.ndarray | None = None  # [num_moe_layers, num_experts], fractions or counts; None without experts
+    sample: str = ""  # a text that the model wrote
 
 
 def _comparison(run: Summary) -> Table:
@@ -361,7 +344,9 @@ def _comparison(run: Summary) -> Table:
     others = {"unigram model, same tokens": run.unigram_bits_per_byte, "xz -9, same bytes": run.xz_bits_per_byte}
     for name, bits in others.items():
         if math.isfinite(bits):
-            table.add_row(name, "", f"{bits:.4f}", _against(run.after.bits_per_byte, bits))
+            percent = 100 * (run.after.bits_per_byte / bits - 1)
+            side = "below" if percent < 0 else "above"
+            table.add_row(name, "", f"{bits:.4f}", f"the model is {abs(percent):.1f} % {side}")
     return table
 
 
@@ -378,12 +363,13 @@ def print_final_summary(run: Summary, output_dir: Path, stream: TextIO | None = 
     if run.sample:
         console.print("\nsample")
         console.print(Padding(Text(_printable(run.sample, console.encoding)), (0, 0, 0, 2), expand=False))
-    files = (
-        ("checkpoints", f"{output_dir / 'checkpoints'}"),
-        ("metrics", f"{output_dir / METRICS_FILE}"),
-        ("TensorBoard", f"{output_dir / TENSORBOARD_DIR}"),
-        ("report", f"{output_dir / REPORT_FILE}"),
-    )
+    files = {
+        "checkpoints": "checkpoints",
+        "metrics": METRICS_FILE,
+        "TensorBoard": TENSORBOARD_DIR,
+        "report": REPORT_FILE,
+    }
     console.print()
-    for name, path in files:
-        console.print(Text.assemble((f"{name:<13}", "cyan"), _printable(path, console.encoding)), soft_wrap=True)
+    for name, file in files.items():
+        path = _printable(str(output_dir / file), console.encoding)
+        console.print(Text.assemble((f"{name:<13}", "cyan"), path), soft_wrap=True)

@@ -1,12 +1,9 @@
 """The output folder of a run: one run at a time works in it, and it knows which run it is.
 
-`run.lock` is locked (`flock`) by every process of the run that works in the folder; the kernel gives the lock free
-when a process ends, however it ends. Inside is who took it. Local file systems, NFS version 4 and Lustre mounted with
-`flock` honour the lock between hosts. Where a file system knows none, or keeps it to one host, the later start writes
-its name into the file, and the earlier one finds it there before its next save and stops.
-
-`run.json` has the name of the run, which marks what is its own outside of the folder. A copy of the folder is another
-run; a folder that is moved stays the same one.
+Every process of the run holds `flock` on `run.lock`, which says who took it; the kernel frees the lock when a process
+ends, however it ends. Where a file system has no locks, or keeps them to one host (others than local ones, NFS 4 and
+Lustre with `flock`), a later start writes its name there, and the earlier one finds it before its next save and stops.
+`run.json` has the name of the run, which marks what is its own outside of the folder; a copy of it is another run.
 """
 
 from __future__ import annotations
