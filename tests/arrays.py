@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmoe.training.state import TrainState, with_experts
+from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.trainer import Trainer
 from kernels_pallas.token_permute import RowMap
 
 
@@ -42,3 +45,22 @@ def random_row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_
     src_M, slot_N = np.full(num_rows, num_tokens, np.int32), np.full(num_choices, num_rows, np.int32)
     src_M[row_of], slot_N[kept] = kept // k, row_of
     return RowMap(jnp.asarray(src_M), jnp.asarray(slot_N.reshape(num_tokens, k)), kept.size == num_choices)
+
+
+def full_state(trainer: Trainer, state: TrainState) -> TrainState:
+    """Return a state in the saved form on the host, with all experts up to date, wherever they lie."""
+    if isinstance(trainer, StreamedTrainer):
+        experts, saved = trainer.experts, trainer.model.to_saved(state)
+        assert experts is not None
+        experts.flush_updates()
+        arrays = experts.weights(), experts.moments("m"), experts.moments("v")
+        params, m, v = map(with_experts, (saved.params, saved.m, saved.v), arrays)
+        saved = TrainState(params, m, v, saved.router_bias, saved.step)
+    else:
+        saved = trainer.save_state(state)
+    return on_host(saved)
+
+
+def on_host(tree: Any) -> Any:
+    """Return copies of arrays: a step writes over those that it is given."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)

@@ -55,14 +55,11 @@ def squared_norms_local(grads: Any, model: ShardedDecoder) -> dict[str, jax.Arra
 
 
 class StreamedGradients(NamedTuple):
-    """Gradients of everything but the experts, from a step that ran layer by layer.
+    """Gradients of everything but the experts, from a step that ran layer by layer."""
 
-    outside: [R, ...]. By kind of layer, rest: [R, N, ...], and rows_G: by layer.
-    """
-
-    outside: Any
-    rest: dict[LayerKind, list[jax.Array]]
-    rows_G: dict[LayerKind, list[jax.Array]]
+    outside: Any  # [R, ...]
+    rest: dict[LayerKind, list[jax.Array]]  # [R, N, ...]
+    rows_G: dict[LayerKind, list[jax.Array]]  # by layer
 
 
 def streamed_on_shards_local(model: ShardedDecoder, params: Any, grads: StreamedGradients) -> Any:

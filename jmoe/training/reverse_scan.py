@@ -2,15 +2,13 @@
 
 Legend: R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients, N layers of a kind.
 
-Autodiff would keep every gathered layer, or gather each only when it is needed and reduce its gradients before it goes
-on. Here, forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the
-parameters of layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are reduced onto their shards. So
-at most two layers are unsharded at any time. `collectives.schedule` says when inside the layer that happens.
-
-A layer is differentiated by `jax.vjp`. What it keeps for its backward pass is kept, but for its parameters.
+Forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the parameters of
+layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are reduced onto their shards. So at most two
+layers are unsharded at any time. `collectives.schedule` says when inside the layer that happens. What `jax.vjp` of a
+layer keeps for its backward pass is kept, but for its parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,17 +96,13 @@ class _Kept:
 
 @dataclass(frozen=True)
 class ReverseScan:
-    """Run a decoder's layers, as its `Execution.layers`, inside `shard_map`.
+    """Run a decoder's layers, as its `Execution.layers`, inside `shard_map`."""
 
-    layout_of: says which stacked parameters of a layer travel in the flat buffer. bucket_bytes: how many bytes of
-    float32 gradients are reduced at once, 0 for those of one layer. chunk_bytes: see `collectives.schedule`.
-    """
-
-    layout_of: Callable[[Any], BufferLayout]
+    layout_of: Callable[[Any], BufferLayout]  # which stacked parameters of a layer travel in the flat buffer
     hierarchy: Hierarchy
     schedule: Schedule
-    bucket_bytes: int
-    chunk_bytes: int
+    bucket_bytes: int  # of float32 gradients that are reduced at once; 0: of one layer
+    chunk_bytes: int  # see `collectives.schedule`
 
     # Work: the gathers and reductions that `interleave` places
 
@@ -119,12 +113,7 @@ class ReverseScan:
         num_devices = lax.axis_size(self.axes)
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
         chunks = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
-
-        def gather(after: After, start: int, end: int) -> jax.Array:
-            with jax.named_scope("gather"):
-                return all_gather_buffer_local(after(row_C[start:end]), self.hierarchy)
-
-        return [partial(gather, start=start, end=end) for start, end in chunks]
+        return self._works("gather", all_gather_buffer_local, row_C, chunks)
 
     def unsharded(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
         """[R, C] from its chunks; none where no parameter of a layer is split."""
@@ -135,12 +124,16 @@ class ReverseScan:
         """Return the collectives that sum gradients over devices; side by side their results are this device's row."""
         limits = [limit for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked) if limit]
         chunks = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
+        return self._works("reduce", reduce_scatter_buffer_local, rows_RG, chunks)
 
-        def reduce(after: After, start: int, end: int) -> jax.Array:
-            with jax.named_scope("reduce"):
-                return reduce_scatter_buffer_local(after(rows_RG[:, start:end]), self.hierarchy)
+    def _works(self, scope: str, collective: Any, rows: jax.Array, chunks: Iterable[tuple[int, int]]) -> list[Work]:
+        """Return `collective` of each chunk of columns."""
 
-        return [partial(reduce, start=start, end=end) for start, end in chunks]
+        def work(after: After, start: int, end: int) -> jax.Array:
+            with jax.named_scope(scope):
+                return collective(after(rows[..., start:end]), self.hierarchy)
+
+        return [partial(work, start=start, end=end) for start, end in chunks]
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -39,14 +39,10 @@ def say(text: str) -> None:
 
 @dataclass
 class Session:
-    """What stays the same from the first step to the last.
-
-    resolved: the configuration as it is saved, with the data's fingerprint. tokenizer: its file, which every
-    checkpoint has; empty where the tokens came without one. log: process 0 has one.
-    """
+    """What stays the same from the first step to the last."""
 
     config: TrainConfig
-    resolved: dict[str, Any]
+    resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
     mesh: Mesh
     corpus: Corpus
     batches: TrainBatches
@@ -54,8 +50,8 @@ class Session:
     checkpoints: Checkpoints
     watchdog: Watchdog
     folder: RunFolder
-    tokenizer: dict[str, bytes]
-    log: MetricsLog | None = None
+    tokenizer: dict[str, bytes]  # its file, which every checkpoint has; empty where the tokens came without one
+    log: MetricsLog | None = None  # of process 0
 
     @property
     def output_dir(self) -> Path:
@@ -89,8 +85,9 @@ class Session:
         doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
         with self.watchdog.waiting_for("evaluation after step", step), doing:
             loss = held_out_loss(self.trainer, state, self.corpus, self.config, self.mesh)
-        bits = self.corpus.bits_per_byte(loss) if self.corpus.held_out_bytes else float("nan")
-        per_byte = f", {bits:.4f} bits per byte" if self.corpus.held_out_bytes else ""
+        known = bool(self.corpus.held_out_bytes)
+        bits = self.corpus.bits_per_byte(loss) if known else float("nan")
+        per_byte = f", {bits:.4f} bits per byte" if known else ""
         say(f"held-out loss after {step} steps: {loss:.4f}{per_byte} ({time.perf_counter() - begun:.1f} s)")
         if self.log is not None:
             self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
@@ -109,8 +106,7 @@ class Session:
         with self.watchdog.waiting_for("the checkpoint before step", step, timeout_s=self.checkpoints.limit_s):
             self.checkpoints.wait()
         limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.trainer.progress
-        what = "the drain of records before step"
-        option = "checkpoint.drain_timeout_s"
+        what, option = "the drain of records before step", "checkpoint.drain_timeout_s"
         with self.watchdog.waiting_for(what, step, timeout_s=limit_s, progress=progress, option=option):
             self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step, progress=progress):

@@ -2,12 +2,13 @@
 
 Legend: A accumulation steps, B local batch, S sequence, T = B S local tokens, D hidden, N MoE layers, E experts.
 
-Inside it everything is explicit: each device computes its part of the loss (parts add up to the global loss), takes
-the gradient of that part, and gradients are reduced once. No collective lies on a differentiable path except the
-exchange and the parameter gathers, whose transposes are themselves.
+Each device computes its part of the loss (parts add up to the global loss), takes the gradient of that part, and
+gradients are reduced once. No collective lies on a differentiable path except the exchange and the parameter gathers,
+whose transposes are themselves.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,7 +139,6 @@ class FusedTrainer:
         return lax.psum(self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL)
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        """Return the summed negative log-likelihood of each batch in nats."""
         return [jax.block_until_ready(self._nll(state, *batch)) for batch in batches]
 
     def _logits_local(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
@@ -153,21 +153,13 @@ class FusedTrainer:
         self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
     ) -> TrainState:
         """Return the state in the form that training uses; experts that `saved` lacks are read."""
-        shape = self.saved_shape
+        shapes = experts_of(self.saved_shape.params)
         if weights is not None:
-            experts = read_experts(experts_of(shape.params), weights)
-            saved = TrainState(with_experts(saved.params, experts), saved.m, saved.v, saved.router_bias, saved.step)
+            saved = replace(saved, params=with_experts(saved.params, read_experts(shapes, weights)))
         if moments is not None:
-            m, v = (
-                with_experts(tree, read_experts(experts_of(shape.m), moments, prefix))
-                for tree, prefix in ((saved.m, "m."), (saved.v, "v."))
-            )
-            saved = TrainState(saved.params, m, v, saved.router_bias, saved.step)
+            m, v = (read_experts(shapes, moments, prefix) for prefix in ("m.", "v."))
+            saved = replace(saved, m=with_experts(saved.m, m), v=with_experts(saved.v, v))
         return self.model.from_saved(saved)
-
-    def full_state(self, state: TrainState) -> TrainState:
-        """Return what is saved, experts included."""
-        return self.save_state(state)
 
     def expert_stats(self) -> None:
         """Return nothing: no expert moves between tiers."""

@@ -4,16 +4,9 @@ Legend: A accumulation steps, B batch, S sequence, T = B S tokens, D hidden, V v
 device, K choices a token, N layers of a kind, R devices, C elements of a device's part of a layer's flat buffer, G the
 same for gradients.
 
-Every program serves all layers of its kind: it is given the stacked dense parameters and the layer's number. A layer
-with experts is cut in two on its way forward, once its tokens are where their experts are: what has arrived says which
-experts have to be there. Its backward pass is one program, which is handed what both parts have kept
-(`training.vjp`), so that nothing is multiplied or sent twice. Where nothing is kept (`remat = layer`, full-capacity
-buffers) it runs the layer again from its input, and keeps to the choices that were made.
-
-On several devices a program is one `shard_map` over all of them. A layer's dense parameters come to it as one unsharded
-buffer; beside its own work it gathers the buffer of the layer that runs next, and on the way back it sums the gradients
-of the layer before it, as `collectives.schedule` places them. Arrays that differ between devices and have no dimension
-of tokens or experts have a leading one of R. On one device all of that is empty.
+On several devices a program is one `shard_map` over all of them. Beside its own work it gathers the dense parameters of
+the layer that runs next, and on the way back it sums the gradients of the layer before it, as `collectives.schedule`
+places them. Arrays that differ between devices and have no dimension of tokens or experts have a leading one of R.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,105 +51,80 @@ ExpertStacks = Mapping[str, jax.Array]  # of one layer, [E, ...] each
 
 
 class LayerIndex(NamedTuple):
-    """Which layer of its kind, and how far its attention looks. window: int32 scalar, None: all tokens before.
-
-    step, accumulation: int32 scalars, of which a router's jitter is drawn.
-    """
+    """Which layer of its kind, how far its attention looks, and what its router's jitter is drawn of; int32 scalars."""
 
     number: jax.Array
-    window: jax.Array | None
+    window: jax.Array | None  # None: all tokens before
     step: jax.Array | None = None
     accumulation: jax.Array | None = None
 
 
 class LayerParams(NamedTuple):
-    """Parameters that a layer's program is given.
+    """Parameters that a layer's program is given."""
 
-    stack: dense ones of all layers of its kind, as they lie on the devices. unsharded_RC: the layer's flat buffer.
-    router_bias: of all layers with experts. experts: this layer's, as far as its tokens chose them; the others may be
-    anything finite.
-    """
-
-    stack: Any
-    unsharded_RC: jax.Array | None
-    router_bias: Any = None
-    experts: ExpertStacks | None = None
+    stack: Any  # dense ones of all layers of its kind, as they lie on the devices
+    unsharded_RC: jax.Array | None  # the layer's flat buffer
+    router_bias: Any = None  # of all layers with experts
+    experts: ExpertStacks | None = None  # this layer's; those that its tokens did not choose may be anything finite
 
 
 class RoutedTokens(NamedTuple):
-    """A layer with experts, half done: its tokens' rows are where their experts are.
-
-    arrived_E: how many for each expert, int32. stats: this device's, [R] each.
-    """
+    """A layer with experts, half done: its tokens' rows are where their experts are."""
 
     x_BSD: jax.Array
     h_TD: jax.Array
     dispatched: list[DispatchedTokens]
-    arrived_E: jax.Array
+    arrived_E: jax.Array  # how many rows for each expert, int32
     topk_idx_TK: jax.Array
-    stats: MoEStats
+    stats: MoEStats  # this device's, [R] each
 
 
 class NextLayer(NamedTuple):
-    """The layer whose parameters are to be gathered. flat_NC: the devices' parts, of all layers of its kind."""
+    """The layer whose parameters are to be gathered."""
 
-    flat_NC: jax.Array
+    flat_NC: jax.Array  # the devices' parts, of all layers of its kind
     number: jax.Array
 
 
 class NeighborWork(NamedTuple):
-    """What a program does for neighbouring layers beside its own work.
+    """What a program does for neighbouring layers beside its own work."""
 
-    It gathers the next layer's parameters, of which it is given the chunks that are there already, and sums the last
-    layer's gradients over devices.
-    """
-
-    next_layer: NextLayer | None = None
-    pending_RG: jax.Array | None = None
-    gathered: Sequence[jax.Array] = ()
+    next_layer: NextLayer | None = None  # to be gathered
+    pending_RG: jax.Array | None = None  # the last layer's gradients, to be summed over devices
+    gathered: Sequence[jax.Array] = ()  # the next layer's first chunks, which are there already
 
 
 class Overlapped(NamedTuple):
-    """The results of `NeighborWork`: the next layer's parameters, this device's part of the last one's gradients."""
+    """The results of `NeighborWork`."""
 
-    unsharded_RC: jax.Array | None = None
-    sum_G: jax.Array | None = None
+    unsharded_RC: jax.Array | None = None  # the next layer's parameters
+    sum_G: jax.Array | None = None  # this device's part of the last layer's gradients
 
 
 class GradAccumulator(NamedTuple):
-    """A layer's gradients, summed over accumulation steps but not over devices; rest: [R, N, ...], of all layers.
+    """A layer's gradients, summed over accumulation steps but not over devices."""
 
-    rows_RG, experts: None before the first step, or where there are none.
-    """
-
-    rows_RG: jax.Array | None
-    rest: list[jax.Array]
+    rows_RG: jax.Array | None  # None before the first step, or where there are none; so are experts
+    rest: list[jax.Array]  # [R, N, ...], of all layers
     experts: ExpertStacks | None = None
 
 
 class ForBackward(NamedTuple):
-    """What a layer's backward pass is given of its forward pass, and the gradient of its output.
-
-    topk_idx_TK: its tokens' choices, None of a dense layer. kept: residuals; None: the layer runs again from x.
-    """
+    """What a layer's backward pass is given of its forward pass, and the gradient of its output."""
 
     x_BSD: jax.Array
     dy_BSD: jax.Array
-    topk_idx_TK: jax.Array | None
-    kept: Any
+    topk_idx_TK: jax.Array | None  # its tokens' choices; None of a dense layer
+    kept: Any  # residuals; None: the layer runs again from x
 
 
 class StepResults(NamedTuple):
-    """What the parts of a step hand to its end.
-
-    expert_squares: of each layer's experts' gradients. losses: parts to add up. stats: [N][A]. counts_NAE, dropped_N:
-    of `LayerPrograms.totals`.
-    """
+    """What the parts of a step hand to its end. counts_NAE, dropped_N: of `LayerPrograms.totals`."""
 
     grads: StreamedGradients
-    expert_squares: Sequence[jax.Array]
-    losses: Sequence[jax.Array]
-    stats: Sequence[Sequence[MoEStats]]
+    expert_squares: Sequence[jax.Array]  # of each layer's experts' gradients
+    losses: Sequence[jax.Array]  # parts to add up
+    stats: Sequence[Sequence[MoEStats]]  # [N][A]
     counts_NAE: jax.Array
     dropped_N: jax.Array
 
@@ -183,11 +151,12 @@ def _with_residuals_if(
 
 
 class LayerPrograms:
-    """The compiled functions of one run, by what they do.
+    """The compiled functions of one run, each for all layers of a kind.
 
-    Parameters and moments are nested dictionaries named as in `TrainState`, without the experts; those come as
-    [E, ...] arrays of one layer. `outside` is everything outside the layers, unsharded. Gradients are summed into
-    what is given, which is donated.
+    A layer with experts is cut in two on its way forward, once its tokens are where their experts are. Its backward
+    pass is one program, given what both have kept (`training.vjp`); where nothing is kept (`remat = layer`,
+    full-capacity buffers) it runs the layer again, with the choices that were made. `outside` is what is outside the
+    layers, unsharded. Gradients are summed into what is given, which is donated.
     """
 
     def __init__(self, model: ShardedDecoder, chunk_bytes: int | None = None) -> None:

@@ -3,15 +3,10 @@
 Legend: A accumulation steps, B batch, S sequence, D hidden, V vocabulary, E experts, P those of this process, N MoE
 layers, R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients.
 
-Layers go 0 … N-1 and back, each for all accumulation steps at once, so that its experts are fetched once a pass. Of a
-layer what the ordinary step keeps is kept for the backward pass, of all accumulation steps; with `remat = layer` only
-its input and its router's choices. Gradients of experts are applied when the expert is fetched next: by then the global
-norm is known, and the update hides under other layers' work.
-
-On several devices that is one of two prefetches (MoESys section 3.2): while layer i computes, its successor's experts
-arrive from the tiers below, and its dense parameters from the other devices. Every device has experts of its own, every
-process their records. All processes run the same programs in the same order, each when the one before it is done; what
-a process waits for on its own tiers is no part of them.
+Layers go 0 … N-1 and back, each for all accumulation steps at once, so that its experts are fetched once a pass.
+Gradients of experts are applied when the expert is fetched next: by then the global norm is known, and the update hides
+under other layers' work. On several devices that is one of two prefetches (MoESys section 3.2): while layer i computes,
+its successor's experts arrive from the tiers below, and its dense parameters from the other devices.
 """
 
 from collections.abc import Sequence
@@ -38,7 +33,7 @@ from jmoe.offload.lazy_adamw import Laziness
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_decoder import ShardedDecoder
-from jmoe.training.state import Batch, TrainState, with_experts, without_experts
+from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed_programs import (
     ForBackward,
     GradAccumulator,
@@ -64,31 +59,25 @@ class _LayerPlace:
 
 @dataclass
 class _PassedLayer:
-    """A layer on the way forward, for the way back: its inputs and what it keeps, one of each accumulation step.
-
-    kept: as its gradients' program takes it. choices, chosen_P: only of a layer with experts.
-    """
+    """A layer on the way forward, for the way back: its inputs and what it keeps, one of each accumulation step."""
 
     xs: list[jax.Array]
-    kept: list[Any] = field(default_factory=list)
-    choices: list[jax.Array] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)  # as its gradients' program takes it
+    choices: list[jax.Array] = field(default_factory=list)  # only of a layer with experts, as is chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
 @dataclass
 class _Pass:
-    """A pass over the layers on its way. unsharded_RC: the buffer of the layer that comes next.
-
-    outside, flat: of `LayerPrograms.prepare`. keeps: what layers need on the way back.
-    """
+    """A pass over the layers on its way. outside, flat: of `LayerPrograms.prepare`."""
 
     state: TrainState
     outside: Any
     flat: dict[LayerKind, jax.Array]
-    unsharded_RC: jax.Array | None
+    unsharded_RC: jax.Array | None  # the buffer of the layer that comes next
     train: bool
     full_capacity: bool
-    keeps: bool
+    keeps: bool  # what layers need on the way back
     passed: list[_PassedLayer] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
 
@@ -179,39 +168,17 @@ class StreamedTrainer:
             raise ValueError("the experts are nowhere yet: init or load_state comes first")
         return self.experts
 
-    def full_state(self, state: TrainState) -> TrainState:
-        """Return the state as the fused trainer saves it, with all experts in memory."""
-        with self._opened.guard():
-            experts = self._opened
-            experts.flush_updates()
-            saved = self.model.to_saved(state)
-            arrays = (experts.weights(), experts.moments("m"), experts.moments("v"))
-            params, m, v = map(with_experts, (saved.params, saved.m, saved.v), map(self._everyones, arrays))
-            return TrainState(params, m, v, saved.router_bias, saved.step)
-
-    def _everyones(self, arrays: ExpertArrays) -> Any:
-        """Return arrays [N, E, ...] of all processes, from those [N, P, ...] of each."""
-        if self.mesh.size == 1:
-            return arrays
-        parts = [
-            {name: jnp.array(w, device=device) for name, w in part.items()}
-            for part, device in zip(self._owned.split(arrays, axis=1), self._owned.devices, strict=True)
-        ]
-        return self._joined(parts, axis=1)
-
-    def _joined(self, parts: Sequence[DeviceStacks], axis: int = 0) -> DeviceStacks:
-        """Return arrays of all devices from the parts of this process's devices, joined in dimension `axis`."""
+    def _joined(self, parts: Sequence[DeviceStacks]) -> DeviceStacks:
+        """Return arrays [E, ...] of all devices from the parts of this process's devices."""
         if self.mesh.size == 1:
             return parts[0]
-        sharding = NamedSharding(self.mesh, split_over(EXPERT, axis))
-
-        def join(name: str) -> jax.Array:
-            shape = list(parts[0][name].shape)
-            shape[axis] = self._num_experts
-            arrays = [part[name] for part in parts]
-            return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
-
-        return {name: join(name) for name in parts[0]}
+        sharding = NamedSharding(self.mesh, split_over(EXPERT, 0))
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                (self._num_experts, *array.shape[1:]), sharding, [part[name] for part in parts]
+            )
+            for name, array in parts[0].items()
+        }
 
     def _mine(self, array: jax.Array) -> list[jax.Array]:
         """Return the parts of an array that lie on this process's devices, in their order."""
@@ -219,7 +186,6 @@ class StreamedTrainer:
         return [parts[device] for device in self._owned.devices]
 
     def expert_stats(self) -> ExpertStats:
-        """Return what moved between the experts' tiers."""
         return self._opened.stats()
 
     def progress(self) -> tuple[int, ...]:
@@ -227,7 +193,6 @@ class StreamedTrainer:
         return (*self.stores.progress(), 0 if self.experts is None else self.experts.stats().updates)
 
     def close(self) -> None:
-        """End the threads of the tiers."""
         try:
             if self.experts is not None:
                 self.experts.close()
@@ -450,7 +415,6 @@ class StreamedTrainer:
         return [self._done(self.programs.nll(outside, *args)) for args in each]
 
     def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
-        """Return logits [V] after the token at `position` of the first sequence."""
         outside, (x_BSD,) = self._hidden(state, [jax.device_put(tokens_BS, self._batch_place)])
         logits_V: jax.Array = self._done(self.programs.logits(outside, x_BSD, position))
         return logits_V

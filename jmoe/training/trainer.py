@@ -19,18 +19,13 @@ from jmoe.training.streamed_step import StreamedTrainer
 
 
 class Trainer(Protocol):
-    """The compiled functions of one run.
+    """The compiled functions of one run."""
 
-    saved_shape: what `save_state` returns; full_shape: the same with all experts, which are no part of the state where
-    they are streamed. notes: what was planned, and why. records: what a checkpoint holds in files of its own.
-    evaluation_batches: how many batches `evaluate` is best given at once.
-    """
-
-    saved_shape: TrainState
-    full_shape: TrainState
-    notes: list[str]
-    records: RecordCheckpoints | None
-    evaluation_batches: int
+    saved_shape: TrainState  # of what `save_state` returns
+    full_shape: TrainState  # with all experts, which are no part of the state where they are streamed
+    notes: list[str]  # what was planned, and why
+    records: RecordCheckpoints | None  # what a checkpoint holds in files of its own
+    evaluation_batches: int  # how many batches `evaluate` is best given at once
 
     @property
     def progress(self) -> Callable[[], object] | None:

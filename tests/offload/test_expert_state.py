@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import jmoe.offload.expert_state
@@ -29,7 +28,7 @@ from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.streamed_programs import LayerPrograms
 from jmoe.training.streamed_step import StreamedTrainer
-from tests.arrays import differing
+from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 from tests.training.test_streamed_step import CONFIG, batch, held_out_batches
 
@@ -115,7 +114,7 @@ class Training:
                 checkpoints.save(SAVED, self.program.save_state(state), 0, "{}")
         checkpoints.close()
         self.program.save_state(state)
-        whole = jax.tree.map(lambda x: x.copy(), jax.device_get(self.program.full_state(state)))
+        whole = full_state(self.program, state)
         return self.losses, held_out, whole
 
     def forget_what_was_saved(self) -> None:
@@ -225,7 +224,7 @@ def check_that_it_stays(training: Training) -> None:
         lambda: program.step(state, batch(training.config, LAST)),
         lambda: program.evaluate(state, held_out_batches(training.config)),
         lambda: program.save_state(state),
-        lambda: program.full_state(state),
+        lambda: full_state(program, state),
     ):
         with pytest.raises(OSError, match=WORDS):
             call()

@@ -19,7 +19,7 @@ from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.streamed_step import StreamedTrainer
-from tests.arrays import differing
+from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 from tests.training.test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
 
@@ -65,7 +65,7 @@ class Opened:
             return restored(self.program, checkpoints, step)[0]
 
     def whole(self, state: TrainState) -> TrainState:
-        return jax.tree.map(lambda x: np.array(x, copy=True), self.program.full_state(state))
+        return full_state(self.program, state)
 
     def listed(self, step: int) -> dict[str, Any]:
         """What process 0 has listed of a step."""

@@ -6,6 +6,7 @@ Legend: N MoE layers, E experts.
 import contextlib
 import dataclasses
 import gc
+import itertools
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from jmoe.training.finetune import pretrained_state
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
-from tests.arrays import differing
+from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -53,10 +54,6 @@ def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple
         program.close()
 
 
-def on_host(state: TrainState) -> TrainState:
-    return jax.tree.map(lambda x: np.array(x, copy=True), state)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, TrainState]]:
     """`trained(tiers)` -> the folder of a run with a checkpoint of step 3, and its whole state."""
@@ -71,20 +68,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
                     state, values = program.step(state, batch(CONFIG, step))
                     assert values["ok"]
                 checkpoints.save(3, program.save_state(state), {"at": 3}, CONFIG.to_json())
-                made[name] = folder, on_host(program.full_state(state))
+                made[name] = folder, full_state(program, state)
         return made[name]
 
     return train
 
 
-# A restore onto the device compiles the ordinary step once more each time: one such move is quick enough.
-QUICK_MOVES = [(before, after) for before in TIERS for after in TIERS if after != "device" or before == "nvme"]
-SLOW_MOVES = [(before, "device") for before in TIERS if before != "nvme"]
+# Quick: every tier to itself, to NVMe and from there. A restore onto the device compiles the ordinary step once more.
+QUICK_MOVES = {(name, name) for name in TIERS} | {move for name in TIERS for move in ((name, "nvme"), ("nvme", name))}
+QUICK_MOVES -= {("device", "device")}
+MOVES = [
+    pytest.param(*move, marks=() if move in QUICK_MOVES else pytest.mark.slow)
+    for move in itertools.product(TIERS, TIERS)
+]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [*QUICK_MOVES, *(pytest.param(*move, marks=pytest.mark.slow) for move in SLOW_MOVES)]
-)
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_experts_move_to_other_tiers(
     trained: Callable[[str], tuple[Path, TrainState]], tmp_path: Path, before: str, after: str
 ) -> None:
@@ -94,12 +93,12 @@ def test_experts_move_to_other_tiers(
         assert checkpoints.latest_step() == 3
         state, data = restored(program, checkpoints, 3)
         assert data == {"at": 3}
-        assert differing(expected, on_host(program.full_state(state))) == []
+        assert differing(expected, full_state(program, state)) == []
         checkpoints.save(4, program.save_state(state), {"at": 4}, "{}")
     with opened(TIERS[after], tmp_path) as (program, checkpoints):  # what it saves is its own again
         state, data = restored(program, checkpoints, 4)
         assert data == {"at": 4}
-        assert differing(expected, on_host(program.full_state(state))) == []
+        assert differing(expected, full_state(program, state)) == []
 
 
 @pytest.mark.parametrize("before", TIERS)
@@ -174,14 +173,14 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
             checkpoints.save(1, saved, {}, "{}")
             checkpoints.wait()
         assert 0 < count.most_bytes <= 4 * count.all_bytes // 9
-        expected = on_host(program.full_state(state))
+        expected = full_state(program, state)
     del program, checkpoints, state, saved
     with opened(tiers, tmp_path, devices) as (program, checkpoints):
         with ExpertsOnDevices() as count:
             counted.append(count)
             state, _ = restored(program, checkpoints, 1)
         assert count.most_bytes <= 4 * count.all_bytes // 9
-        assert differing(expected, on_host(program.full_state(state))) == []
+        assert differing(expected, full_state(program, state)) == []
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -191,13 +190,13 @@ def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, d
     config = pretrained_config("mixtral", tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(tmp_path))
     mesh = mesh_of(1, devices, 1)
     ordinary = make_trainer(dataclasses.replace(config, tiers=DEVICE), mesh)
-    expected = on_host(ordinary.full_state(pretrained_state(ordinary, config)))
+    expected = full_state(ordinary, pretrained_state(ordinary, config))
     program = make_trainer(config, mesh)
     try:
         with ExpertsOnDevices(config.model) as count:
             state = pretrained_state(program, config)
             count.look()
         assert 0 < count.most_bytes <= count.all_bytes // (1 if name == "mixed" else 2)
-        assert differing(expected, on_host(program.full_state(state))) == []
+        assert differing(expected, full_state(program, state)) == []
     finally:
         program.close()

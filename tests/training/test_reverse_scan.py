@@ -88,6 +88,7 @@ def test_parameters_that_no_number_of_devices_divides() -> None:
     assert metrics["counts"].shape == (4, 8)
 
 
+@pytest.mark.slow
 def test_one_by_one_takes_more() -> None:
     fused, single = (Counter(op.kind for op in collectives(1, 1, 8, fuse_dense=fuse)) for fuse in (True, False))
     assert single["all-gather"] > 4 * fused["all-gather"]
@@ -126,7 +127,9 @@ def backward_orders(ops: list[Op]) -> list[list[str]]:
     return orders
 
 
-@pytest.mark.parametrize(("schedule", "num_chunks"), [("chunks", 1), ("pipelined", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks"), [("chunks", 1), pytest.param("pipelined", 2, marks=pytest.mark.slow)]
+)
 def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, num_chunks: int) -> None:
     """combine's all-to-alls, chunks during the experts, dispatch's all-to-alls, chunks during attention."""
     orders = backward_orders(collectives(1, 2, 2, schedule=schedule, chunk_bytes=9000))
@@ -143,10 +146,8 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
         assert experts and "reduce-scatter" in attention
 
 
-@pytest.mark.parametrize(
-    ("schedule", "during_experts"),
-    [("ready", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fixed", 0), ("priority", 2)])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "during_experts"), [("ready", 0), ("fixed", 0), ("priority", 2)])
 def test_the_baselines_reduce_elsewhere(schedule: Any, during_experts: int) -> None:
     """ready: in front of the next layer's; fixed: behind the pair; priority: all that is pending, as experts begin."""
     for order in backward_orders(collectives(1, 2, 2, schedule=schedule))[1:-1]:

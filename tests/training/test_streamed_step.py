@@ -17,10 +17,10 @@ from jmoe.config import CheckpointConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
-from jmoe.training.state import Batch, TrainState
+from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed_step import StreamedTrainer
 from jmoe.training.trainer import Trainer, make_trainer
-from tests.arrays import differing
+from tests.arrays import differing, full_state
 from tests.model_configs import MODEL, OPTIMIZER, mesh_of
 
 B, S, E, N, STEPS = 2, 8, 8, 3, 6
@@ -83,7 +83,7 @@ def train(
             if step + 1 == reopen_after:
                 state = saved_and_restored(program, state, step + 1)
         held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
-        whole = jax.tree.map(lambda x: np.array(x, copy=True), program.full_state(state))
+        whole = full_state(program, state)
         return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
     finally:
         program.close()
@@ -231,24 +231,17 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     try:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
-        before = jax.tree.map(lambda x: np.array(x, copy=True), program.full_state(state))
+        before = full_state(program, state)
         broken = dataclasses.replace(state, params=jax.tree.map(jnp.copy, state.params))
         broken.params["norm"]["scale"] = broken.params["norm"]["scale"] * jnp.float32(jnp.nan)
         broken, metrics = program.step(broken, batch(config, 1))
         assert not metrics["ok"]
         assert int(broken.step) == 1
-        repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, state_without(before)))
-        after = jax.tree.map(lambda x: np.array(x, copy=True), program.full_state(repaired))
+        repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, without_experts(before.params)))
+        after = full_state(program, repaired)
         assert differing(after, before) == []
     finally:
         program.close()
-
-
-def state_without(whole: TrainState) -> Any:
-    """The parameters but the experts'."""
-    layers = whole.params["moe_layers"]
-    rest = {name: part for name, part in layers["moe"].items() if name != "experts"}
-    return whole.params | {"moe_layers": layers | {"moe": rest}}
 
 
 def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,23 +258,6 @@ def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -
             program.step(state, batch(config, 1))
     finally:
         program.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"experts": "host", "optimizer": "device"}, "tiers.optimizer = 'device': must be host or nvme"),
-        ({"experts": "nvme", "optimizer": "host"}, "tiers.optimizer = 'host': must be nvme"),
-        ({"experts": "disk"}, "experts = 'disk': must be one of auto, device, host, nvme"),
-        ({"gradients": "device"}, "gradients = 'device': must be one of host, nvme"),
-        ({"gradient_dtype": "float16"}, "gradient_dtype = 'float16': must be one of"),
-        ({"host_cache_bytes": -1}, "host_cache_bytes = -1: must not be negative"),
-        ({"device_layers": 0}, "device_layers = 0: must be greater than 0"),
-    ],
-)
-def test_bad_tiers(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        TiersConfig(**changes)
 
 
 def test_tiers_need_experts() -> None:
