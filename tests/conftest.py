@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # XLA sizes its thread pools from this when the backend starts. 8 fake devices that meet in a collective need more
 # threads than a small machine has cores, or they wait for each other for ever. Child processes inherit both.
@@ -14,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-from tests.processes import kill_group, python_command
+from tests.processes import Child, kill_group, python_command
 from tests.train_runs import Run, TrainRuns
 
 NUM_DEVICES = 8
@@ -52,10 +53,12 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
-    """This process's environment with `changes`; None takes a variable away."""
-    merged = {**os.environ, **(changes or {})}
-    return {name: value for name, value in merged.items() if value is not None}
+def _start(args: Sequence[str | Path], changes: Mapping[str, str | None] | None, **streams: Any) -> Child:
+    """Start `python *args` with changes to this process's environment; None takes a variable away."""
+    env = {name: value for name, value in {**os.environ, **(changes or {})}.items() if value is not None}
+    # a session of its own, so that its children can be killed with it
+    options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | streams
+    return Child(python_command(args), cwd=ROOT, env=env, **options)
 
 
 @pytest.fixture(scope="session")
@@ -69,53 +72,33 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         args: Sequence[str | Path], env: Mapping[str, str | None] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        command = python_command(args)
-        with subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=_environment(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that its children can be killed with it
-        ) as process:
+        with _start(args, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
                 kill_group(process)
                 stdout, stderr = process.communicate()
-                pytest.fail(f"{command} ran longer than {timeout} s\n{stdout[-4000:]}\n{stderr[-4000:]}")
+                pytest.fail(f"{process.args} ran longer than {timeout} s\n{stdout[-4000:]}\n{stderr[-4000:]}")
             finally:
                 kill_group(process)
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     return run
 
 
 @pytest.fixture
-def start_python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start_python() -> Iterator[Callable[..., Child]]:
     """`start_python(args, log, env=None)` starts `python *args` from the repository root and returns at once.
 
     stdout and stderr go to the file `log`, so that no process waits for a reader. What still runs when the test
     ends gets SIGKILL, its children too.
     """
-    started: list[subprocess.Popen[str]] = []
+    started: list[Child] = []
 
-    def start(
-        args: Sequence[str | Path], log: Path, env: Mapping[str, str | None] | None = None
-    ) -> subprocess.Popen[str]:
+    def start(args: Sequence[str | Path], log: Path, env: Mapping[str, str | None] | None = None) -> Child:
         with log.open("w") as output:
-            process = subprocess.Popen(
-                python_command(args),
-                cwd=ROOT,
-                env=_environment(env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            process = _start(args, env, stdout=output, stderr=subprocess.STDOUT)
+        process.log = log
         started.append(process)
         return process
 

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 # A process that starts another one this way takes it along when it dies, however it dies: a killed pytest leaves none.
 _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -19,6 +22,39 @@ _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.ex
 def python_command(args: Sequence[str | Path]) -> list[str]:
     """The command `python *args` of this interpreter, ended with SIGKILL when the thread that starts it is gone."""
     return [sys.executable, "-c", _DIE_WITH_PARENT, sys.executable, *map(str, args)]
+
+
+class Child(subprocess.Popen[str]):
+    """A process that a test started; log: the file that has what it writes."""
+
+    log: Path
+
+    @property
+    def screen(self) -> str:
+        """What the process has written so far."""
+        return self.log.read_text()
+
+    def wait_until(self, ready: Callable[[], object], timeout_s: float = 300) -> None:
+        """Wait for `ready()`; the test fails with the log when the process ends before, or after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if self.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"return code {self.poll()} while waiting\n{self.screen[-4000:]}")
+            time.sleep(0.002)
+
+    def end(self, timeout_s: float, returncode: int = 0) -> str:
+        """What the process wrote until its end, which must come within `timeout_s` and with this return code."""
+        try:
+            self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {timeout_s} s\n{self.screen[-4000:]}")
+        assert self.returncode == returncode, self.screen
+        return self.screen
+
+    def kill_now(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self.kill()
+        assert self.wait(30) == -signal.SIGKILL
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

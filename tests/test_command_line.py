@@ -29,6 +29,34 @@ def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]
     assert "fuse" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tinny"], "Did you mean tiny?"),
+        (["tiny", "--model.hiden-size", "32"], "Perhaps you meant: --model.hidden-size"),
+        (["tiny", "--batch-size", "seven"], "--batch-size: invalid literal for int() with base 10: 'seven'"),
+        (["tiny", "--model.hidden-size", "0"], "hidden_size = 0: must be greater than 0"),
+        (["tiny", "--model.num-experts-per-tok", "9"], "num_experts_per_tok = 9: must be between 1 and num_experts"),
+        (["tiny", "--profile.steps", "5:3"], "profile.steps = '5:3': must read FIRST:LAST"),
+    ],
+    ids=["preset", "field", "type", "value", "pair", "profile"],
+)
+def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_train(arguments, PRESETS)
+    assert ended.value.code
+    screen = f"{ended.value.code} {''.join(capsys.readouterr())}"
+    assert message in " ".join(screen.replace("│", " ").split())
+
+
+def test_help_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse_train(["--help"], PRESETS)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for preset in ("tiny", "small", "gpt-moe-8e", "gpt-moe-128e", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"):
+        assert any(line[:1] == [preset] and len(line) > 4 for line in lines), preset
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_needs_no_options(name: str) -> None:
     assert parse_train([name], PRESETS).output_dir == f"runs/{name}"

@@ -1,9 +1,6 @@
 """A run exported as a Hugging Face folder; what it says then, and a run that goes on from it, as users start them."""
 
 import json
-import shutil
-import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +8,20 @@ import numpy as np
 import pytest
 
 import jmoe
-
-SMALL = ["tiny", "--sequence-length", "64", "--batch-size", "8", "--evaluation.sample-tokens", "0"]
-SMALL += ["--compute-dtype", "float32", "--num-steps", "2", "--optimizer.learning-rate", "0.01"]
-MODEL = ["--model.hidden-size", "32", "--model.num-hidden-layers", "2", "--model.num-attention-heads", "2"]
-MODEL += ["--model.num-key-value-heads", "1", "--model.moe-intermediate-size", "32", "--model.vocab-size", "512"]
-
-
-def evaluations(output: Path) -> list[float]:
-    """Held-out loss before and after a run."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line.get("event") == "evaluation"]
+from tests.train_runs import SHORT, Run, TrainRuns, evaluations
 
 
 @pytest.mark.slow
-def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) -> None:
-    text, env = tmp_path / "text", {"NPROC": None, "XLA_FLAGS": None, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "c")}
-    text.mkdir()
-    for name in ("argparse", "ast", "calendar", "csv", "dataclasses", "difflib"):
-        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", text)
-
+def test_export_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     def run(*arguments: Any) -> str:
-        done = run_python(arguments, env=env)
+        done = run_python(arguments, env=runs.environment())
         assert done.returncode == 0, done.stderr[-3000:]
         return str(done.stdout)
 
     first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "exported"
-    assert "warning: optimizer.warmup_steps = 40: all of the run's num_steps = 2 are warm-up" in run(
-        "train.py", *SMALL, *MODEL, "--data.path", text, "--output-dir", first
-    )
+    few = ("--num-steps", "2", "--optimizer.learning-rate", "0.01")
+    warning = "warning: optimizer.warmup_steps = 5: all of the run's num_steps = 2 are warm-up"
+    assert warning in runs.finish(first, *few, data=runs.text)
     assert "step 2 of" in run("-m", "jmoe.deploy.export", first, folder)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in folder.iterdir()} == names
@@ -49,8 +31,8 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
     resident, ring = run(*say, "--policy", "resident"), run(*say, "--policy", "ring", "--ring-slots", "1")
     assert resident == ring and resident.startswith("def read(self):")
 
-    own = ("--model.router.z-loss-coef", "0.25")
-    said = run("train.py", *SMALL, *own, "--init-from", folder, "--data.path", text, "--output-dir", second)
+    start = ("--init-from", folder, "--model.router.z-loss-coef", "0.25")
+    said = run("train.py", "tiny", *SHORT, *few, *start, "--data.path", runs.text, "--output-dir", second)
     assert f"starting from {folder}" in said
     saved = json.loads((second / "config.json").read_text())["model"]
     assert (saved["hidden_size"], saved["router"]["z_loss_coef"]) == (32, 0.25)
@@ -64,7 +46,7 @@ def test_export_and_fine_tune(tmp_path: Path, run_python: Callable[..., Any]) ->
     assert logits[0].shape == (1, 20, 512) and np.abs(logits[0] - logits[1]).max() > 1e-3
 
 
-def test_mistakes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_mistakes(tmp_path: Path, run_python: Run) -> None:
     for arguments, message in (
         (["-m", "jmoe.deploy.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
         (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),

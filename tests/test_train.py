@@ -26,14 +26,11 @@ from tests.train_runs import (
     Start,
     TrainRuns,
     committed,
-    end_of,
     kill_while_saving,
     losses,
     records,
     resumes,
-    run_split,
     unfinished,
-    wait_until,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,41 +84,23 @@ def test_completed_run(runs: TrainRuns) -> None:
     saved = json.loads((output_dir / "config.json").read_text())
     assert saved["model"]["hidden_size"] == 32
     assert saved["data_fingerprint"]
+    (trace,) = (output_dir / "profile").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    for phase in ("attention", "router", "dispatch", "experts", "combine", "loss", "optimizer"):
+        assert f"/{phase}/".encode() in content or f"({phase})/".encode() in content, phase
 
 
-def test_text_folder(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
-    """The text itself instead of its shards: the tokenizer is trained and cached beside the run."""
-    command = runs.command(tmp_path, "--num-steps", 24, "--data.held-out-bytes", 20000, data=runs.text)
-    done = run_python(command, runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "data").rglob("tokenizer*.json"))
-    values = [loss for _, loss in losses(tmp_path)]
-    assert sum(values[-3:]) / 3 < values[0] - 0.2
-
-
-def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path) -> None:
     lines = tmp_path / "modules.jsonl"
     with lines.open("w") as file:
         for path in sorted(runs.text.iterdir()):
             file.write(json.dumps({"name": path.name, "body": path.read_text()}) + "\n")
     dense = ("--model.num-experts", 0, "--model.intermediate-size", 64, "--optimizer.schedule", "cosine")
-    command = runs.command(tmp_path / "run", "--num-steps", 30, "--data.field", "body", *dense, data=lines)
-    done = run_python(command, runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
+    runs.finish(tmp_path / "run", "--num-steps", 30, "--data.field", "body", *dense, data=lines)
     values = [loss for _, loss in losses(tmp_path / "run")]
     assert len(values) == 30
     assert sum(values[-3:]) / 3 < values[0] - 0.2
     assert all(record["dropped_fraction"] == 0 for record in records(tmp_path / "run") if "event" not in record)
-
-
-def test_profile(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
-    command = runs.command(tmp_path, "--num-steps", 6, "--profile.steps", "3:5")
-    done = run_python(command, runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
-    content = trace.read_bytes()
-    for phase in ("attention", "router", "dispatch", "experts", "combine", "loss", "optimizer"):
-        assert f"/{phase}/".encode() in content or f"({phase})/".encode() in content, phase
 
 
 # Killed and stopped
@@ -133,23 +112,21 @@ def test_killed_run_resumes_bit_identically(
     command, environment = runs.command(tmp_path, "--num-steps", REFERENCE_STEPS), runs.environment()
     first = start_python(command, tmp_path / "log-1", environment)
     moment = random.randint(12, 40)  # by step 12 the first checkpoint is complete: the save of step 10 waited for it
-    wait_until(lambda: len(losses(tmp_path)) >= moment, first, tmp_path / "log-1")
+    first.wait_until(lambda: len(losses(tmp_path)) >= moment)
     time.sleep(random.uniform(0, 0.03))
-    first.kill()
-    assert first.wait(30) == -signal.SIGKILL
+    first.kill_now()
     commits = committed(tmp_path)[-1:]
 
     second = start_python(command, tmp_path / "log-2", environment)
-    kill_while_saving(second, tmp_path, tmp_path / "log-2")
+    kill_while_saving(second, tmp_path)
     commits += committed(tmp_path)[-1:]
 
     third = start_python(command, tmp_path / "log-3", environment)
-    assert "after training" in end_of(third, tmp_path / "log-3", 300)
-    assert third.returncode == 0
+    assert "after training" in third.end(300)
     # resumed from the last commit, and said so
     assert resumes(tmp_path) == commits
-    for step, log in zip(commits, ("log-2", "log-3"), strict=True):
-        assert f"resuming from step {step} " in (tmp_path / log).read_text()
+    for step, process in zip(commits, (second, third), strict=True):
+        assert f"resuming from step {step} " in process.screen
     # what a step computed, the first time or again, is what the undisturbed run computed: all bits of it
     assert {step for step, _ in losses(tmp_path)} == set(reference)
     assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
@@ -165,13 +142,11 @@ def test_signals_save_and_resume(
     """
     stops: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        log = tmp_path / f"log-{number}"
         before = len(losses(tmp_path))
-        process = start_python(runs.command(tmp_path, *ENDLESS), log, runs.environment())
-        wait_until(lambda before=before: len(losses(tmp_path)) >= before + 7, process, log)
+        process = start_python(runs.command(tmp_path, *ENDLESS), tmp_path / f"log-{number}", runs.environment())
+        process.wait_until(lambda before=before: len(losses(tmp_path)) >= before + 7)
         process.send_signal(number)
-        screen = end_of(process, log, 120)
-        assert process.returncode == 0, screen
+        screen = process.end(120)
         stops.append(committed(tmp_path)[-1])
         assert f"stopped by a signal after step {stops[-1]};" in screen
         assert f"jmoe: {number.name}: the run finishes this step, saves and stops" in screen
@@ -190,35 +165,28 @@ def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) ->
         start_python(
             runs.command(tmp_path / name, *ENDLESS),
             tmp_path / f"log-{name}",
-            runs.environment() | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / f"cache-{name}")},
+            runs.environment() | {"JAX_COMPILATION_CACHE_DIR": None, "JAX_DISABLE_MOST_OPTIMIZATIONS": None},
         )
         for name in ("early", "late")
     )
-    for process, name, line in ((early, "early", "evaluating on"), (late, "late", "compiling the training step")):
-        log = tmp_path / f"log-{name}"
-        wait_until(lambda log=log, line=line: line in log.read_text(), process, log)
+    for process, line in ((early, "evaluating on"), (late, "compiling the training step")):
+        process.wait_until(lambda process=process, line=line: line in process.screen)
         process.send_signal(signal.SIGINT)
-    assert early.wait(30) == -signal.SIGINT
-    log = tmp_path / "log-late"
-    wait_until(lambda: "jmoe: SIGINT: the run finishes this step" in log.read_text(), late, log)
+    assert "Traceback" not in early.end(30, -signal.SIGINT)
+    late.wait_until(lambda: "jmoe: SIGINT: the run finishes this step" in late.screen)
     assert losses(tmp_path / "late") == []  # it still compiles
     late.send_signal(signal.SIGINT)
-    assert late.wait(30) == 128 + signal.SIGINT
-    assert "a second Ctrl-C: ended at once" in log.read_text()
-    for name in ("early", "late"):
-        assert "Traceback" not in (tmp_path / f"log-{name}").read_text()
+    screen = late.end(30, 128 + signal.SIGINT)
+    assert "a second Ctrl-C: ended at once" in screen and "Traceback" not in screen
 
 
-def test_completed_run_again(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_completed_run_again(runs: TrainRuns, tmp_path: Path) -> None:
     """The command of a run that is complete trains no further and prints what the run came to."""
     runs.from_checkpoint(REFERENCE_STEPS, tmp_path)
     shutil.copy(runs.reference[0] / "metrics.jsonl", tmp_path)
     before = losses(tmp_path)
-    done = run_python(runs.command(tmp_path, "--num-steps", REFERENCE_STEPS), runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    first, again = (
-        screen.partition("held-out text")[2].partition("sample")[0] for screen in (runs.reference[1], done.stdout)
-    )
+    screens = runs.reference[1], runs.finish(tmp_path, "--num-steps", REFERENCE_STEPS)
+    first, again = (screen.partition("held-out text")[2].partition("sample")[0] for screen in screens)
     assert first == again
     assert losses(tmp_path) == before
     assert committed(tmp_path) == [REFERENCE_STEPS]
@@ -228,57 +196,34 @@ def test_completed_run_again(runs: TrainRuns, tmp_path: Path, run_python: Run) -
 
 
 @pytest.mark.slow
-def test_another_mesh_and_back(runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run) -> None:
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 1, 2)])
+def test_another_mesh_and_back(
+    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, mesh: tuple[int, int, int]
+) -> None:
     """A checkpoint of one device on four, and one of four on one."""
     runs.from_checkpoint(40, tmp_path)
-    for devices, end, mesh in ((4, 47, ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)), (1, 54, ())):
-        command = runs.command(tmp_path, "--num-steps", end, *mesh)
-        done = run_python(command, runs.environment(devices), timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert f"{devices} cpu device(s)" in done.stdout
+    data, inter, intra = mesh
+    shape = ("--mesh.data", data, "--mesh.expert-inter", inter, "--mesh.expert-intra", intra)
+    for devices, end, options in ((4, 47, shape), (1, 54, ())):
+        assert f"{devices} cpu device(s)" in runs.finish(tmp_path, "--num-steps", end, *options, devices=devices)
     assert resumes(tmp_path) == [40, 47]
     assert dict(losses(tmp_path)) == pytest.approx({s: reference[s] for s in range(40, 54)}, rel=1e-5, abs=0)
 
 
-SPLITS = {"1 process x 4 devices": (1, 4), "2 x 2": (2, 2), "4 x 1": (4, 1)}
-
-
-@pytest.mark.slow
-def test_process_counts_agree(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """The same 4 devices in 1, 2 and 4 processes: the same losses."""
-    mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)
-    got = {}
-    for name, (processes, devices) in SPLITS.items():
-        output_dir = tmp_path / name.replace(" ", "-")
-        run_split(runs, start_python, output_dir, processes, devices, "--num-steps", 6, *mesh)
-        got[name] = dict(losses(output_dir))
-        assert len(got[name]) == 6
-    expected = got["1 process x 4 devices"]
-    for values in got.values():
-        assert values == pytest.approx(expected, rel=1e-5, abs=0)
-
-
 def test_two_processes_stop_together_and_go_on_as_one(
-    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run, start_python: Start
+    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
 ) -> None:
     """Only rank 1 gets the signal; then one process goes on from the checkpoint."""
     runs.from_checkpoint(20, tmp_path)
-    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    pair = [
-        start_python(command, log, runs.environment())
-        for command, log in zip(runs.ranks(tmp_path, 2, *ENDLESS), logs, strict=True)
-    ]
-    wait_until(lambda: len(losses(tmp_path)) >= 4, pair[0], logs[0])
+    pair = runs.start(start_python, tmp_path, 2, *ENDLESS)
+    pair[0].wait_until(lambda: len(losses(tmp_path)) >= 4)
     pair[1].send_signal(signal.SIGTERM)
-    for process, log in zip(pair, logs, strict=True):
-        screen = end_of(process, log, 120)
-        assert process.returncode == 0, screen
+    screens = [process.end(120) for process in pair]
     stop = committed(tmp_path)[-1]
     assert losses(tmp_path)[-1][0] == stop - 1
-    assert f"stopped by a signal after step {stop};" in logs[0].read_text()
+    assert f"stopped by a signal after step {stop};" in screens[0]
 
-    done = run_python(runs.command(tmp_path, "--num-steps", stop + 5), runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
+    runs.finish(tmp_path, "--num-steps", stop + 5)
     assert resumes(tmp_path) == [20, stop]
     got = dict(losses(tmp_path))
     assert sorted(got) == list(range(20, stop + 5))
@@ -288,20 +233,15 @@ def test_two_processes_stop_together_and_go_on_as_one(
 
 def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Killed in a step: while a checkpoint is saved JAX ends the other with a stack around the same line."""
-    limits = ("--distributed.heartbeat-timeout-s", 12, "--distributed.step-timeout-s", 120)
+    limits = ("--distributed.heartbeat-timeout-s", 8, "--distributed.step-timeout-s", 120)
     limits = (*limits, "--checkpoint.every-steps", 100_000)
-    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    survivor, victim = (
-        start_python(command, log, runs.environment())
-        for command, log in zip(runs.ranks(tmp_path, 2, *ENDLESS, *limits), logs, strict=True)
-    )
-    wait_until(lambda: len(losses(tmp_path)) > 5, survivor, logs[0])
+    survivor, victim = runs.start(start_python, tmp_path, 2, *ENDLESS, *limits)
+    survivor.wait_until(lambda: len(losses(tmp_path)) > 5)
     victim.kill()
-    screen = end_of(survivor, logs[0], 120)
-    assert survivor.returncode != 0
-    assert "rank 1: no sign of life" in screen, screen
+    assert survivor.wait(120) != 0
+    assert "rank 1: no sign of life" in survivor.screen, survivor.screen
     for drowning in ("Traceback", "stack trace", "most recent call"):
-        assert drowning not in screen
+        assert drowning not in survivor.screen
 
 
 def test_a_missing_rank_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
@@ -314,38 +254,24 @@ def test_a_missing_rank_is_named(runs: TrainRuns, tmp_path: Path, run_python: Ru
 
 # Bad input
 
-BAD_OPTIONS = {
-    "preset": (["tinny"], "Did you mean tiny?"),
-    "field": (["tiny", "--model.hiden-size", "32"], "Perhaps you meant: --model.hidden-size"),
-    "type": (["tiny", "--batch-size", "seven"], "--batch-size: invalid literal for int() with base 10: 'seven'"),
-    "value": (["tiny", "--model.hidden-size", "0"], "hidden_size = 0: must be greater than 0"),
-    "pair": (
-        ["tiny", "--model.num-experts-per-tok", "9"],
-        "num_experts_per_tok = 9: must be between 1 and num_experts",
-    ),
-    "devices": (["tiny", "--mesh.data", "3"], "= (3, 1, 1): must multiply to the 1 devices"),
-    "data": (["tiny", "--data.path", "no/such/text"], "data.path = 'no/such/text': no such file or folder"),
-    "profile": (["tiny", "--profile.steps", "5:3"], "profile.steps = '5:3': must read FIRST:LAST"),
-}
 
-
-def test_bad_options(tmp_path: Path, runs: TrainRuns, start_python: Start) -> None:
-    """Every one ends with a non-zero code and says what is wrong with which field; none with a traceback."""
-    processes = {}
-    for name, (options, _) in BAD_OPTIONS.items():
-        command = ["train.py", *options, "--output-dir", tmp_path / "run"]
-        processes[name] = start_python(command, tmp_path / name, runs.environment())
-    for name, (_, message) in BAD_OPTIONS.items():
-        screen = " ".join(end_of(processes[name], tmp_path / name, 300).replace("│", " ").split())
-        assert processes[name].returncode not in (0, None), name
-        assert message in screen, name
-        assert "Traceback" not in screen, name
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh.data", "3"], "= (3, 1, 1): must multiply to the 1 devices"),
+        (["--data.path", "no/such/text"], "data.path = 'no/such/text': no such file or folder"),
+    ],
+    ids=["devices", "data"],
+)
+def test_a_mistake_is_named_and_leaves_no_folder(
+    runs: TrainRuns, tmp_path: Path, options: list[str], message: str
+) -> None:
+    assert message in runs.fail(tmp_path / "run", *options)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_preparing_data_may_take_longer_than_the_limit_without_progress(
-    runs: TrainRuns, tmp_path: Path, run_python: Run
-) -> None:
+def test_preparing_data_may_take_longer_than_the_limit_without_progress(runs: TrainRuns, tmp_path: Path) -> None:
     """The standard library takes several seconds, a piece of it far less than the 4 s that are allowed."""
     text = tmp_path / "text"
     text.mkdir()
@@ -353,39 +279,26 @@ def test_preparing_data_may_take_longer_than_the_limit_without_progress(
     for copy in range(4):
         (text / f"{copy}.txt").write_bytes(b"".join(sources))
     limit = ("--distributed.start-timeout-s", 4, "--num-steps", 1, "--data.held-out-bytes", 3000)
-    done = run_python(runs.command(tmp_path / "run", *limit, data=text), runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "; 4 file(s) read\n" in done.stdout
+    assert "; 4 file(s) read\n" in runs.finish(tmp_path / "run", *limit, data=text)
 
 
-def test_text_that_cannot_be_read(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_text_that_cannot_be_read(runs: TrainRuns, tmp_path: Path) -> None:
     """All of it is named at once and nothing is prepared; `--data.encoding` then reads it."""
     text, folder = shutil.copytree(runs.text, tmp_path / "text"), tmp_path / "run"
     for name in ("one.txt", "two.md"):
         (text / name).write_bytes("naïve café\n".encode("latin-1") * 9)
     (text / "logo.png").write_bytes(b"x")
-    done = run_python(runs.command(folder, "--num-steps", 2, data=text), runs.environment(), timeout=60)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "data.path: 2 problem(s) in 10 file(s) of text; nothing was written:" in done.stderr
+    errors = runs.fail(folder, "--num-steps", 2, data=text)
+    assert "data.path: 2 problem(s) in 10 file(s) of text; nothing was written:" in errors
     for name in ("one.txt", "two.md"):
-        assert f"{text / name}: not UTF-8 at byte 2: invalid continuation byte" in done.stderr
-    assert "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it" in done.stderr
+        assert f"{text / name}: not UTF-8 at byte 2: invalid continuation byte" in errors
+    assert "--data.encoding utf-8 latin-1 reads each file in the first of these encodings that fits it" in errors
     assert not (folder / "data").exists()
 
-    command = runs.command(folder, "--num-steps", 2, "--data.encoding", "utf-8", "latin-1", data=text)
-    done = run_python(command, runs.environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "; 10 file(s) read, 1 skipped that are no text (1 *.png)\n" in done.stdout
-    assert "too few to compare with xz and a unigram model\n(100,000; see data.held_out_bytes" in done.stdout
-    assert "xz -9" not in done.stdout and "nan" not in done.stdout
-
-
-def test_help_lists_the_presets(runs: TrainRuns, run_python: Run) -> None:
-    done = run_python(["train.py", "--help"], runs.environment(), timeout=60)
-    assert done.returncode == 0
-    for preset in ("tiny", "small", "gpt-moe-8e", "gpt-moe-128e", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"):
-        assert any(line.split()[:1] == [preset] and len(line.split()) > 4 for line in done.stdout.splitlines()), preset
+    screen = runs.finish(folder, "--num-steps", 2, "--data.encoding", "utf-8", "latin-1", data=text)
+    assert "; 10 file(s) read, 1 skipped that are no text (1 *.png)\n" in screen
+    assert "too few to compare with xz and a unigram model\n(100,000; see data.held_out_bytes" in screen
+    assert "xz -9" not in screen and "nan" not in screen
 
 
 WITHOUT_JAX = """
@@ -422,33 +335,19 @@ def test_a_reader_of_the_help_may_leave_early() -> None:
         assert process.stderr.read() == ""
 
 
-def test_output_dir_cannot_be_written(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
-    (tmp_path / "run").write_text("mine")
-    nowhere = Path("/proc/nowhere/run")  # nobody may make a folder there
-    for output_dir, why in ((tmp_path / "run", "File exists"), (nowhere, "No such file or directory")):
-        done = run_python(runs.command(output_dir, "--num-steps", 5), runs.environment(), timeout=60)
-        assert done.returncode == 1
-        expected = f"train.py: output_dir = '{output_dir}': must be a folder that can be written: {why}\n"
-        assert done.stderr == expected
-    assert (tmp_path / "run").read_text() == "mine"
-
-
 def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_another_configuration_leaves_the_checkpoint_alone(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_another_configuration_leaves_the_checkpoint_alone(runs: TrainRuns, tmp_path: Path) -> None:
     runs.from_checkpoint(20, tmp_path)
     before = _files(tmp_path)
-    command = runs.command(tmp_path, "--num-steps", 25, "--model.hidden-size", 64, "--seed", 1)
-    done = run_python(command, runs.environment(), timeout=60)
-    assert done.returncode == 1
-    assert "another configuration (saved -> now): model.hidden_size: 32 -> 64; seed: 0 -> 1" in done.stderr
-    assert "Traceback" not in done.stderr
+    errors = runs.fail(tmp_path, "--num-steps", 25, "--model.hidden-size", 64, "--seed", 1)
+    assert "another configuration (saved -> now): model.hidden_size: 32 -> 64; seed: 0 -> 1" in errors
     assert {name: data for name, data in _files(tmp_path).items() if name.startswith("checkpoints")} == before
 
 
-def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_path: Path, run_python: Run) -> None:
+def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_path: Path) -> None:
     """A truncated file stops the run and names the intact step; a step half-deleted is passed over with a warning."""
     runs.from_checkpoint(20, tmp_path)
     runs.from_checkpoint(25, tmp_path)
@@ -456,20 +355,16 @@ def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_p
     newest = tmp_path / "checkpoints" / "25"
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    command = runs.command(tmp_path, "--num-steps", 27)
-    done = run_python(command, runs.environment(), timeout=60)
-    assert done.returncode == 1
-    assert f"checkpoint {newest} is damaged: {largest.relative_to(newest)} has " in done.stderr
-    assert "step 20 is intact" in done.stderr
-    assert "Traceback" not in done.stderr
+    errors = runs.fail(tmp_path, "--num-steps", 27)
+    assert f"checkpoint {newest} is damaged: {largest.relative_to(newest)} has " in errors
+    assert "step 20 is intact" in errors
 
     largest.unlink()
     assert _files(tmp_path / "checkpoints" / "20") == intact
-    done = run_python(command, runs.environment(), timeout=300)
+    done = runs.run(tmp_path, "--num-steps", 27)
     assert done.returncode == 0, done.stderr
-    assert (
-        f"warning: checkpoint {newest} is incomplete: {largest.relative_to(newest)} is missing; skipped" in done.stderr
-    )
+    warning = f"warning: checkpoint {newest} is incomplete: {largest.relative_to(newest)} is missing; skipped"
+    assert warning in done.stderr
     assert "resuming from step 20 " in done.stdout
     assert losses(tmp_path) == [(step, reference[step]) for step in range(20, 27)]
 
@@ -491,34 +386,30 @@ def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
         subprocess.run(("umount", "-l", str(folder)), check=True, timeout=30)
 
 
-def test_full_disk(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
     """The checkpoints' file system fills up: a clear error, the older checkpoint restorable, and no steps lost."""
     reference = dict(losses(runs.reference[0]))
     one = sum(f.stat().st_size for f in (runs.reference[0] / "checkpoints" / "20").rglob("*") if f.is_file())
-    command = runs.command(tmp_path, "--num-steps", 30)
     with _tmpfs(tmp_path / "checkpoints", int(1.6 * one)):
-        done = run_python(command, runs.environment(), timeout=300)
-        assert done.returncode == 1
-        (message,) = (line for line in done.stderr.splitlines() if line.startswith("train.py: "))
+        errors = runs.fail(tmp_path, "--num-steps", 30)
+        (message,) = (line for line in errors.splitlines() if line.startswith("train.py: "))
         assert message.startswith(f"train.py: checkpoint of step 10 in {tmp_path / 'checkpoints'} was not written: ")
         assert "No space left on device" in message
         assert "; step 5 is complete" in message
         assert committed(tmp_path) == [5]
         size = f"remount,size={10 * one}"
         subprocess.run(("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=30)
-        done = run_python(command, runs.environment(), timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert "resuming from step 5 " in done.stdout
+        assert "resuming from step 5 " in runs.finish(tmp_path, "--num-steps", 30)
         assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
         assert {step for step, _ in losses(tmp_path)} == set(range(30))
         assert committed(tmp_path) == [25, 30]
 
 
-def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path) -> None:
     """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named."""
     runs.from_checkpoint(20, tmp_path)
     options = ("--num-steps", 40, "--optimizer.weight-decay", 1e10, "--checkpoint.every-steps", 1)
-    done = run_python(runs.command(tmp_path, *options), runs.environment(), timeout=300)
+    done = runs.run(tmp_path, *options)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "warning: optimizer.weight_decay = 1e+10: " in done.stdout

@@ -10,35 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, end_of, losses, records, resumes, wait_until
+from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, records, resumes
 
 IMPATIENT = ("--distributed.start-timeout-s", "2")
 
 
 def test_a_second_start_is_refused_and_a_requeued_one_waits(
-    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+    runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
-    output_dir, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "requeued"]
-    first = start_python(runs.command(output_dir, *ENDLESS), logs[0], runs.environment())
-    wait_until(lambda: committed(output_dir), first, logs[0])
-    other = runs.command(output_dir, "--num-steps", 7, "--optimizer.learning-rate", 0.5, *IMPATIENT)
-    done = run_python(other, runs.environment())
-    assert done.returncode == 1
+    output_dir = tmp_path / "run"
+    first = start_python(runs.command(output_dir, *ENDLESS), tmp_path / "first", runs.environment())
+    first.wait_until(lambda: committed(output_dir))
+    errors = runs.fail(output_dir, "--num-steps", 7, "--optimizer.learning-rate", 0.5, *IMPATIENT)
     holder = f"output_dir = '{output_dir}': is in use by process {first.pid} on {socket.gethostname()} since "
-    assert f"train.py: {holder}" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"train.py: {holder}" in errors
 
     command = runs.command(output_dir, "--num-steps", 1_000_000, "--evaluation.sample-tokens", 0)
-    requeued = start_python(command, logs[1], runs.environment())
-    wait_until(lambda: "waiting for it to end" in logs[1].read_text(), requeued, logs[1])
+    requeued = start_python(command, tmp_path / "requeued", runs.environment())
+    requeued.wait_until(lambda: "waiting for it to end" in requeued.screen)
     first.send_signal(signal.SIGTERM)
-    assert "stopped by a signal" in end_of(first, logs[0], 120)
-    assert first.returncode == 0
+    assert "stopped by a signal" in first.end(120)
     stop = committed(output_dir)[-1]
-    wait_until(lambda: len(losses(output_dir)) > stop + 6, requeued, logs[1])
+    requeued.wait_until(lambda: len(losses(output_dir)) > stop + 6)
     requeued.send_signal(signal.SIGTERM)
-    assert f"resuming from step {stop} " in end_of(requeued, logs[1], 120)
-    assert requeued.returncode == 0
+    assert f"resuming from step {stop} " in requeued.end(120)
     assert resumes(output_dir) == [stop]
     assert [step for step, _ in losses(output_dir)] == list(range(committed(output_dir)[-1]))
     rates = {record["learning_rate"] for record in records(output_dir)[10:] if "event" not in record}
@@ -47,33 +42,17 @@ def test_a_second_start_is_refused_and_a_requeued_one_waits(
 
 @pytest.mark.slow
 def test_a_rank_left_behind_keeps_the_folder_until_it_ends(
-    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+    runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
-    output_dir, logs = tmp_path / "run", [tmp_path / f"rank-{rank}" for rank in range(2)]
-    pair = [
-        start_python(command, log, runs.environment())
-        for command, log in zip(runs.ranks(output_dir, 2, *ENDLESS), logs, strict=True)
-    ]
-    wait_until(lambda: committed(output_dir), pair[0], logs[0])
+    output_dir = tmp_path / "run"
+    pair = runs.start(start_python, output_dir, 2, *ENDLESS)
+    pair[0].wait_until(lambda: committed(output_dir))
     os.kill(pair[1].pid, signal.SIGSTOP)
-    pair[0].kill()
-    pair[0].wait(30)
-    done = run_python(runs.command(output_dir, "--num-steps", 7, *IMPATIENT), runs.environment())
-    assert done.returncode == 1
-    assert "is in use by process" in done.stderr
-    pair[1].kill()
-    pair[1].wait(30)
+    pair[0].kill_now()
+    assert "is in use by process" in runs.fail(output_dir, "--num-steps", 7, *IMPATIENT)
+    pair[1].kill_now()
     saved = committed(output_dir)[-1]
-    done = run_python(runs.command(output_dir, "--num-steps", saved + 2), runs.environment())
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from step {saved} " in done.stdout
-
-
-def test_a_mistake_leaves_no_folder(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
-    done = run_python(runs.command(tmp_path / "run", data=tmp_path / "no-such-text"), runs.environment())
-    assert done.returncode == 1
-    assert "no such file or folder" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert f"resuming from step {saved} " in runs.finish(output_dir, "--num-steps", saved + 2)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -91,28 +70,22 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     for number in range(3):
         (other / f"{number}.txt").write_text(f"other words, {number} of them\n" * 2000)
     small = ("--data.held-out-bytes", 20000)
-    done = run_python(runs.command(output_dir, *small, "--num-steps", 6, data=text), runs.environment())
-    assert done.returncode == 0, done.stderr
+    runs.finish(output_dir, *small, "--num-steps", 6, data=text)
     before = files(output_dir)
 
     with (text / "random.py").open("a") as file:
         file.write("# one more line\n")
     for data, why in ((other, f"data.path: ['{text}'] -> ['{other}']"), (text, f"data.path = ['{text}']")):
-        done = run_python(runs.command(output_dir, *small, "--num-steps", 8, data=data), runs.environment())
-        assert done.returncode == 1
-        assert f"the data has changed since the checkpoint was saved: {why}" in done.stderr
-        assert "Traceback" not in done.stderr and not re.search("[0-9a-f]{32}", done.stderr)
+        errors = runs.fail(output_dir, *small, "--num-steps", 8, data=data)
+        assert f"the data has changed since the checkpoint was saved: {why}" in errors
+        assert not re.search("[0-9a-f]{32}", errors)
         assert files(output_dir) == before
-    done = run_python(runs.command(output_dir, *small, "--seed", 1, data=other), runs.environment())
-    assert done.returncode == 1
-    assert "seed: 0 -> 1" in done.stderr
+    assert "seed: 0 -> 1" in runs.fail(output_dir, *small, "--seed", 1, data=other)
     assert files(output_dir) == before
 
     moved = tmp_path / "moved"
     shutil.copytree(runs.text, moved)
-    done = run_python(runs.command(output_dir, *small, "--num-steps", 8, data=moved), runs.environment())
-    assert done.returncode == 0, done.stderr
-    assert "(the text itself is the same)" in done.stdout
+    assert "(the text itself is the same)" in runs.finish(output_dir, *small, "--num-steps", 8, data=moved)
     kept = {name: content for name, content in files(output_dir / "data").items() if name != "manifest.json"}
     assert kept == {name: before[f"data/{name}"] for name in kept}
     assert not list(output_dir.glob(".data*"))
@@ -121,9 +94,8 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     content = bytearray(shard.read_bytes())
     content[5000:5600] = bytes(byte ^ 1 for byte in content[5000:5600])
     shard.write_bytes(content)
-    done = run_python(runs.command(output_dir, *small, "--num-steps", 10, data=moved), runs.environment())
-    assert done.returncode == 0, done.stderr
-    assert "the prepared text is damaged, it is prepared again" in done.stdout
+    screen = runs.finish(output_dir, *small, "--num-steps", 10, data=moved)
+    assert "the prepared text is damaged, it is prepared again" in screen
     assert shard.read_bytes() == before["data/train-00000.bin"]
 
     (output_dir / "data" / "tokenizer.json").write_bytes(before["data/tokenizer.json"].replace(b"import", b"impor_"))
@@ -134,29 +106,26 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
 
 @pytest.mark.slow
 def test_runs_with_one_path_for_their_tiers_and_what_else_is_there(
-    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+    runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
     """Folders of a user and another run, alive, stay as they are; each run resumes from records of its own."""
-    tiers, alive, log = tmp_path / "tiers", tmp_path / "alive", tmp_path / "log"
+    tiers, alive = tmp_path / "tiers", tmp_path / "alive"
     for name in ("process-1", "process-5", "freed-space", "pins"):
         (tiers / name).mkdir(parents=True)
         (tiers / name / "notes").write_text(name)
     nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.gradients", "nvme", "--tiers.path", tiers)
-    first = start_python(runs.command(alive, *nvme, *ENDLESS), log, runs.environment())
-    wait_until(lambda: len(committed(alive)) > 1, first, log)
-    done = run_python(runs.command(tmp_path / "run", *nvme, "--num-steps", 6), runs.environment())
-    assert done.returncode == 0, done.stderr
+    first = start_python(runs.command(alive, *nvme, *ENDLESS), tmp_path / "log", runs.environment())
+    first.wait_until(lambda: len(committed(alive)) > 1)
+    runs.finish(tmp_path / "run", *nvme, "--num-steps", 6)
     names = [json.loads((folder / "run.json").read_text())["run"] for folder in (alive, tmp_path / "run")]
     shutil.rmtree(tiers / names[1] / "process-0" / "moments" / "pins")
     (tiers / names[1] / "process-0" / "weights" / "pins" / "a stray file").touch()
     bfloat16 = ("--tiers.gradient-dtype", "bfloat16", "--num-steps", 8)
-    done = run_python(runs.command(tmp_path / "run", *nvme, *bfloat16), runs.environment())
-    assert done.returncode == 0, done.stderr
-    assert "tiers.gradient_dtype: 'float32' -> 'bfloat16'" in done.stdout
-    assert "resuming from step 6 " in done.stdout
+    screen = runs.finish(tmp_path / "run", *nvme, *bfloat16)
+    assert "tiers.gradient_dtype: 'float32' -> 'bfloat16'" in screen
+    assert "resuming from step 6 " in screen
     first.send_signal(signal.SIGTERM)
-    assert "stopped by a signal" in end_of(first, log, 120)
-    assert first.returncode == 0
+    assert "stopped by a signal" in first.end(120)
     assert len(losses(alive)) == committed(alive)[-1]
     assert sorted(path.name for path in tiers.iterdir()) == sorted(
         [*names, "process-1", "process-5", "freed-space", "pins"]

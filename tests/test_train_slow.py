@@ -10,20 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train_runs import (
-    ENDLESS,
-    Run,
-    Start,
-    TrainRuns,
-    committed,
-    end_of,
-    losses,
-    records,
-    resumes,
-    run_split,
-    unfinished,
-    wait_until,
-)
+from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, records, resumes, run_split, unfinished
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +24,13 @@ def test_killed_again_and_again(runs: TrainRuns, tmp_path: Path, run_python: Run
         *("--gradient-accumulation-steps", 2, "--evaluation.every-steps", 15, "--model.router.jitter-noise", 0.01),
         *("--checkpoint.every-steps", 4, "--data.held-out-bytes", 20000),
     )
-    own = {name: TrainRuns(tmp_path / name, run_python) for name in ("whole", "killed")}
+    own = {
+        name: TrainRuns(tmp_path / name, run_python).environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": None}
+        for name in ("whole", "killed")
+    }
     whole = runs.command(tmp_path / "whole", *options, data=runs.text)
     began = time.monotonic()
-    done = run_python(whole, own["whole"].environment(), timeout=200)
+    done = run_python(whole, own["whole"], timeout=200)
     assert done.returncode == 0, done.stderr
     took_s = time.monotonic() - began
     reference = dict(losses(tmp_path / "whole"))
@@ -51,17 +41,16 @@ def test_killed_again_and_again(runs: TrainRuns, tmp_path: Path, run_python: Run
     last = -1
     for attempt in range(KILLS):
         log = tmp_path / f"log-{attempt}"
-        process = start_python(command, log, own["killed"].environment())
+        process = start_python(command, log, own["killed"])
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(random.uniform(0.2, 0.8 * took_s))
             assert process.returncode == 0, log.read_text()
             break  # it came to its end
-        process.kill()
-        process.wait(30)
+        process.kill_now()
         said = re.findall(r"^resuming from step (\d+) ", log.read_text(), re.MULTILINE)
         assert said in ([], [str(last)]), "resumed from another step than the last commit"
         last = max(committed(output_dir), default=-1)
-    done = run_python(command, own["killed"].environment(), timeout=200)
+    done = run_python(command, own["killed"], timeout=200)
     assert done.returncode == 0, done.stderr
     assert resumes(output_dir) == sorted(resumes(output_dir))
     assert {step for step, _ in losses(output_dir)} == set(reference)
@@ -70,7 +59,7 @@ def test_killed_again_and_again(runs: TrainRuns, tmp_path: Path, run_python: Run
 
 
 def test_process_count_changes(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
-    """A checkpoint of two processes goes on in four, then in one on one device."""
+    """Two processes, then four, then one on one device: the losses of one process with all devices."""
     mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)
     moved, stayed = tmp_path / "moved", tmp_path / "stayed"
     run_split(runs, start_python, moved, 2, 2, "--num-steps", 12, *mesh)
@@ -81,34 +70,17 @@ def test_process_count_changes(runs: TrainRuns, tmp_path: Path, start_python: St
     assert dict(losses(moved)) == pytest.approx(dict(losses(stayed)), rel=1e-5, abs=0)
 
 
-@pytest.mark.parametrize("mesh", [(4, 1, 1), (1, 4, 1), (2, 1, 2)])
-def test_checkpoint_moves_to_mesh(
-    runs: TrainRuns, tmp_path: Path, start_python: Start, mesh: tuple[int, int, int]
-) -> None:
-    runs.from_checkpoint(40, tmp_path)
-    reference = dict(losses(runs.reference[0]))
-    data, inter, intra = mesh
-    shape = ("--mesh.data", data, "--mesh.expert-inter", inter, "--mesh.expert-intra", intra)
-    run_split(runs, start_python, tmp_path, 1, 4, "--num-steps", 46, *shape)
-    assert dict(losses(tmp_path)) == pytest.approx({s: reference[s] for s in range(40, 46)}, rel=1e-5, abs=0)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_to_every_rank(runs: TrainRuns, tmp_path: Path, start_python: Start, number: signal.Signals) -> None:
     """As a cluster does it, and while the first step compiles: one step, saved, and everyone out within 30 s of it."""
-    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    group = [
-        start_python(command, log, runs.environment(2))
-        for command, log in zip(runs.ranks(tmp_path, 2, *ENDLESS), logs, strict=True)
-    ]
-    wait_until(lambda: records(tmp_path), group[0], logs[0])  # the evaluation before the first step
+    group = runs.start(start_python, tmp_path, 2, *ENDLESS, devices=2)
+    group[0].wait_until(lambda: records(tmp_path))  # the evaluation before the first step
     time.sleep(0.5)
     for process in group:
         process.send_signal(number)
-    wait_until(lambda: losses(tmp_path) or group[0].poll() is not None, group[0], logs[0])
-    for process, log in zip(group, logs, strict=True):
-        screen = end_of(process, log, 30)
-        assert process.returncode == 0, screen
+    group[0].wait_until(lambda: losses(tmp_path) or group[0].poll() is not None)
+    for process in group:
+        process.end(30)
     stop = committed(tmp_path)[-1]
     assert losses(tmp_path)[-1][0] == stop - 1
 
@@ -122,21 +94,16 @@ def test_a_lost_rank_ends_the_run(
     runs: TrainRuns, tmp_path: Path, start_python: Start, victim: int, number: signal.Signals
 ) -> None:
     """Dead or frozen, the coordinator or another: the survivor names it and ends; the next start goes on."""
-    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    group = [
-        start_python(command, log, runs.environment())
-        for command, log in zip(runs.ranks(tmp_path, 2, *ENDLESS, *LIMITS), logs, strict=True)
-    ]
-    wait_until(lambda: committed(tmp_path), group[0], logs[0])
+    group = runs.start(start_python, tmp_path, 2, *ENDLESS, *LIMITS)
+    group[0].wait_until(lambda: committed(tmp_path))
     group[victim].send_signal(number)
-    screen = end_of(group[1 - victim], logs[1 - victim], 60)
-    assert group[1 - victim].returncode != 0
+    survivor = group[1 - victim]
+    assert survivor.wait(60) != 0
     named = rf"rank {victim}\b.*(no sign of life|does not answer|is behind)"
     if victim == 0:  # JAX may notice first, and ends the process there and then
         named += "|the leader task was preempted/died"
-    assert re.search(named, screen), screen
-    group[victim].kill()
-    group[victim].wait(30)
+    assert re.search(named, survivor.screen), survivor.screen
+    group[victim].kill_now()
     newest = committed(tmp_path)[-1]
     run_split(runs, start_python, tmp_path, 1, 1, "--num-steps", newest + 2)
     assert resumes(tmp_path) == [newest]

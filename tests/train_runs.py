@@ -13,16 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.processes import Child
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Child]
 
 MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")
-# A constant learning rate: num_steps is no part of the compiled step, which all runs then share by the cache.
-OPTIONS = (
+MODEL = (
     *("--model.vocab-size", "512", "--model.hidden-size", "32", "--model.num-hidden-layers", "2"),
     *("--model.num-attention-heads", "2", "--model.num-key-value-heads", "1", "--model.moe-intermediate-size", "32"),
+)
+# A constant learning rate: num_steps is no part of the compiled step, which all runs then share by the cache.
+SHORT = (
     *("--sequence-length", "64", "--batch-size", "8", "--compute-dtype", "float32"),
     *("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "5"),
     *("--checkpoint.every-steps", "5", "--evaluation.sample-tokens", "4"),
@@ -49,6 +51,7 @@ class TrainRuns:
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compile_cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # a third of the time to compile, as in `quick_compilation`
             "JAX_NUM_CPU_DEVICES": str(devices) if devices > 1 else None,
             "XLA_FLAGS": None,
             "NPROC": None,  # train.py sets it by itself
@@ -76,17 +79,33 @@ class TrainRuns:
 
     def command(self, output_dir: Path, *options: object, data: Path | None = None) -> list[str | Path]:
         """Arguments of Python; later options take precedence."""
-        common = ("train.py", "tiny", *OPTIONS, "--data.path", data or self.shards, "--output-dir", output_dir)
+        common = ("train.py", "tiny", *MODEL, *SHORT, "--data.path", data or self.shards, "--output-dir", output_dir)
         return [*common, *map(str, options)]
+
+    def finish(self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1) -> str:
+        """The screen of a run to its end, which must be a good one."""
+        done = self.run(output_dir, *options, data=data, devices=devices)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def fail(self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1) -> str:
+        """What a run says that ends with a mistake."""
+        done = self.run(output_dir, *options, data=data, devices=devices)
+        assert done.returncode == 1, done.stdout
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    def run(
+        self, output_dir: Path, *options: object, data: Path | None = None, devices: int = 1
+    ) -> subprocess.CompletedProcess[str]:
+        """A run to its end, whatever that is."""
+        return self._run_python(self.command(output_dir, *options, data=data), self.environment(devices), timeout=300)
 
     @cached_property
     def reference(self) -> tuple[Path, str]:
         """(output folder, screen) of an uninterrupted run on one device that kept every checkpoint."""
-        output_dir = self.folder / "reference"
-        command = self.command(output_dir, "--num-steps", REFERENCE_STEPS, "--checkpoint.keep", 1000)
-        done = self._run_python(command, self.environment(), timeout=300)
-        assert done.returncode == 0, done.stderr
-        return output_dir, done.stdout
+        options = ("--num-steps", REFERENCE_STEPS, "--checkpoint.keep", 1000, "--profile.steps", "60:62")
+        return self.folder / "reference", self.finish(self.folder / "reference", *options)
 
     def from_checkpoint(self, step: int, output_dir: Path) -> Path:
         """A new output folder with one checkpoint of the reference run."""
@@ -95,11 +114,23 @@ class TrainRuns:
         return output_dir
 
     def ranks(self, output_dir: Path, processes: int, *options: object) -> list[list[str | Path]]:
-        """The command of every rank of a run of many processes."""
+        """The command of every rank of a run of so many processes."""
+        if processes == 1:
+            return [self.command(output_dir, *options)]
         address = f"127.0.0.1:{free_port()}"
         together = ("--distributed.coordinator-address", address, "--distributed.num-processes", processes)
         return [
             self.command(output_dir, *together, "--distributed.process-id", rank, *options) for rank in range(processes)
+        ]
+
+    def start(
+        self, start_python: Start, output_dir: Path, processes: int, *options: object, devices: int = 1
+    ) -> list[Child]:
+        """The ranks of a run of so many processes with so many devices each; their logs are in its folder."""
+        output_dir.mkdir(exist_ok=True)
+        return [
+            start_python(command, output_dir / f"rank-{processes}-{rank}", self.environment(devices))
+            for rank, command in enumerate(self.ranks(output_dir, processes, *options))
         ]
 
 
@@ -113,6 +144,11 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 def losses(output_dir: Path) -> list[tuple[int, float]]:
     """(step, loss) of every step record."""
     return [(record["step"], record["loss"]) for record in records(output_dir) if "event" not in record]
+
+
+def evaluations(output_dir: Path) -> list[float]:
+    """The held-out loss of every evaluation."""
+    return [record["loss"] for record in records(output_dir) if record.get("event") == "evaluation"]
 
 
 def resumes(output_dir: Path) -> list[int]:
@@ -130,36 +166,17 @@ def unfinished(output_dir: Path) -> set[Path]:
     return set((output_dir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
-def wait_until(ready: Callable[[], object], process: subprocess.Popen[str], log: Path, timeout_s: float = 300) -> None:
-    """Wait for `ready()`; the test fails with the log when the process ends before, or after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"return code {process.poll()} while waiting\n{log.read_text()[-4000:]}")
-        time.sleep(0.002)
-
-
-def end_of(process: subprocess.Popen[str], log: Path, timeout_s: float) -> str:
-    """What the process wrote until its end; the test fails if that does not come within `timeout_s`."""
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"still running after {timeout_s} s\n{log.read_text()[-4000:]}")
-    return log.read_text()
-
-
-def kill_while_saving(process: subprocess.Popen[str], output_dir: Path, log: Path) -> None:
+def kill_while_saving(process: Child, output_dir: Path) -> None:
     """SIGKILL at a moment when a checkpoint is half-written: the process is stopped first, to look."""
     before = unfinished(output_dir)
     while True:
-        wait_until(lambda: unfinished(output_dir) - before, process, log)
+        process.wait_until(lambda: unfinished(output_dir) - before)
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.02)  # threads stop one by one
         if unfinished(output_dir) - before:
             break
         os.kill(process.pid, signal.SIGCONT)
-    process.kill()
-    assert process.wait(30) == -signal.SIGKILL
+    process.kill_now()
     assert unfinished(output_dir) - before
 
 
@@ -167,10 +184,5 @@ def run_split(
     runs: TrainRuns, start_python: Start, output_dir: Path, processes: int, devices: int, *options: object
 ) -> None:
     """A run of so many processes with so many devices each to its end."""
-    output_dir.mkdir(exist_ok=True)
-    commands = runs.ranks(output_dir, processes, *options) if processes > 1 else [runs.command(output_dir, *options)]
-    logs = [output_dir / f"rank-{processes}-{rank}" for rank in range(processes)]
-    group = [start_python(command, log, runs.environment(devices)) for command, log in zip(commands, logs, strict=True)]
-    for process, log in zip(group, logs, strict=True):
-        screen = end_of(process, log, 250)
-        assert process.returncode == 0, screen
+    for process in runs.start(start_python, output_dir, processes, *options, devices=devices):
+        process.end(250)

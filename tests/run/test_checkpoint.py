@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
+from tests.arrays import on_host
 from tests.fakes import wait_for_text
 from tests.train_runs import Start, free_port
 
@@ -80,10 +81,6 @@ def assert_same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def snapshot(state: Any) -> Any:
-    return jax.tree.map(lambda x: np.array(x, copy=True), state)
-
-
 # Round trips
 
 
@@ -111,7 +108,7 @@ def test_the_state_may_be_donated_at_once(open_checkpoints: Open) -> None:
     expected = {}
     for step in range(1, 6):
         state = update(state)
-        expected[step] = snapshot(state)
+        expected[step] = on_host(state)
         del state["w7"]  # nothing but the checkpoint and the step holds the arrays
         state["w7"] = jnp.asarray(expected[step]["w7"].copy())
         checkpoints.save(step, state, {}, "{}")
@@ -120,7 +117,7 @@ def test_the_state_may_be_donated_at_once(open_checkpoints: Open) -> None:
         jax.block_until_ready(state)
     checkpoints.wait()
     for step, values in expected.items():
-        assert_same(snapshot(checkpoints.restore(step, abstract(state))[0]), values)
+        assert_same(on_host(checkpoints.restore(step, abstract(state))[0]), values)
 
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 4), (4, 2)])
@@ -132,7 +129,7 @@ def test_restores_onto_another_mesh(open_checkpoints: Open, shape: tuple[int, ..
     target = abstract(make_state(0, make_mesh(*shape)))
     restored, data_state, _ = checkpoints.restore(5, target)
     assert data_state is None
-    assert_same(snapshot(restored), snapshot(state))
+    assert_same(on_host(restored), on_host(state))
     assert jax.tree.leaves(restored)[0].sharding.mesh.devices.shape == shape
 
 
@@ -372,13 +369,11 @@ def test_a_kill_at_any_moment_loses_nothing_saved(start_python: Start, open_chec
     reader = open_checkpoints()
     newest = 0
     for attempt in range(5):
-        log = tmp_path / f"{attempt}.log"
-        process = start_python(["-c", SAVE_FOR_EVER, tmp_path / "checkpoints"], log)
-        wait_for_text(log, f"saved {newest + 1}\n")
+        process = start_python(["-c", SAVE_FOR_EVER, tmp_path / "checkpoints"], tmp_path / f"{attempt}.log")
+        wait_for_text(process.log, f"saved {newest + 1}\n")
         time.sleep(0.06 * attempt)
-        process.kill()
-        process.wait()
-        saved = int(re.findall(r"saved (\d+)", log.read_text())[-1])
+        process.kill_now()
+        saved = int(re.findall(r"saved (\d+)", process.screen)[-1])
         newest = reader.latest_step() or 0
         assert newest >= saved
         state, data_state, _ = reader.restore(newest, target)
@@ -405,7 +400,7 @@ width = 500_000 if mode == "fail" else 5000
 make = jax.jit(lambda n: {"rows": jnp.arange(8.0 * width).reshape(8, width) + n, "step": n},
                out_shardings={"rows": rows, "step": whole})
 train = jax.jit(lambda s: {"rows": s["rows"] + s["rows"].mean() * 0 + 1, "step": s["step"] + 1}, donate_argnums=0)
-checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=3), timeout_s=10)
+checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=3), timeout_s=5 if mode == "fail" else 10)
 target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(jnp.float32(0)))
 with Watchdog(60) as watchdog:
     newest = checkpoints.latest_step()
@@ -443,14 +438,14 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
         processes: int, devices: int, mode: str = "", folders: list[Path] | None = None
     ) -> tuple[list[int], list[str]]:
         port = free_port()
-        folders = folders or [tmp_path / "shared"] * processes
-        logs = [tmp_path / f"{processes}-{rank}.log" for rank in range(processes)]
         environment = {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONWARNINGS": "error"}
         ranks = [
-            start_python(["-c", RANK, rank, processes, port, folders[rank], mode], logs[rank], environment)
-            for rank in range(processes)
+            start_python(
+                ["-c", RANK, rank, processes, port, folder, mode], tmp_path / f"{processes}-{rank}", environment
+            )
+            for rank, folder in enumerate(folders or [tmp_path / "shared"] * processes)
         ]
-        return [rank.wait(timeout=120) for rank in ranks], [log.read_text() for log in logs]
+        return [rank.wait(timeout=120) for rank in ranks], [rank.screen for rank in ranks]
 
     return run
 
@@ -508,13 +503,12 @@ print("saved", checkpoints.steps()[-1], flush=True)
 
 
 def test_signals_do_not_stop_a_save(start_python: Start, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    process = start_python(["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints"], log)
-    wait_for_text(log, "ready\n")
+    process = start_python(["-c", SAVE_UNDER_SIGNALS, tmp_path / "checkpoints"], tmp_path / "log")
+    wait_for_text(process.log, "ready\n")
     number = 0
     while process.poll() is None:
         process.send_signal((signal.SIGTERM, signal.SIGUSR1)[number % 2])
         number += 1
         time.sleep(0.05)
-    assert process.returncode == 0, log.read_text()
-    assert "saved 29" in log.read_text()
+    assert process.returncode == 0, process.screen
+    assert "saved 29" in process.screen

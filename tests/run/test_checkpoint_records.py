@@ -1,8 +1,10 @@
 """Records that are saved and restored with the rest of a step, in one process and in several."""
 
+import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -58,49 +60,56 @@ def save(checkpoints: Checkpoints, store: VersionStore, step: int) -> None:
     checkpoints.save(step, state_of(step), step, "{}")
 
 
-def open_all(tmp_path: Path, local: Path) -> tuple[VersionStore, Checkpoints]:
-    store = open_store(local)
-    records = RecordCheckpoints({"experts": store})
-    return store, Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60)
+def restore(checkpoints: Checkpoints, store: VersionStore, step: int) -> None:
+    state, data_state, _ = checkpoints.restore(step, jax.eval_shape(lambda: state_of(0)))
+    assert (float(state["w"][0]), data_state) == (step, step)
+    assert values(store) == [100 * index + step for index in range(NUM_RECORDS)]
 
 
-def test_records_come_back_with_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@contextlib.contextmanager
+def open_all(tmp_path: Path, local: Path) -> Iterator[tuple[VersionStore, Checkpoints]]:
+    with open_store(local) as store:
+        records = RecordCheckpoints({"experts": store})
+        with Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2), records=records, timeout_s=60) as opened:
+            yield store, opened
+
+
+@pytest.fixture
+def local() -> Iterator[Path]:
+    """A folder on another file system, where links to `tmp_path` are not possible."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        local = Path(made) / "local"
-        store, checkpoints = open_all(tmp_path, local)
+        yield Path(made) / "local"
+
+
+def test_records_come_back_with_the_state(tmp_path: Path, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints"
+    with open_all(tmp_path, local) as (store, checkpoints):
         for step in (1, 2, 3):
             save(checkpoints, store, step)
         train(store, 4)  # while step 3 is written
         checkpoints.close()
         assert checkpoints.steps() == [2, 3]
-        assert is_durable(tmp_path / "checkpoints" / "3" / ITEM)
-        manifest = json.loads((tmp_path / "checkpoints" / "3" / MANIFEST).read_text())
+        assert is_durable(folder / "3" / ITEM)
+        manifest = json.loads((folder / "3" / MANIFEST).read_text())
         assert f"{ITEM}/process-0.json" in manifest["files"]
         assert not any("experts" in name for name in manifest["files"])  # those have sums of their own
-        store.close()
 
-        store, checkpoints = open_all(tmp_path, local)
+    with open_all(tmp_path, local) as (store, checkpoints):
         assert values(store) == [100 * index + 4 for index in range(NUM_RECORDS)]
         assert checkpoints.latest_step() == 3
-        state, data_state, _ = checkpoints.restore(3, jax.eval_shape(lambda: state_of(0)))
-        assert (float(state["w"][0]), data_state) == (3, 3)
-        assert values(store) == [100 * index + 3 for index in range(NUM_RECORDS)]
-        checkpoints.close()
-        store.close()
+        restore(checkpoints, store, 3)
 
-        shutil.rmtree(local)  # and of step 3, a record is lost
-        next((tmp_path / "checkpoints" / "3" / ITEM / "experts").iterdir()).unlink()
-        store, checkpoints = open_all(tmp_path, local)
+    shutil.rmtree(local)  # and of step 3, a record is lost
+    next((folder / "3" / ITEM / "experts").iterdir()).unlink()
+    with open_all(tmp_path, local) as (store, checkpoints):
         capsys.readouterr()
         assert checkpoints.latest_step() == 2
         assert "3 lacks 1 records, the first experts" in capsys.readouterr().err
-        checkpoints.restore(2, jax.eval_shape(lambda: state_of(0)))
-        assert values(store) == [100 * index + 2 for index in range(NUM_RECORDS)]
+        restore(checkpoints, store, 2)
         save(checkpoints, store, 3)  # what was there is set aside
         checkpoints.close()
         assert checkpoints.steps() == [2, 3]
-        assert (tmp_path / "checkpoints" / "incomplete-3-1").is_dir()
-        store.close()
+        assert (folder / "incomplete-3-1").is_dir()
 
 
 def test_one_step_is_too_few(tmp_path: Path) -> None:
@@ -143,35 +152,29 @@ print("done", checkpoints.steps(), flush=True)
 
 
 def run_ranks(start_python: Start, tmp_path: Path, local: Path, processes: int, last: int) -> list[str]:
-    port = free_port()
-    logs = [tmp_path / f"{last}-{rank}.log" for rank in range(processes)]
-    arguments = [processes, port, local, tmp_path / "checkpoints", last]
+    arguments = [processes, free_port(), local, tmp_path / "checkpoints", last]
     environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONWARNINGS": "error"}
+    logs = [tmp_path / f"{last}-{rank}.log" for rank in range(processes)]
     ranks = [start_python(["-c", RANK, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
-    statuses = [rank.wait(timeout=120) for rank in ranks]
-    texts = [log.read_text() for log in logs]
-    assert statuses == [0] * processes, texts
-    return texts
+    return [rank.end(120) for rank in ranks]
 
 
-def test_fewer_processes_go_on_from_the_last_durable_step(start_python: Start, tmp_path: Path) -> None:
+def test_fewer_processes_go_on_from_the_last_durable_step(start_python: Start, tmp_path: Path, local: Path) -> None:
     """3 processes; one local folder is lost, and a later step is not durable; 1 process goes on, then 2."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        local = Path(made)
-        run_ranks(start_python, tmp_path, local, 3, 4)
-        shutil.rmtree(local / "process-1")
-        folder = tmp_path / "checkpoints" / "4" / ITEM
-        (folder / "durable-1.json").unlink()
-        for path in (folder / "experts").glob("1.*"):
-            path.unlink()  # as if the process had been lost in its drain
-        (log,) = run_ranks(start_python, tmp_path, local, 1, 6)
-        assert "begin 3\n" in log
-        assert "checkpoints/4 lacks 1 records, the first experts 1; skipped" in log
-        assert "done [5, 6]" in log
-        shutil.rmtree(local)
-        for log in run_ranks(start_python, tmp_path, local, 2, 7):
-            assert "begin 6\n" in log
-            assert "done [6, 7]" in log
+    run_ranks(start_python, tmp_path, local, 3, 4)
+    shutil.rmtree(local / "process-1")
+    folder = tmp_path / "checkpoints" / "4" / ITEM
+    (folder / "durable-1.json").unlink()
+    for path in (folder / "experts").glob("1.*"):
+        path.unlink()  # as if the process had been lost in its drain
+    (log,) = run_ranks(start_python, tmp_path, local, 1, 6)
+    assert "begin 3\n" in log
+    assert "checkpoints/4 lacks 1 records, the first experts 1; skipped" in log
+    assert "done [5, 6]" in log
+    shutil.rmtree(local)
+    for log in run_ranks(start_python, tmp_path, local, 2, 7):
+        assert "begin 6\n" in log
+        assert "done [6, 7]" in log
 
 
 def flip(path: Path) -> None:
@@ -182,26 +185,22 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_records_come_from_their_copies_and_then_from_an_older_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        local = Path(made) / "local"
-        store, checkpoints = open_all(tmp_path, local)
+    with open_all(tmp_path, local) as (store, checkpoints):
         for step in (1, 2):
             save(checkpoints, store, step)
-        checkpoints.close()
-        store.close()
-        folder = tmp_path / "checkpoints"
-        pinned = {path.name.split(".")[0]: path for path in local.glob("process-0/pins/**/2/*")}
-        copies = {path.name.split(".")[0]: path for path in (folder / "2" / ITEM / "experts").iterdir()}
-        assert len(pinned) == len(copies) == NUM_RECORDS
+    folder = tmp_path / "checkpoints"
+    pinned = {path.name.split(".")[0]: path for path in local.glob("process-0/pins/**/2/*")}
+    copies = {path.name.split(".")[0]: path for path in (folder / "2" / ITEM / "experts").iterdir()}
+    assert len(pinned) == len(copies) == NUM_RECORDS
 
-        flip(pinned["1"])  # the store's own file has the same content: it is the same file
-        with pinned["4"].open("r+b") as file:
-            file.truncate(100)
-        with pinned["5"].open("ab") as file:
-            file.write(bytes(8))
-        store, checkpoints = open_all(tmp_path, local)
+    flip(pinned["1"])  # the store's own file has the same content: it is the same file
+    with pinned["4"].open("r+b") as file:
+        file.truncate(100)
+    with pinned["5"].open("ab") as file:
+        file.write(bytes(8))
+    with open_all(tmp_path, local) as (store, checkpoints):
         assert checkpoints.latest_step() == 2
         warnings = capsys.readouterr().err
         for index in "145":
@@ -209,50 +208,42 @@ def test_damaged_records_come_from_their_copies_and_then_from_an_older_step(
             assert f"delete {pinned[index]}" in warnings
             assert f"{copies[index]} is used" in warnings
         assert len(warnings.splitlines()) == 3
-        checkpoints.restore(2, jax.eval_shape(lambda: state_of(0)))
-        assert values(store) == [100 * index + 2 for index in range(NUM_RECORDS)]
-        checkpoints.close()
-        store.close()
+        restore(checkpoints, store, 2)
 
-        flip(copies["4"])
-        store, checkpoints = open_all(tmp_path, local)
+    flip(copies["4"])
+    with open_all(tmp_path, local) as (store, checkpoints):
         assert checkpoints.latest_step() == 1
         warnings = capsys.readouterr().err
         assert f"{copies['4']}: record 4" in warnings
         assert f"checkpoint {folder / '2'} lacks 1 records, the first experts 4; skipped" in warnings
-        checkpoints.restore(1, jax.eval_shape(lambda: state_of(0)))
-        assert values(store) == [100 * index + 1 for index in range(NUM_RECORDS)]
-        checkpoints.close()
-        store.close()
+        restore(checkpoints, store, 1)
 
-        for path in [*local.glob("process-0/pins/**/1/3.*"), *(folder / "1" / ITEM / "experts").glob("3.*")]:
-            flip(path)
-        store, checkpoints = open_all(tmp_path, local)
-        with pytest.raises(ValueError, match=f"no checkpoint in {folder} can be restored.*; delete .* to start anew"):
-            checkpoints.latest_step()
-        checkpoints.close()
-        store.close()
+    for path in [*local.glob("process-0/pins/**/1/3.*"), *(folder / "1" / ITEM / "experts").glob("3.*")]:
+        flip(path)
+    with (
+        open_all(tmp_path, local) as (store, checkpoints),
+        pytest.raises(ValueError, match=f"no checkpoint in {folder} can be restored.*; delete .* to start anew"),
+    ):
+        checkpoints.latest_step()
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "other"])
 def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    store, checkpoints = open_all(tmp_path, tmp_path / "local")
-    for step in (1, 2):
-        save(checkpoints, store, step)
-    checkpoints.close()
-    path = tmp_path / "checkpoints" / "2" / ITEM / "process-0.json"
-    content = path.read_bytes()
-    bad = {"flipped": content.replace(b'"pins"', b'"pinz"'), "cut": content[:-20], "other": b"[1, 2]"}[how]
-    path.write_bytes(bad)
-    assert checkpoints.latest_step() == 1
-    warning = capsys.readouterr().err
-    assert f"{tmp_path}/checkpoints/2 is damaged: " in warning and f"{ITEM}/process-0.json" in warning
-    records = RecordCheckpoints({"experts": store})
-    with pytest.raises(ValueError, match=f"{path}: is damaged"):
-        records.find(path.parent)
-    store.close()
+    with open_all(tmp_path, tmp_path / "local") as (store, checkpoints):
+        for step in (1, 2):
+            save(checkpoints, store, step)
+        checkpoints.close()
+        path = tmp_path / "checkpoints" / "2" / ITEM / "process-0.json"
+        content = path.read_bytes()
+        bad = {"flipped": content.replace(b'"pins"', b'"pinz"'), "cut": content[:-20], "other": b"[1, 2]"}[how]
+        path.write_bytes(bad)
+        assert checkpoints.latest_step() == 1
+        warning = capsys.readouterr().err
+        assert f"{tmp_path}/checkpoints/2 is damaged: " in warning and f"{ITEM}/process-0.json" in warning
+        with pytest.raises(ValueError, match=f"{path}: is damaged"):
+            RecordCheckpoints({"experts": store}).find(path.parent)
 
 
 SLOW_DRAIN = """
@@ -291,15 +282,10 @@ print("done", checkpoints.steps(), flush=True)
 """
 
 
-def test_a_drain_may_take_longer_than_a_step(start_python: Start, tmp_path: Path) -> None:
+def test_a_drain_may_take_longer_than_a_step(start_python: Start, tmp_path: Path, local: Path) -> None:
     """Rank 1 copies its records for 7.5 s where a step may take 5 s: both wait for it at the next save."""
-    port, logs = free_port(), [tmp_path / f"{rank}.log" for rank in range(2)]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as local:
-        arguments = [port, local, tmp_path / "checkpoints"]
-        environment = {"JAX_NUM_CPU_DEVICES": "1"}
-        ranks = [start_python(["-c", SLOW_DRAIN, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
-        statuses = [rank.wait(timeout=120) for rank in ranks]
-    texts = [log.read_text() for log in logs]
-    assert statuses == [0, 0], texts
-    assert all("done [1, 2]" in text for text in texts)
+    logs, environment = [tmp_path / f"{rank}.log" for rank in range(2)], {"JAX_NUM_CPU_DEVICES": "1"}
+    arguments = [free_port(), local, tmp_path / "checkpoints"]
+    ranks = [start_python(["-c", SLOW_DRAIN, rank, *arguments], log, environment) for rank, log in enumerate(logs)]
+    assert all("done [1, 2]" in rank.end(120) for rank in ranks)
     assert all(is_durable(tmp_path / "checkpoints" / step / ITEM) for step in "12")

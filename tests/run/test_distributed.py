@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,10 @@ from jmoe.config import DistributedConfig
 from jmoe.run import distributed
 from jmoe.run.distributed import PreemptionSignal, Watchdog
 from tests.fakes import wait_for_text
-from tests.train_runs import Start, free_port
+from tests.processes import Child
+from tests.train_runs import Run, Start, free_port
+
+RunRanks = Callable[..., list[Child]]
 
 # A run in small: RANK PROCESSES PORT OPTION=VALUE..., one all-reduce a step.
 WORKER = """
@@ -63,10 +65,10 @@ print("end", flush=True)
 
 
 @pytest.fixture
-def run_ranks(start_python: Start, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]]:
-    """`run_ranks(ranks, processes, *options)` starts these ranks; `log(rank)` of each is in tmp_path."""
+def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
+    """`run_ranks(ranks, processes, *options)` starts these ranks."""
 
-    def run(ranks: list[int], processes: int, *options: str) -> list[subprocess.Popen[str]]:
+    def run(ranks: list[int], processes: int, *options: str) -> list[Child]:
         port = free_port()
         environment = {"PYTHONUNBUFFERED": "1", "JAX_NUM_CPU_DEVICES": "1"}
         return [
@@ -77,130 +79,110 @@ def run_ranks(start_python: Start, tmp_path: Path) -> Callable[..., list[subproc
     return run
 
 
-def ends(process: subprocess.Popen[str], seconds: float) -> int:
+def ends(process: Child, seconds: float) -> int:
     """Its exit status, within this many seconds: the ranks' own limits, plus what a busy machine adds."""
     return process.wait(timeout=seconds)
 
 
-def test_processes_start_together(run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path) -> None:
-    ranks = run_ranks([0, 1, 2], 3, "steps=3")
-    assert [ends(rank, 60) for rank in ranks] == [0, 0, 0]
-    for rank in range(3):
-        log = (tmp_path / f"{rank}.log").read_text()
-        assert f"started {rank} 3" in log
-        assert "step 3\nend" in log
+def in_step_20(ranks: list[Child]) -> list[Child]:
+    """The ranks, once all have come so far."""
+    for rank in ranks:
+        wait_for_text(rank.log, "step 20\n")
+    return ranks
 
 
 @pytest.mark.parametrize("present", [[0, 2], [2]])
-def test_a_missing_rank_is_named_on_every_rank_present(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, present: list[int]
-) -> None:
+def test_a_missing_rank_is_named_on_every_rank_present(run_ranks: RunRanks, present: list[int]) -> None:
     """With rank 0 absent the others can name only it; else rank 0 names all that are missing."""
     ranks = run_ranks(present, 4, "start_s=4")
     assert [ends(rank, 40) for rank in ranks] == [1] * len(present)
     expected = "TimeoutError: ranks 1, 3 did not start within" if 0 in present else "TimeoutError: rank 0 (the coord"
-    for rank in present:
-        log = (tmp_path / f"{rank}.log").read_text()
-        assert expected in log
-        assert "distributed.start_timeout_s = 4 s" in log
+    for rank in ranks:
+        assert expected in rank.screen
+        assert "distributed.start_timeout_s = 4 s" in rank.screen
 
 
-def test_two_processes_with_one_rank_are_an_error_everywhere(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, start_python: Start
-) -> None:
+def test_two_processes_with_one_rank_are_an_error_everywhere(tmp_path: Path, start_python: Start) -> None:
     port = free_port()
     arguments = [(0, "a"), (1, "b"), (1, "c")]
     ranks = [start_python(["-c", WORKER, rank, 3, port, "start_s=30"], tmp_path / name) for rank, name in arguments]
     assert [ends(rank, 60) for rank in ranks] == [1, 1, 1]
-    for _, name in arguments:
-        assert "ValueError: distributed: two processes were told process_id = 1" in (tmp_path / name).read_text()
+    for rank in ranks:
+        assert "ValueError: distributed: two processes were told process_id = 1" in rank.screen
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_is_named_and_the_others_end(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, killed: int
-) -> None:
+def test_a_killed_rank_is_named_and_the_others_end(run_ranks: RunRanks, killed: int) -> None:
     """Rank 0 is the coordinator: JAX aborts the others at once, after the line that names it."""
-    ranks = run_ranks([0, 1, 2], 3, "heartbeat_s=5")
-    for rank in range(3):
-        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
+    ranks = in_step_20(run_ranks([0, 1, 2], 3, "heartbeat_s=5"))
+    assert all(f"started {number} 3" in rank.screen for number, rank in enumerate(ranks))
     ranks[killed].kill()
     left = [rank for rank in range(3) if rank != killed]
-    for rank in left:
-        assert ends(ranks[rank], 30) != 0
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in left]
+    assert all(ends(ranks[rank], 30) != 0 for rank in left)
+    logs = [ranks[rank].screen for rank in left]
     named = {0: r"rank 0 .the coordinator. does not answer: dead", 1: r"rank 1: no sign of life.* dead or stopped"}
     assert any(re.search(named[killed], log) for log in logs), logs
     assert not any(re.search(f"rank {left}: no sign of life", log) for log in logs), logs
 
 
-def test_a_stopped_rank_is_named_and_the_others_end(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
+def test_a_stopped_rank_is_named_and_the_others_end(run_ranks: RunRanks) -> None:
     """SIGSTOP: no connection breaks, only the signs of life end."""
-    ranks = run_ranks([0, 1], 2, "heartbeat_s=5")
-    for rank in range(2):
-        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
+    ranks = in_step_20(run_ranks([0, 1], 2, "heartbeat_s=5"))
     os.kill(ranks[1].pid, signal.SIGSTOP)
     assert ends(ranks[0], 30) != 0
-    log = (tmp_path / "0.log").read_text()
+    log = ranks[0].screen
     assert re.search(r"jmoe: rank 1: no sign of life for \d s, dead or stopped, at training", log), log
 
 
-def test_a_stopped_coordinator_ends_the_others(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
-    ranks = run_ranks([0, 1], 2, "heartbeat_s=60", "step_s=4")
-    for rank in range(2):
-        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
+def test_a_stopped_coordinator_ends_the_others(run_ranks: RunRanks) -> None:
+    ranks = in_step_20(run_ranks([0, 1], 2, "heartbeat_s=60", "step_s=4"))
     os.kill(ranks[0].pid, signal.SIGSTOP)
     assert ends(ranks[1], 30) == distributed.EXIT_CODE
-    log = (tmp_path / "1.log").read_text()
+    log = ranks[1].screen
     assert re.search(r"rank 1 has waited . s for training step \d+ .*; rank 0 .the coord.* does not answer", log), log
 
 
-def test_a_stuck_rank_is_named_and_prints_its_own_stack(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
+def test_a_stuck_rank_is_named_and_prints_its_own_stack(run_ranks: RunRanks) -> None:
     """Rank 1 is alive but does not come on: heartbeats go on, steps do not."""
     ranks = run_ranks([0, 1], 2, "stuck=1:10", "step_s=4")
     assert [ends(rank, 60) for rank in ranks] == [distributed.EXIT_CODE] * 2
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    logs = [rank.screen for rank in ranks]
     # Whichever limit ran out first told the other rank.
     told = r"rank 1 is behind, at training data 10|rank 1 has waited \d s for training data 10"
     assert all(re.search(told, log) for log in logs), logs
     assert all("most recent call first" in log for log in logs), logs
 
 
-def test_an_error_on_one_rank_is_told_to_the_others(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
+def test_an_error_on_one_rank_is_told_to_the_others(run_ranks: RunRanks) -> None:
     """No rank waits for the shutdown barrier, in which the failed one would keep it for `step_timeout_s`."""
     ranks = run_ranks([0, 1], 2, "error=0:10", "heartbeat_s=5")
     assert ends(ranks[0], 30) == 1
     assert ends(ranks[1], 30) != 0
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    logs = [rank.screen for rank in ranks]
     assert "OSError: no space left on the moon" in logs[0]
     assert "jmoe: rank 0 ended with OSError: no space left on the moon" in logs[1]
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM, signal.SIGUSR1], [signal.SIGUSR1, None], [None, signal.SIGTERM]])
-def test_all_ranks_stop_after_the_same_step(
-    run_ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, numbers: list[signal.Signals | None]
-) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGTERM, signal.SIGUSR1],
+        [signal.SIGUSR1, None],
+        pytest.param([None, signal.SIGTERM], marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_stop_after_the_same_step(run_ranks: RunRanks, numbers: list[signal.Signals | None]) -> None:
     """The signal comes to all ranks at different times, or to one only; it comes again during the save."""
-    ranks = run_ranks([0, 1], 2, "pause_s=0.02", "save_s=1")
-    for rank in range(2):
-        wait_for_text(tmp_path / f"{rank}.log", "step 20\n")
+    ranks = in_step_20(run_ranks([0, 1], 2, "pause_s=0.02", "save_s=1"))
     for rank, number in zip(ranks, numbers, strict=True):
         if number is not None:
             rank.send_signal(number)
             time.sleep(0.1)
-    for rank in range(2):
-        wait_for_text(tmp_path / f"{rank}.log", "stop ")
-        ranks[rank].send_signal(signal.SIGTERM)
+    for rank in ranks:
+        wait_for_text(rank.log, "stop ")
+        rank.send_signal(signal.SIGTERM)
     assert [ends(rank, 30) for rank in ranks] == [0, 0]
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    logs = [rank.screen for rank in ranks]
     said = [re.sub(r"(?m)^jmoe: .*\n", "", log) for log in logs]  # what a signal has begun, between any two lines
     stops = [re.findall(r"stop (\d+)\nsaved\nend", log) for log in said]
     assert stops[0] == stops[1], stops
@@ -221,7 +203,6 @@ def test_one_process_stops_at_once() -> None:
             signal.raise_signal(number)
             if number is not signal.SIGINT:  # a second Ctrl-C ends the process
                 signal.raise_signal(number)
-            assert preemption.asked()
             assert preemption.requested(2)
         after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
         assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
@@ -230,7 +211,7 @@ def test_one_process_stops_at_once() -> None:
 
 
 def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    run_python: Run,
 ) -> None:
     code = """if True:
         import time
@@ -251,7 +232,7 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
 
 
 def test_a_wait_that_makes_progress_goes_on(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    run_python: Run,
 ) -> None:
     code = """if True:
         import time
@@ -271,15 +252,15 @@ def test_a_wait_that_makes_progress_goes_on(
 
 
 def test_waits_in_time_do_nothing() -> None:
-    with Watchdog(2.0) as watchdog:
+    with Watchdog(1.0) as watchdog:
         for step in range(4):
             with watchdog.waiting_for("training step", step):
-                time.sleep(0.6)
-        time.sleep(2.2)  # between waits there is no limit
+                time.sleep(0.3)
+        time.sleep(1.1)  # between waits there is no limit
         with watchdog.waiting_for("evaluation", timeout_s=60):
             for step in range(3):
                 with watchdog.waiting_for("held-out batch", step):
-                    time.sleep(0.8)
+                    time.sleep(0.4)
 
 
 # Where the processes are
@@ -367,13 +348,9 @@ def prepare_slowly(start_python: Start, folder: Path, slow_s: float) -> list[tup
     (folder / "text").mkdir()
     for i in range(20):
         (folder / "text" / f"{i}.txt").write_text(f"a document of no importance, {i}\n" * 50)
-    port, logs = free_port(), [folder / f"{rank}.log" for rank in range(2)]
-    ranks = [
-        start_python(["-c", PREPARING, rank, 2, port, folder / "text", folder / "cache", slow_s], log)
-        for rank, log in enumerate(logs)
-    ]
-    codes = [ends(rank, 90) for rank in ranks]
-    return [(code, log.read_text()) for code, log in zip(codes, logs, strict=True)]
+    arguments = [2, free_port(), folder / "text", folder / "cache", slow_s]
+    ranks = [start_python(["-c", PREPARING, rank, *arguments], folder / f"{rank}.log") for rank in range(2)]
+    return [(ends(rank, 90), rank.screen) for rank in ranks]
 
 
 def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ def test_where_the_file_system_has_no_locks_the_earlier_run_stops(
     assert "cannot be locked (Function not implemented)" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    nowhere = Path("/proc/nowhere/run")  # nobody may make a folder there
+    for folder, why in ((tmp_path / "run", "File exists"), (nowhere, "No such file or directory")):
+        words = f"output_dir = '{folder}': must be a folder that can be written: {why}"
+        with pytest.raises(OSError, match=f"^{words}$"), RunFolder(folder):
+            pass
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a mistake"), RunFolder(tmp_path / "new"):
         raise ValueError("a mistake")
