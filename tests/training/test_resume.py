@@ -46,12 +46,11 @@ def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple
     """The program of a run in this folder and its checkpoints, as train.py opens them."""
     tiers = dataclasses.replace(tiers, path=str(folder / "records"))
     config = dataclasses.replace(CONFIG, tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(folder))
-    program = make_trainer(config, mesh_of(1, devices, 1))
-    try:
-        with Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints:
-            yield program, checkpoints
-    finally:
-        program.close()
+    with (
+        contextlib.closing(make_trainer(config, mesh_of(1, devices, 1))) as program,
+        Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints,
+    ):
+        yield program, checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +190,9 @@ def test_a_pretrained_model_is_begun_off_the_device(tmp_path: Path, name: str, d
     mesh = mesh_of(1, devices, 1)
     ordinary = make_trainer(dataclasses.replace(config, tiers=DEVICE), mesh)
     expected = full_state(ordinary, pretrained_state(ordinary, config))
-    program = make_trainer(config, mesh)
-    try:
+    with contextlib.closing(make_trainer(config, mesh)) as program:
         with ExpertsOnDevices(config.model) as count:
             state = pretrained_state(program, config)
             count.look()
         assert 0 < count.most_bytes <= count.all_bytes // (1 if name == "mixed" else 2)
         assert differing(expected, full_state(program, state)) == []
-    finally:
-        program.close()

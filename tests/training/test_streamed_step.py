@@ -3,6 +3,7 @@
 Legend: A accumulation steps, B batch, S sequence, E experts, N MoE layers.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -70,9 +71,8 @@ def train(
     """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
     shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
-    program = make_trainer(config, mesh_of(*shape))
-    state, metrics = program.init(), []
-    try:
+    with contextlib.closing(make_trainer(config, mesh_of(*shape))) as program:
+        state, metrics = program.init(), []
         for step in range(steps):
             state, values = program.step(state, batch(config, step))
             if values["overflow"]:
@@ -85,8 +85,6 @@ def train(
         held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
         whole = full_state(program, state)
         return Trained([float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats())
-    finally:
-        program.close()
 
 
 def saved_and_restored(program: Trainer, state: TrainState, step: int) -> TrainState:
@@ -191,8 +189,7 @@ def test_only_chosen_experts_move(on_host: Trained) -> None:
 
 def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
     tiers = dataclasses.replace(HOST, device_layers=1)
-    program = make_trainer(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))
-    try:
+    with contextlib.closing(make_trainer(dataclasses.replace(CONFIG, tiers=tiers), mesh_of(1, 1, 1))) as program:
         state, batches = program.init(), held_out_batches(CONFIG)
 
         def evaluate(*some: Batch) -> tuple[list[float], int]:
@@ -207,8 +204,6 @@ def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
         assert len(set(together)) == len(batches)
         most = (N + 1) * E  # the next pass's first layer is fetched ahead
         assert 0 < fetched <= most < sum(transfers for _, transfers in alone)
-    finally:
-        program.close()
 
 
 def test_a_cache_that_is_too_small_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -227,8 +222,7 @@ def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     config = dataclasses.replace(CONFIG, tiers=HOST)
-    program = StreamedTrainer(config, mesh_of(1, 1, 1))
-    try:
+    with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, 1))) as program:
         state = program.init()
         state, _ = program.step(state, batch(config, 0))
         before = full_state(program, state)
@@ -240,8 +234,6 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         repaired = dataclasses.replace(broken, params=jax.tree.map(jnp.array, without_experts(before.params)))
         after = full_state(program, repaired)
         assert differing(after, before) == []
-    finally:
-        program.close()
 
 
 def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,15 +241,12 @@ def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("the disk is gone")
 
     config = dataclasses.replace(CONFIG, tiers=HOST)
-    program = StreamedTrainer(config, mesh_of(1, 1, 1))
-    try:
+    with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, 1))) as program:
         state = program.init()
         monkeypatch.setattr(ExpertState, "_catch_up", fails)
         state, _ = program.step(state, batch(config, 0))
         with pytest.raises(OSError, match="the disk is gone"):
             program.step(state, batch(config, 1))
-    finally:
-        program.close()
 
 
 def test_tiers_need_experts() -> None:
