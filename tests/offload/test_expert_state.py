@@ -32,7 +32,7 @@ from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 from tests.training.test_streamed_step import CONFIG, batch, held_out_batches
 
-FIRST, SAVED, LAST = 2, 4, 6
+FIRST, SAVED, LAST = 2, 4, 5
 WORDS = "an injected fault"
 Result = tuple[dict[int, float], list[float], TrainState]
 
@@ -61,8 +61,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         tiers = TiersConfig("nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000)
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(CONFIG, tiers=tiers)
-        self.streamed = StreamedTrainer(self.config, mesh_of(1, 1, 1))
-        self.program = self.streamed
+        self.program = StreamedTrainer(self.config, mesh_of(1, 1, 1))
         state = self.program.init()
         for step in range(FIRST):
             state, _ = self.program.step(state, batch(self.config, step))
@@ -85,7 +84,7 @@ class Training:
 
     def holder(self, owner: Any) -> Any:
         """Where the function is to be replaced."""
-        return self.streamed.programs if owner is LayerPrograms else owner
+        return self.program.programs if owner is LayerPrograms else owner
 
     def open(self) -> Checkpoints:
         config = CheckpointConfig(keep=3)
@@ -187,7 +186,7 @@ def test_no_update_is_applied_twice(training: Training, monkeypatch: pytest.Monk
     get, commit, fault = TieredStore.get, ExpertState.commit, Fault(lambda: None, 1)
 
     def get_weights(store: TieredStore, index: int, **options: Any) -> Record:
-        experts = training.streamed.experts
+        experts = training.program.experts
         assert experts is not None
         if store is experts.stores.weights and options.get("empty") and threading.current_thread().name == "ring":
             fault()
@@ -216,7 +215,7 @@ def assert_same(ours: Result, expected: Result) -> None:
 
 def check_that_it_stays(training: Training) -> None:
     """There is no further step, evaluation or save."""
-    experts = training.streamed.experts
+    experts = training.program.experts
     if experts is None or experts.now == 0:
         return
     program, state = training.program, training.program.saved_shape  # looked at by no call

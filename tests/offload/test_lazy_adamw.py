@@ -20,6 +20,7 @@ from tests.arrays import differing
 T = 80  # more than one call takes
 SHAPES = [{"w_up": (7, 13), "w_down": (5, 3), "b_up": (11,)}, {"w_up": (16, 64), "w_down": (32, 16)}]
 CONFIG = OptimizerConfig(learning_rate=0.03, warmup_steps=5, weight_decay=0.2, clip_norm=0.5)
+UPDATE = jax.jit(partial(catch_up, config=CONFIG))
 Arrays = dict[str, np.ndarray]
 
 
@@ -35,14 +36,13 @@ def schedule() -> np.ndarray:
 
 def run(lr_T: np.ndarray, shapes: dict[str, tuple[int, ...]], gradients: dict[int, Arrays], *, lazy: bool) -> Any:
     """(w, m, v) after T steps with these gradients at some of them; lazy: nothing is done between two of them."""
-    update = jax.jit(partial(catch_up, config=CONFIG))
     none = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     w, m, v = drawn(shapes, 0), dict(none), dict(none)
     history = History(0, lr_T, clips())
     starts = sorted({0, *gradients}) if lazy else range(T)
     for start, until in zip(starts, [*starts[1:], T], strict=True):
         for window in history.windows(range(start, until), pending=start in gradients):
-            w, m, v = update(w, m, v, gradients.get(start, none), window)
+            w, m, v = UPDATE(w, m, v, gradients.get(start, none), window)
     return jax.device_get((w, m, v))
 
 
@@ -78,12 +78,17 @@ def test_it_is_optax_adamw() -> None:
     adamw = optax.adamw(
         learning_rate(CONFIG, T), CONFIG.beta1, CONFIG.beta2, CONFIG.eps, weight_decay=CONFIG.weight_decay
     )
-    params = jax.tree.map(jnp.asarray, drawn(shapes, 0))
+    params: Any = drawn(shapes, 0)
     memory = adamw.init(params)
+
+    @jax.jit
+    def step(params: Any, memory: Any, g: Any) -> tuple[Any, Any]:
+        updates, memory = adamw.update(g, memory, params)
+        return optax.apply_updates(params, updates), memory
+
     with jax.numpy_dtype_promotion("standard"):  # what optax needs
         for t in range(T):
             g = gradients.get(t, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
-            updates, memory = adamw.update({name: jnp.asarray(a * clips()[t]) for name, a in g.items()}, memory, params)
-            params = optax.apply_updates(params, updates)
+            params, memory = step(params, memory, {name: a * clips()[t] for name, a in g.items()})
     for name, expected in jax.device_get(params).items():
         np.testing.assert_allclose(w[name], expected, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import pytest
 
 import jmoe.offload.expert_state
 from jmoe.config import CheckpointConfig, TiersConfig, TrainConfig
+from jmoe.memory.closing import Closing
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.version_store import VersionStore
 from jmoe.offload.lazy_adamw import Laziness
@@ -29,21 +30,17 @@ NVME = TiersConfig("nvme", "nvme", "nvme", host_cache_bytes=150_000)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-class Opened:
+class Opened(Closing):
     """A run's program, with its checkpoints in a folder."""
 
     def __init__(self, folder: Path, tiers: TiersConfig, config: TrainConfig = CONFIG) -> None:
         tiers = dataclasses.replace(tiers, path=str(folder / "records"))
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(config, tiers=tiers)
         shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
-        self.streamed = StreamedTrainer(self.config, mesh_of(*shape))
-        self.program = self.streamed
+        self.program = StreamedTrainer(self.config, mesh_of(*shape))
         self.losses: list[float] = []
 
-    def __enter__(self) -> "Opened":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.program.close()
 
     def checkpoints(self) -> Checkpoints:
@@ -109,13 +106,12 @@ def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_pat
         assert waiting < behind
         assert waiting or tiers.experts == "device"  # there all are in slots, and updated at once
         assert run.losses == undisturbed.losses[: SAVED + 1]
-        run.losses.clear()
+    with Opened(tmp_path, tiers) as run:
         state = run.steps(run.restore(SAVED), SAVED + 2)
         run.save(state)
-        run.steps(run.restore(SAVED + 2), STEPS)
-        assert run.losses == undisturbed.losses[SAVED:]
-    with Opened(tmp_path, tiers) as run:
-        state = run.steps(run.restore(SAVED), STEPS)
+        run.steps(state, SAVED + 3)
+        del run.losses[2:]
+        state = run.steps(run.restore(SAVED + 2), STEPS)
         assert run.losses == undisturbed.losses[SAVED:]
         held_out = [float(nll) for nll in run.program.evaluate(state, held_out_batches(CONFIG))]
         assert held_out == undisturbed.held_out
@@ -133,9 +129,8 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
         versions = [run.listed(0)["versions"]]
         for step in (4, 8):
             state = run.steps(state, step)
-            experts = run.streamed._opened
-            updates = experts.stats().updates
-            run.streamed._opened._ring.wait()
+            experts = run.program._opened
+            experts._ring.wait()
             updates = experts.stats().updates
             run.save(state)
             assert experts.stats().updates == updates  # nobody was brought up to date for it
@@ -145,7 +140,7 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
                 assert changed and changed <= used
                 assert len(versions[-1][kind]) == N * E
             assert {int(n.split(".")[0]) for n in versions[-1]["gradients"]} <= used
-        stores = run.streamed.stores._versions.values()
+        stores = run.program.stores._versions.values()
         writes = [store.stats().writes for store in stores]
         run.program.save_state(state)
         assert [store.stats().writes for store in stores] == writes  # also those of gradients that still wait
@@ -168,7 +163,7 @@ def test_a_record_is_brought_up_to_date_alone(saved: Opened) -> None:
     listed = saved.listed(SAVED)
     laziness = Laziness.of_lists([listed])
     assert laziness is not None and laziness.pending
-    files = records_of(saved.folder / str(SAVED) / ITEM, saved.streamed.stores._versions, listed)
+    files = records_of(saved.folder / str(SAVED) / ITEM, saved.program.stores._versions, listed)
     assert len(files["weights"]) == len(files["moments"]) == N * E
     experts = [tree["moe_layers"]["moe"]["experts"] for tree in (whole.params, whole.m, whole.v)]
     for index in range(N * E):
@@ -203,7 +198,9 @@ def test_nobody_is_behind_for_ever(saved: Opened, monkeypatch: pytest.MonkeyPatc
     assert differing(saved.whole(saved.restore(SAVED + 2)), expected) == []
 
 
-def test_a_checkpoint_of_before_has_nothing_behind(saved: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_before_has_nothing_behind(
+    saved: Opened, undisturbed: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its lists name weights and moments only, all of them up to date."""
     pin = RecordCheckpoints.pin
 
@@ -222,4 +219,4 @@ def test_a_checkpoint_of_before_has_nothing_behind(saved: Opened, monkeypatch: p
     assert differing(saved.whole(state), expected) == []
     losses = len(saved.losses)
     saved.steps(state, STEPS)
-    assert saved.losses[losses:] == train(CONFIG, HOST).losses[SAVED + 1 :]
+    assert saved.losses[losses:] == undisturbed.losses[SAVED + 1 :]
