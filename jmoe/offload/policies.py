@@ -210,8 +210,7 @@ class ChosenExperts(Residency):
         guesses, ignored = self._guesses.pop(moe_layer, set()), self._ignored.pop(moe_layer, set())
         self._cancel(moe_layer, guesses.difference(records))
         if chosen is not None:
-            self._count(records, guesses)
-            self._judge(guesses or ignored, records)
+            self._count(records, guesses, ignored)
         self._bring(moe_layer, records)
         if chosen is None and moe_layer + 1 < self.index.num_layers:
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
@@ -247,8 +246,8 @@ class ChosenExperts(Residency):
             self._failed = error
             raise
 
-    def _count(self, records: list[int], guesses: set[int]) -> None:
-        """Note which of the chosen records were there. What came on a guess was not."""
+    def _count(self, records: list[int], guesses: set[int], ignored: set[int]) -> None:
+        """Note which of the chosen records were there, what came on a guess was not, and how good guesses are."""
         slot_of = self.pool.slot_of
         hits = sum(slot_of[r] >= 0 and r not in guesses for r in records)
         self._stats.layers += 1
@@ -256,19 +255,16 @@ class ChosenExperts(Residency):
         self._stats.misses += len(records) - hits
         self._stats.guessed_right += len(guesses.intersection(records))
         self._used += records
-
-    def _judge(self, guesses: set[int], records: list[int]) -> None:
-        if guesses:
-            self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(guesses)
-            self._recent_right = GUESS_DECAY * self._recent_right + len(guesses.intersection(records))
+        if judged := guesses or ignored:
+            self._recent_guesses = GUESS_DECAY * self._recent_guesses + len(judged)
+            self._recent_right = GUESS_DECAY * self._recent_right + len(judged.intersection(records))
 
     def _layer(self, moe_layer: int) -> list[int]:
         return list(map(int, self.index.records(moe_layer)))
 
     def _records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
-        chosen = chosen[chosen < self.index.num_experts]
-        return list(map(int, self.index.records(moe_layer, chosen)))
+        return list(map(int, self.index.records(moe_layer, chosen[chosen < self.index.num_experts])))
 
     def _bring(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the copies that are missing."""

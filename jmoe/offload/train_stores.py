@@ -155,9 +155,11 @@ class ExpertStores:
             return TieredStore(HostRecords.fill(self.layouts[kind], self._index.num_records, fill, self._own))
         if read is not None:
             versions.fill(self._filling(read))
+        record_bytes = versions.layout.record_bytes
+        cache_bytes = self._tiers.host_cache_bytes * record_bytes // self._cached_bytes  # as its share of all bytes
         return TieredStore(
             versions,
-            cache_bytes=self._cache_bytes(versions.layout.record_bytes),
+            cache_bytes=cache_bytes or max(len(self._own) // 4, 2) * record_bytes,
             threads=THREADS,
             write_threads=THREADS,
             wait_limit_s=self._config.distributed.step_timeout_s,
@@ -180,13 +182,6 @@ class ExpertStores:
                 np.copyto(views[name], array[place])
 
         return fill
-
-    def _cache_bytes(self, record_bytes: int) -> int:
-        """Return a store's share of the host cache: as its share of the bytes on the tier nvme."""
-        cache_bytes = self._tiers.host_cache_bytes
-        if not cache_bytes:
-            return max(len(self._own) // 4, 2) * record_bytes
-        return cache_bytes * record_bytes // self._cached_bytes
 
     def progress(self) -> tuple[int, ...]:
         """Return what changes as long as records are filled, drained or restored."""
