@@ -161,7 +161,7 @@ def train_records(store: VersionStore, saved: Any, last: int) -> dict[str, Any]:
             record_R[:] = 0
             store.layout.views(record_R)["w"][:] = index
             store.write(index, record_R)
-    with TieredStore(store, cache_bytes=3 * store.layout.record_bytes) as tiers:
+    with TieredStore(store, cache_bytes=3 * store.layout.record_bytes, write_back_every_steps=1) as tiers:
         for step in range(begin, last):
             tiers.prefetch(range(NUM_RECORDS))
             for index in range(NUM_RECORDS):

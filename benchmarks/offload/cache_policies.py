@@ -6,19 +6,17 @@ Axes: E experts of a layer, L layers, T tokens.
 import heapq
 import sys
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.lfu_cache import LFUCache
 
 NUM_RECORDS = 512  # of the traces
 PHASE_STEPS = 200  # a trace's popularity changes this often
-ANNOUNCED = 2.0**900  # a rank above every count
 # One step of a trace: the records each layer uses, layer by layer. A record is used once in a step.
 Step = list[NDArray[np.int64]]
 
@@ -92,6 +90,7 @@ class Decayed(HitCounts):
         self.scores[:] = self.decayed
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
+        self.generation += 1
 
 
 class KnowsChanges(HitCounts):
@@ -104,6 +103,7 @@ class KnowsChanges(HitCounts):
         self.scores[ids] += 1
         if self._steps % PHASE_STEPS == 0:
             self.scores *= 1e-9  # what was popular before is still better than what never was
+            self.generation += 1
 
 
 class KnowsPhases(HitCounts):
@@ -117,6 +117,7 @@ class KnowsPhases(HitCounts):
     def _learn(self, ids: NDArray[np.int64]) -> None:
         if self._steps % PHASE_STEPS == 0 and (phase := next(self.phases, None)) is not None:
             self.scores[:] = uses(phase)
+            self.generation += 1
 
 
 def uses(steps: list[Step]) -> NDArray[np.int64]:
@@ -147,63 +148,18 @@ class Ours(Policy):
         self.cache.counts.touch(records)
 
 
-class Announced(HitCounts):
-    """Ranks records whose use is expected above all others, the sooner the higher (Belady's rule as far as the future
-    is known), and the others by `counts`. What was expected and has not come by the end of the step after is dropped.
-    """
-
-    def __init__(self, counts: HitCounts) -> None:
-        super().__init__(NUM_RECORDS)
-        self.counts = counts
-        self.coming = defaultdict[int, deque[int]](deque)  # record -> its places in the order of expected uses
-        self.place = self.place_before = 0  # the next place, and what it was when the step before ended
-
-    def expect(self, records: NDArray[np.int64]) -> None:
-        for record in records.tolist():
-            self.coming[record].append(self.place)
-            self.place += 1
-        self.rank_all()
-
-    def use(self, record: int) -> None:
-        """An expected use has come, so the record's rank falls."""
-        if self.coming[record]:
-            self.coming[record].popleft()
-        self.rank(record)
-
-    def rank(self, record: int) -> None:
-        coming = self.coming[record]
-        self.scores[record] = ANNOUNCED / (1 + coming[0]) if coming else self.counts.scores[record]
-
-    def rank_all(self) -> None:
-        for record in range(NUM_RECORDS):
-            self.rank(record)
-
-    def touch(self, indices: ArrayLike) -> None:
-        self.counts.touch(indices)
-        for coming in self.coming.values():
-            if coming and coming[0] < self.place_before:
-                coming.popleft()
-        self.place_before = self.place
-        self.rank_all()
-
-
 class Ahead(Ours):
     """The same, told before each step what the next one will use."""
 
     def __init__(self, num_slots: int, counts: HitCounts, steps: list[Step]) -> None:
-        self.announced = Announced(counts)
-        super().__init__(num_slots, self.announced)
+        super().__init__(num_slots, counts)
         self.coming = iter(steps)
         self.tell()
         self.tell()
 
     def tell(self) -> None:
         if (step := next(self.coming, None)) is not None:
-            self.announced.expect(np.concatenate(step))
-
-    def use(self, record: int) -> bool:
-        self.announced.use(record)
-        return super().use(record)
+            self.cache.counts.expect(np.concatenate(step))
 
     def end_step(self, records: NDArray[np.int64]) -> None:
         super().end_step(records)

@@ -4,7 +4,7 @@ Slots are numbers of places in host memory: `num_slots` of them form the cache, 
 cache does not let in, and what it has given up until that is written back. Not thread-safe: `TieredStore` holds a lock.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -28,6 +28,11 @@ class CacheStats:
     passed_through: int = 0
     unused: int = 0
     written_back: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        uses = self.hits + self.misses
+        return self.hits / uses if uses else 0.0
 
 
 class LFUCache:
@@ -59,13 +64,17 @@ class LFUCache:
         self._place_of = {slot: slot for slot in range(num_slots)}  # and back
         self._free_staging = list(range(num_slots + staging_slots - 1, num_slots - 1, -1))
         self._staged: OrderedDict[int, int] = OrderedDict()  # record -> slot, longest unused first
-        self._staging_pins: Counter[int] = Counter()  # slot -> pins
+        self._staging_pins: dict[int, int] = {}  # slot -> pins
         self._fresh: set[int] = set()  # records read and not used yet
         self._dirty: dict[int, None] = {}  # oldest first
         self._to_write: dict[int, None] = {}  # dirty records whose slot is wanted, in this order
         self._to_clean: dict[int, None] = {}  # dirty records to write after those
         self._writing: set[int] = set()  # handed out, each with a pin
         self._stats = CacheStats()
+
+    @property
+    def num_slots(self) -> int:
+        return self._hot.num_slots
 
     def slot_of(self, index: int) -> int | None:
         """Return the slot that the record has, or None."""
@@ -77,6 +86,8 @@ class LFUCache:
         slot = self.slot_of(index)
         if slot is None:
             return None
+        if self.counts.used(index) and self._hot.slot_of[index] >= 0:
+            self._hot.fallen(index)
         if index in self._fresh:
             self._fresh.remove(index)
             self._stats.misses += 1
@@ -95,11 +106,12 @@ class LFUCache:
         """
         assert self.slot_of(index) is None, index
         slot = self._cache_slot(index, demanded)
-        if slot is None and (slot := self._staging_slot(demanded)) is not None:
+        if slot is None:
+            slot = self._staging_slot(demanded)
+            if slot is None:
+                return None
             self._staged[index] = slot
             self._stats.passed_through += 1
-        if slot is None:
-            return None
         self._fresh.add(index)
         self._pin(slot)
         return slot
@@ -117,7 +129,7 @@ class LFUCache:
             self._free_staging.append(slot)
 
     def discard(self, index: int) -> None:
-        """Give up a record that was read ahead, if nobody has used it: its staging slot may be taken."""
+        """Let the staging slot of a record be taken that was read ahead and will not be used."""
         if index in self._fresh:
             self._fresh.remove(index)
             self._stats.unused += 1
@@ -125,8 +137,10 @@ class LFUCache:
     def unpin(self, slot: int) -> None:
         if slot in self._place_of:
             self._hot.unpin(self._place_of[slot])
-        else:
-            self._staging_pins[slot] -= 1
+            return
+        self._staging_pins[slot] -= 1
+        if self._staging_pins[slot] == 0:
+            del self._staging_pins[slot]
 
     @property
     def num_dirty(self) -> int:
@@ -187,7 +201,7 @@ class LFUCache:
         if slot in self._place_of:
             self._hot.pin([self._place_of[slot]])
         else:
-            self._staging_pins[slot] += 1
+            self._staging_pins[slot] = self._staging_pins.get(slot, 0) + 1
 
     def _cache_slot(self, index: int, demanded: bool) -> int | None:
         if not self._hot.num_free:
@@ -195,11 +209,11 @@ class LFUCache:
             if place is None:
                 return None
             victim = int(self._hot.record_in[place])
-            if self.counts.scores[index] <= self.counts.scores[victim]:
+            if self.counts.rank(index, uses=1) <= self.counts.rank(victim):
                 return None
             if victim in self._dirty and not self._demote(victim, place, demanded):
                 return None
-            self.discard(victim)
+            self._give_up(victim)
             self._hot.evict(place)
             self._stats.evictions += 1
         return self._slot_at[self._hot.place(index)]
@@ -219,10 +233,15 @@ class LFUCache:
     def _staging_slot(self, demanded: bool) -> int | None:
         if self._free_staging:
             return self._free_staging.pop()
-        unpinned = [i for i, slot in self._staged.items() if not self._staging_pins[slot] and i not in self._dirty]
+        unpinned = [i for i, slot in self._staged.items() if slot not in self._staging_pins and i not in self._dirty]
         used = [index for index in unpinned if index not in self._fresh]
         candidates = used or (unpinned if demanded else [])
         if not candidates:
             return None
-        self.discard(candidates[0])
+        self._give_up(candidates[0])
         return self._staged.pop(candidates[0])
+
+    def _give_up(self, index: int) -> None:
+        if index in self._fresh:
+            self._fresh.remove(index)
+            self._stats.unused += 1

@@ -69,8 +69,8 @@ class TieredStore(Closing):
     `TimeoutError` names record and file.
 
     With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
-    A dirty record is written back by `write_threads` when it leaves the cache, and by `flush`. Staging slots are then
-    two per thread of either kind.
+    A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
+    (calls of `touch`), and by `flush`. Staging slots are then two per thread of either kind.
 
     An error of a read is raised by the `get` that waits for that record, which may be asked for again. An error that
     nobody waits for, of a read ahead or a write-back, is raised by every later call: nothing is read or written any
@@ -84,12 +84,13 @@ class TieredStore(Closing):
         cache_bytes: int | None = None,
         threads: int = 4,
         write_threads: int = 2,
+        write_back_every_steps: int | None = None,
         bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         wait_limit_s: float = 60.0,
     ) -> None:
         positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
-        for name, value in positive.items():
-            check(value > 0, name, value, "must be greater than 0")
+        for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
+            check(value is None or value > 0, name, value, "must be greater than 0")
         limits = dict(bandwidth_limit_bytes_per_s or {})
         check(limits.keys() <= {"nvme", "host"}, "bandwidth_limit_bytes_per_s", limits, "links are nvme and host")
         self._lock = threading.Lock()
@@ -110,6 +111,7 @@ class TieredStore(Closing):
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records open as writable
         self._blank: set[int] = set()  # of those, the ones that were not read and are not put yet
+        self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
         self._versions = store if isinstance(store, VersionStore) else None
         self._cache: LFUCache | None = None
@@ -146,6 +148,17 @@ class TieredStore(Closing):
             if self._cache is not None:
                 self._cache.counts.touch(ids)
                 self._to_do.notify()  # a higher count may open the cache to a record that found no slot
+                self._steps += 1
+                if self._write_back_every_steps and self._steps % self._write_back_every_steps == 0:
+                    self._cache.write_back()
+                    self._to_write.notify_all()
+
+    def expect(self, indices: ArrayLike) -> None:
+        """Let the cache keep all that the next step will use, in order, where that is known a step ahead."""
+        ids = record_ids(indices, self.num_records)
+        with self._lock:
+            if self._cache is not None:
+                self._cache.counts.expect(ids)
 
     def prefetch(self, indices: ArrayLike) -> None:
         """Begin to read those of these records that are not in host memory, in this order; returns at once."""

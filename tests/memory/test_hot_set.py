@@ -33,7 +33,7 @@ def test_counts_survive_any_number_of_decays() -> None:
         expected *= 0.5
         counts.touch(touched)
         np.testing.assert_allclose(counts.decayed, expected, rtol=1e-12, atol=1e-300)
-    assert counts.num_forgotten == 0  # traffic never changed
+    assert counts.generation == 0  # traffic never changed
 
 
 class CountsModel:
@@ -88,7 +88,7 @@ def test_counts_against_a_model(beta: float, changed: int) -> None:
         model.touch(set(used.tolist()))
         np.testing.assert_allclose(counts.scores, model.scores, rtol=1e-9)
         np.testing.assert_allclose(counts.decayed, model.decayed, rtol=1e-9)
-        assert counts.num_forgotten == model.forgotten
+        assert counts.generation == model.forgotten
     assert model.forgotten > 3
 
 
@@ -105,12 +105,12 @@ def test_what_is_popular_is_learned_anew_after_a_change(changed: int, within_ste
     counts, popularity = HitCounts(128), rng.permutation(np.arange(1.0, 129) ** -1.1)
     for used in zipf_steps(rng, popularity, 400):
         counts.touch(used)
-    assert counts.num_forgotten == 0
+    assert counts.generation == 0
     places = np.argsort(-popularity)[:changed]
     popularity[places] = popularity[np.roll(places, changed // 2)]
     for used in zipf_steps(rng, popularity, within_steps):
         counts.touch(used)
-    assert counts.num_forgotten > 0
+    assert counts.generation > 0
     for used in zipf_steps(rng, popularity, 100):
         counts.touch(used)
     best = np.argsort(-popularity)[:16]
@@ -124,14 +124,14 @@ def test_one_odd_step_makes_nothing_forgotten() -> None:
         for used in zipf_steps(rng, popularity, 30):
             counts.touch(used)
         counts.touch(np.arange(64, 128))  # the least popular
-    assert counts.num_forgotten == 0
+    assert counts.generation == 0
 
 
 def test_balanced_traffic_makes_nothing_forgotten() -> None:
     counts = HitCounts(64, beta=0.5, decay_every_steps=1)
     for _ in range(1000):
         counts.touch(np.arange(64))
-    assert counts.num_forgotten == 0
+    assert counts.generation == 0
     assert (counts.scores == 1000).all()
 
 
@@ -193,4 +193,4 @@ def test_hot_set_against_a_model(beta: float) -> None:
         assert hot.num_pinned == len(pins)
         assert all(hot.record_in[hot.slot_of[record]] == record for record in came)
         assert np.count_nonzero(hot.slot_of >= 0) == len(came) == 6 - hot.num_free
-    assert counts.num_forgotten > 2
+    assert counts.generation > 2

@@ -63,10 +63,11 @@ def check_record(tiers: TieredStore, index: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 9, NUM_RECORDS])
-def test_what_is_put_comes_back(store: VersionStore, slots: int) -> None:
+@pytest.mark.parametrize("every", [None, 3])
+def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | None) -> None:
     rng = np.random.default_rng(slots)
     counts = [0] * NUM_RECORDS
-    with TieredStore(store, cache_bytes=slots * RECORD_BYTES) as tiers:
+    with TieredStore(store, cache_bytes=slots * RECORD_BYTES, write_back_every_steps=every) as tiers:
         for step in range(40):
             ids = rng.choice(NUM_RECORDS, 6, replace=False).tolist()
             tiers.prefetch(ids)
@@ -121,6 +122,17 @@ def test_flush_makes_it_durable(store: VersionStore, gate: Gate) -> None:
         record.close()
         tiers.close()
     assert store.stats().writes == NUM_RECORDS + 3
+
+
+def test_write_back_at_the_period(store: VersionStore, gate: Gate) -> None:
+    with TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_back_every_steps=2) as tiers:
+        add(tiers, 1)
+        tiers.touch([1])
+        add(tiers, 2)
+        assert not gate.begun
+        tiers.touch([2])
+        wait_for(lambda: sorted(gate.begun) == [1, 2])
+        wait_for(lambda: tiers.stats().cache.written_back == 2)
 
 
 def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> None:
@@ -252,13 +264,14 @@ def test_mistakes(store: VersionStore, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="writable = True: needs a VersionStore"):
             tiers.get(0, writable=True)
         tiers.flush()
-    with pytest.raises(ValueError, match="write_threads = 0"):
-        TieredStore(store, cache_bytes=4 * RECORD_BYTES, write_threads=0)
+    for options in ({"write_threads": 0}, {"write_back_every_steps": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} = 0"):
+            TieredStore(store, cache_bytes=4 * RECORD_BYTES, **options)
 
 
 def test_many_threads_change_records(store: VersionStore) -> None:
-    """6 threads add to records of their own and read those of others, through a few slots."""
-    with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3) as tiers:
+    """6 threads add to records of their own and read those of others, through a few slots, with a period of 5."""
+    with TieredStore(store, cache_bytes=14 * RECORD_BYTES, threads=3, write_back_every_steps=5) as tiers:
 
         def work(first: int) -> None:
             rng = np.random.default_rng(first)
