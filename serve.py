@@ -32,8 +32,7 @@ def run(arguments: Sequence[str]) -> None:
 def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests."""
     import jmoe
-    from jmoe.inference.engine import Engine
-    from jmoe.inference.memory_plan import memory_plan
+    from jmoe.inference.engine import Engine, plan_engine_memory
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.serving.app import make_app, make_service
     from jmoe.serving.http_server import HttpServer, bind
@@ -43,7 +42,7 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
     with LazyCheckpoint(folder, config.engine.dtype) as checkpoint:  # the headers alone
         length = checkpoint.sequence_length(config.engine.max_seq_len)
         engine_config = replace(config.engine, max_seq_len=length)
-        memory = memory_plan(checkpoint, engine_config)
+        memory = plan_engine_memory(checkpoint, engine_config)
     check((folder / "tokenizer.json").is_file(), "model", str(folder), "must hold a tokenizer.json")
     say(f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each")
     if config.dry_run:

@@ -93,7 +93,7 @@ def test_house_rules(module: str) -> None:
 
 def test_offenders_are_found() -> None:
     source = ast.parse("def f(levels):\n    import tyro, jmoe.models.decoder\naxis = 'expert_inter'")
-    assert len(list(violations("jmoe.planning.capacity", source))) == 6
+    assert len(list(violations("jmoe.planning.memory_plan", source))) == 6
 
 
 def test_no_imports_go_round_in_a_circle() -> None:

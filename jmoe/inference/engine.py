@@ -21,7 +21,6 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.kv_cache import empty_caches
-from jmoe.inference.memory_plan import memory_plan
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampler import NOT_FINITE, Draw, Sampler
@@ -30,8 +29,12 @@ from jmoe.inference.scheduler import ChunkGroup, Scheduler, SchedulerStats
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
+from jmoe.memory.host_memory import available_bytes
+from jmoe.memory.record_store import RecordLayout
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.residency import open_experts
+from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory
+from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import RoutingStats, StreamingPlan
 
 log = logging.getLogger("jmoe")
@@ -63,7 +66,7 @@ class Engine(Closing):
         with LazyCheckpoint(folder, options.dtype) as checkpoint:
             _keep_compiled_programs()
             options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
-            memory = memory_plan(checkpoint, options)
+            memory = plan_engine_memory(checkpoint, options)
             self._scheduler = Scheduler(options, checkpoint.eos_token_ids)
             self.residency, self._store = open_experts(
                 checkpoint,
@@ -303,6 +306,31 @@ class Engine(Closing):
             log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.calibration)
             for num_tokens in (1, self.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
+
+
+def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
+    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
+    config, length = checkpoint.config, checkpoint.sequence_length(options.max_seq_len)
+    caches = jax.eval_shape(lambda: empty_caches(config, options.max_batch, length, checkpoint.dtype))
+    weights = ExpertWeights(
+        config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
+    )
+    model = ModelBytes(
+        weights,
+        record_bytes=RecordLayout.of(checkpoint.expert_fields).record_bytes,
+        dense_bytes=checkpoint.rest_bytes,
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)),
+    )
+    return plan_memory(model, _free_memory(jax.devices()[0]), options)
+
+
+def _free_memory(device: jax.Device) -> FreeMemory:
+    """Return what is free on a device and beside it now. The CPU's memory is the host's."""
+    host_bytes = available_bytes()
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats is None:
+        return FreeMemory(host_bytes, host_bytes, shared=True)
+    return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
 
 
 def _keep_compiled_programs() -> None:

@@ -14,7 +14,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
-from jmoe.planning.capacity import MemoryPlan
+from jmoe.planning.memory_plan import MemoryPlan
 
 PACK_FOLDER = "jmoe_experts"
 

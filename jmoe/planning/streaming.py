@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from jmoe.config.engine import Policy
-from jmoe.planning.capacity import MemoryPlan
+from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.roofline import (
     Measured,
     Prediction,

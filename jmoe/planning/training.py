@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jmoe.config.tiers import TIERS, Tier
-from jmoe.planning.capacity import RESERVE
+from jmoe.planning.memory_plan import RESERVE
 from jmoe.planning.roofline import distinct_experts
 
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory

@@ -8,24 +8,22 @@ loop.
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import logging
-import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from jmoe.inference.engine import NO_NUMBERS, Engine
 from jmoe.inference.sequence import Output, Sequence
+from jmoe.serving.admission import FairQueue, QueueLimit
 from jmoe.serving.errors import ApiError
-from jmoe.serving.fair_queue import FairQueue
 from jmoe.serving.grammar import JsonConstraint
 from jmoe.serving.metrics import Metrics, Snapshot, View
 
@@ -34,7 +32,6 @@ log = logging.getLogger(__name__)
 ENGINE_FAILED = "the engine has failed; the server's log says why"
 RATE_WINDOW_S = 5.0
 VIEW_S = 1.0
-MAX_RETRY_AFTER_S = 60
 RECENT = 0.05  # the weight of the last token in what is remembered of the time between two
 JOIN_LIMIT_S = 90.0  # a step that waits for an expert gives up by itself before
 
@@ -95,25 +92,6 @@ class Generation:
         self._owner._abort(self.sequences)
 
 
-@dataclass
-class _Rate:
-    """Tokens a second over the last `RATE_WINDOW_S`."""
-
-    _events: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def add(self, now_s: float, count: int) -> None:
-        self._events.append((now_s, count))
-        self._forget(now_s)
-
-    def value(self, now_s: float) -> float:
-        self._forget(now_s)
-        return sum(count for _, count in self._events) / RATE_WINDOW_S
-
-    def _forget(self, now_s: float) -> None:
-        while self._events and self._events[0][0] < now_s - RATE_WINDOW_S:
-            self._events.popleft()
-
-
 class EngineLoop:
     """Runs an engine in a thread of its own from `start` to `stop`.
 
@@ -122,13 +100,13 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, metrics: Metrics, *, max_waiting: int, request_timeout_s: float) -> None:
         self._engine, self._metrics = engine, metrics
-        self._capacity = engine.max_batch + max_waiting
+        self._limit = QueueLimit(engine.max_batch, max_waiting, metrics)
         self._request_timeout_s = request_timeout_s
         self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._rate = _Rate()
+        self._steps: deque[tuple[float, int]] = deque()  # (when, tokens) of the last RATE_WINDOW_S
         self._token_s = 0.0  # between two tokens of a sequence, of late
         self._queue = FairQueue()  # the thread's
         self.draining = False
@@ -161,7 +139,8 @@ class EngineLoop:
     @property
     def tokens_per_s(self) -> float:
         """Tokens drawn a second, of late."""
-        return self._rate.value(time.monotonic())
+        since_s = time.monotonic() - RATE_WINDOW_S
+        return sum(count for at_s, count in self._steps if at_s >= since_s) / RATE_WINDOW_S
 
     async def view(self) -> View:
         """Return a view not older than a second, unless a step takes longer than that or the engine has failed."""
@@ -183,12 +162,7 @@ class EngineLoop:
     def check_room(self, count: int) -> None:
         """Raise `ApiError` 503, 429 or 400 if so many sequences are not taken in now."""
         self.check_ready()
-        if count > self._capacity:
-            raise ApiError(400, f"{count} sequences in one request: at most {self._capacity} run and wait here")
-        if len(self._open) + count > self._capacity:
-            self._metrics.rejected("queue").inc()
-            message = f"{len(self._open)} sequences run and wait, {self._capacity} can: try again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(self._retry_after_s(count))})
+        self._limit.check_room(self._open, count, self._token_s)
 
     def submit(self, sequences: list[Sequence], client: str) -> Generation:
         """Queue the sequences of a client's request, all or none; `ApiError` 503, 429 or 400."""
@@ -212,17 +186,6 @@ class EngineLoop:
         error = ApiError(503, f"the server is shutting down; the request did not end in {timeout_s:g} s")
         self._loop.call_later(timeout_s, self._fail_all, error)
 
-    def _retry_after_s(self, count: int) -> int:
-        """Return when there is room for `count` sequences, if those before draw all the tokens they may."""
-        left = [s.sampling.max_new_tokens - s.num_delivered_tokens for s in self._open]
-        ends = sorted(left[: self._engine.max_batch])  # in tokens from now
-        waiting = deque(left[self._engine.max_batch :])
-        for _ in range(len(left) + count - self._capacity - 1):
-            end = heapq.heappop(ends)
-            if waiting:
-                heapq.heappush(ends, end + waiting.popleft())
-        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(ends[0] * self._token_s)))
-
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if self._open.pop(sequence, None) is not None:
@@ -231,7 +194,9 @@ class EngineLoop:
 
     def _deliver(self, outputs: list[Output]) -> None:
         now_s = time.monotonic()
-        self._rate.add(now_s, len(outputs))
+        self._steps.append((now_s, len(outputs)))
+        while self._steps[0][0] < now_s - RATE_WINDOW_S:
+            self._steps.popleft()
         for output in outputs:
             sequence = output.sequence
             if (generation := self._open.get(sequence)) is None:

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
+from tiny_engines import CHECKPOINTS, tiny_engine
 
-from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.memory_plan import memory_plan
 from jmoe.inference.sequence import Completion
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.planning.streaming import StreamingPlan
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -22,7 +21,8 @@ def run(engine: Engine) -> list[Completion]:
 
 
 def layer_bytes(name: str) -> int:
-    return memory_plan(CHECKPOINTS / name, EngineConfig(**SIZES)).model.weights.layer_bytes
+    with LazyCheckpoint(CHECKPOINTS / name, "float32") as checkpoint:
+        return checkpoint.expert_bytes * checkpoint.config.num_experts
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])

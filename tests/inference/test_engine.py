@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_engines import CHECKPOINTS, tiny_engine
+from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
 
 import jmoe
-from jmoe.inference.engine import Engine
+from jmoe.config.engine import EngineConfig
+from jmoe.inference.engine import Engine, plan_engine_memory
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import LayerRing
 from tests.damage import flip_everywhere, poison
 
@@ -67,6 +69,22 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
         assert 0 < stats.streamed_bytes < stats.steps * layers * experts * record_bytes
         assert layers == 1 or streamed.residency.stats().misses > 0
     assert (tmp_path / "manifest.json").is_file()
+
+
+def test_the_plan_is_what_an_engine_takes(tmp_path: Path) -> None:
+    """From a checkpoint's headers, before its weights are read."""
+    options = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 20_000}
+    with LazyCheckpoint(CHECKPOINTS / "olmoe", "float32") as checkpoint:
+        plan = plan_engine_memory(checkpoint, EngineConfig(**SIZES, **options))
+    with tiny_engine("olmoe", cache_dir=tmp_path, **options) as served:
+        assert served.plan.memory == plan
+        assert served.stats().device_expert_bytes == plan.device_expert_bytes
+        (records,) = tmp_path.glob("records-*.bin")
+        assert records.stat().st_size >= plan.nvme_bytes
+        weights = sum(x.nbytes for layer in served._runner._layers for x in jax.tree.leaves(layer[1]))
+        weights += sum(x.nbytes for x in jax.tree.leaves(served._runner._ends[1]))
+        assert weights == plan.model.dense_bytes
+        assert sum(x.nbytes for x in jax.tree.leaves(served._runner.caches)) == plan.model.cache_bytes
 
 
 def test_logprobs_are_the_models() -> None:

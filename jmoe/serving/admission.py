@@ -1,26 +1,73 @@
-"""Which of the waiting sequences runs next: fair between clients, and between the requests of one client."""
+"""Which requests are taken in, and which of those that wait runs next: 429 with Retry-After, and turns that are fair."""
 
+import heapq
 import itertools
+import math
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from jmoe.inference.sequence import Sequence
+from jmoe.serving.errors import ApiError
+from jmoe.serving.metrics import Metrics
+
+MAX_RETRY_AFTER_S = 60
+
+
+@dataclass(frozen=True)
+class QueueLimit:
+    """At most `max_batch` sequences run and `max_waiting` wait."""
+
+    max_batch: int
+    max_waiting: int
+    metrics: Metrics
+
+    def check_room(self, unfinished: Collection[Sequence], count: int, token_s: float) -> None:
+        """Raise `ApiError` 400 or 429 if `count` more sequences are not taken in; 429 says when to try again.
+
+        token_s: between two tokens of a sequence, of late.
+        """
+        capacity = self.max_batch + self.max_waiting
+        if count > capacity:
+            raise ApiError(400, f"{count} sequences in one request: at most {capacity} run and wait here")
+        excess = len(unfinished) + count - capacity
+        if excess > 0:
+            self.metrics.rejected("queue").inc()
+            message = f"{len(unfinished)} sequences run and wait, {capacity} can: try again later"
+            seconds = math.ceil(self._tokens_until(unfinished, excess) * token_s)
+            headers = {"Retry-After": str(max(1, min(MAX_RETRY_AFTER_S, seconds)))}
+            raise ApiError(429, message, code="queue_full", headers=headers)
+
+    def _tokens_until(self, unfinished: Collection[Sequence], count: int) -> int:
+        """Return the tokens until `count` sequences have ended, if each draws all that it may."""
+        left = [s.sampling.max_new_tokens - s.num_delivered_tokens for s in unfinished]
+        ends = sorted(left[: self.max_batch])  # in tokens from now
+        waiting = deque(left[self.max_batch :])
+        for _ in range(count - 1):
+            end = heapq.heappop(ends)
+            if waiting:
+                heapq.heappush(ends, end + waiting.popleft())
+        return ends[0]
 
 
 @dataclass
 class _Turns:
-    """The keys that have something waiting, each with when it came or last had its turn."""
+    """Which of several keys is next: the one with the fewest running sequences, then the longest without a turn."""
 
     running: Counter[Hashable] = field(default_factory=Counter)
-    since: dict[Hashable, int] = field(default_factory=dict)
+    since: dict[Hashable, int] = field(default_factory=dict)  # when it came or last had its turn
 
     def next(self, keys: Iterable[Hashable]) -> Hashable:
         return min(keys, key=lambda key: (self.running[key], self.since[key]))
 
+    def forget_idle(self, key: Hashable, waiting: Collection[Hashable]) -> None:
+        """Keep nothing of a key of which nothing waits or runs."""
+        if not self.running[key] and key not in waiting:
+            del self.running[key], self.since[key]
+
 
 class FairQueue:
-    """Waiting sequences in the order in which they should run.
+    """Waiting sequences in the order in which they should run: fair between clients, and between one's requests.
 
     The next one is of the client with the fewest running ones; of several clients of the one that has waited longest
     since its last turn; of its requests the same. A request of 60 sequences therefore never holds up another one for
@@ -70,7 +117,8 @@ class FairQueue:
             self._take(sequence)
         else:
             return False
-        self._forget(sequence.client, sequence.request)
+        self._requests.forget_idle(sequence.request, self._waiting.get(sequence.client, ()))
+        self._clients.forget_idle(sequence.client, self._waiting)
         return ran
 
     def _take(self, sequence: Sequence) -> None:
@@ -80,10 +128,3 @@ class FairQueue:
             del requests[sequence.request]
         if not requests:
             del self._waiting[sequence.client]
-
-    def _forget(self, client: Hashable, request: Hashable) -> None:
-        """Keep nothing of clients and requests of which nothing waits or runs."""
-        if not self._clients.running[client] and client not in self._waiting:
-            del self._clients.running[client], self._clients.since[client]
-        if not self._requests.running[request] and request not in self._waiting.get(client, {}):
-            del self._requests.running[request], self._requests.since[request]

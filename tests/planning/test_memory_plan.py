@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jmoe.config.engine import EngineConfig
-from jmoe.planning.capacity import FreeMemory, ModelBytes, plan_memory
+from jmoe.planning.memory_plan import FreeMemory, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
 
 MB = 10**6

@@ -1,7 +1,7 @@
 """The order in which waiting sequences run."""
 
 from jmoe.inference.sequence import Sequence
-from jmoe.serving.fair_queue import FairQueue
+from jmoe.serving.admission import FairQueue
 
 
 def fill(queue: FairQueue, client: str, request: str, count: int) -> list[Sequence]:
