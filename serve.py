@@ -34,8 +34,9 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
     import jmoe
     from jmoe.inference.engine import Engine, plan_engine_memory
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
-    from jmoe.serving.app import make_app, make_service
+    from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, bind
+    from jmoe.serving.service import Service
     from jmoe.status import status
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
@@ -55,7 +56,7 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
         loaded = Engine(folder, engine_config)
     with loaded as engine:
         with status("compiling", say):
-            service = make_service(engine, config, folder, name)
+            service = Service(engine, config, folder, name)
         app = make_app(service, api_keys, jmoe.__version__)
         server = HttpServer(app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)"))
         server.run(sockets=[listening])

@@ -5,7 +5,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 # XLA sizes its thread pools from this when the backend starts. 8 fake devices that meet in a collective need more
 # threads than a small machine has cores, or they wait for each other for ever. Child processes inherit both.
@@ -15,13 +14,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-from tests.processes import Child, kill_group, python_command
+from tests.processes import Child, kill_group, start_logged, start_process
 from tests.train_runs import Run, TrainRuns
 
 NUM_DEVICES = 8
 # XLA ends a process whose fake devices do not all reach a collective within 40 s, which a busy machine can take.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,14 +51,6 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def _start(args: Sequence[str | Path], changes: Mapping[str, str | None] | None, **streams: Any) -> Child:
-    """Start `python *args` with changes to this process's environment; None takes a variable away."""
-    env = {name: value for name, value in {**os.environ, **(changes or {})}.items() if value is not None}
-    # a session of its own, so that its children can be killed with it
-    options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | streams
-    return Child(python_command(args), cwd=ROOT, env=env, **options)
-
-
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_python(args, env=None, timeout=300)` runs `python *args` from the repository root to its end.
@@ -72,7 +62,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         args: Sequence[str | Path], env: Mapping[str, str | None] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        with _start(args, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with start_process(args, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -90,17 +80,13 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 def start_python() -> Iterator[Callable[..., Child]]:
     """`start_python(args, log, env=None)` starts `python *args` from the repository root and returns at once.
 
-    stdout and stderr go to the file `log`, so that no process waits for a reader. What still runs when the test
-    ends gets SIGKILL, its children too.
+    stdout and stderr go to the file `log`. What still runs when the test ends gets SIGKILL, its children too.
     """
     started: list[Child] = []
 
     def start(args: Sequence[str | Path], log: Path, env: Mapping[str, str | None] | None = None) -> Child:
-        with log.open("w") as output:
-            process = _start(args, env, stdout=output, stderr=subprocess.STDOUT)
-        process.log = log
-        started.append(process)
-        return process
+        started.append(start_logged(args, log, env))
+        return started[-1]
 
     yield start
     for process in started:

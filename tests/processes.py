@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # A process that starts another one this way takes it along when it dies, however it dies: a killed pytest leaves none.
 _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -55,6 +57,35 @@ class Child(subprocess.Popen[str]):
         """SIGKILL, and wait for the end."""
         self.kill()
         assert self.wait(30) == -signal.SIGKILL
+
+
+def start_process(args: Sequence[str | Path], changes: Mapping[str, str | None] | None, **streams: Any) -> Child:
+    """Start `python *args` with changes to this process's environment; None takes a variable away."""
+    env = {name: value for name, value in {**os.environ, **(changes or {})}.items() if value is not None}
+    # a session of its own, so that its children can be killed with it
+    options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | streams
+    return Child(python_command(args), cwd=ROOT, env=env, **options)
+
+
+def start_logged(args: Sequence[str | Path], log: Path, changes: Mapping[str, str | None] | None = None) -> Child:
+    """Start `python *args`; what it says goes to a file, so that it waits for no reader."""
+    with log.open("w") as output:
+        process = start_process(args, changes, stdout=output, stderr=subprocess.STDOUT)
+    process.log = log
+    return process
+
+
+def one_device(compile_cache: Path) -> dict[str, str | None]:
+    """Changes to the environment for a program as a user runs it, on one device, with a shared compile cache."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(compile_cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_NUM_CPU_DEVICES": None,
+        "XLA_FLAGS": None,
+        "NPROC": None,  # programs set it by themselves
+        "JMOE_RUNTIME": None,
+    }
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

@@ -7,19 +7,16 @@ import re
 import shutil
 import socket
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 import serve
 from jmoe.deploy.exported import hugging_face_folder
 from jmoe.inference import generate
+from tests.http_servers import START_LIMIT_S, start_server
 from tests.model_configs import CHECKPOINTS
 from tests.train_runs import Run, Start, TrainRuns
-
-START_LIMIT_S = 240.0
 
 
 def mixtral(tmp_path: Path) -> Path:
@@ -171,7 +168,7 @@ def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             say(*options)
 
 
-def test_a_run_is_served(run_python: Run, start_python: Start, trained: Path, runs: TrainRuns, tmp_path: Path) -> None:
+def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None:
     """Its newest checkpoint, exported once, with the tokenizer that it was trained with."""
     output_dir, env = copied(trained, tmp_path), runs.environment()
     unfinished = output_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state"  # the run may still go on
@@ -179,20 +176,18 @@ def test_a_run_is_served(run_python: Run, start_python: Start, trained: Path, ru
     (unfinished / "manifest.ocdbt").touch()
     checkpoints = contents(output_dir / "checkpoints")
     for start in range(2):
-        log = tmp_path / f"log-{start}"
-        process = start_python(["serve.py", output_dir, "--port", "0", "--max-batch", "2"], log, env=env)
-        begun, found = time.monotonic(), list[str]()
-        while not (found := [line for line in log.read_text().splitlines() if line.startswith("serving ")]):
-            assert process.poll() is None and time.monotonic() < begun + START_LIMIT_S, log.read_text()
-            time.sleep(0.1)
-        url = found[0].split()[1]
-        models = httpx.get(f"{url}/v1/models").json()["data"]
-        assert [(m["id"], m["max_model_len"]) for m in models] == [("run", 256)]
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=60).json()
-        assert answer["usage"]["completion_tokens"] >= 1
-        process.terminate()
-        assert process.wait(30) == 0, log.read_text()
-        assert f"step 5 of {output_dir}" in log.read_text()
+        server = start_server(
+            tmp_path / f"log-{start}", env, output_dir, "--max-batch", 1, "--prefill-chunk-tokens", 16
+        )
+        try:
+            models = server.get("/v1/models").json()["data"]
+            assert [(m["id"], m["max_model_len"]) for m in models] == [("run", 256)]
+            answer = server.post("/v1/completions", prompt="def f(", max_tokens=4).json()
+            assert answer["usage"]["completion_tokens"] >= 1
+            assert server.terminate() == 0, server.log.read_text()
+        finally:
+            server.kill()
+        assert f"step 5 of {output_dir}" in server.log.read_text()
     assert contents(output_dir / "checkpoints") == checkpoints, "nothing written, nothing cleaned up"
     assert sorted(path.name for path in (output_dir / "exported").iterdir()) == ["export.lock", "step-5"]
     assert json.loads((output_dir / "exported" / "step-5" / "config.json").read_text())["vocab_size"] == 512

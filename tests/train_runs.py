@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.processes import Child
+from tests.processes import Child, one_device
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., Child]
@@ -47,15 +47,9 @@ class TrainRuns:
 
     def environment(self, devices: int = 1) -> dict[str, str | None]:
         """Changes to the environment of a run: `devices` fake ones, and the shared compile cache."""
-        return {
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compile_cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        return one_device(self.folder / "compile_cache") | {
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # a third of the time to compile, as in `quick_compilation`
             "JAX_NUM_CPU_DEVICES": str(devices) if devices > 1 else None,
-            "XLA_FLAGS": None,
-            "NPROC": None,  # train.py sets it by itself
-            "JMOE_RUNTIME": None,
         }
 
     @cached_property

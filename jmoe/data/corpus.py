@@ -17,7 +17,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,24 @@ from tokenizers import Tokenizer
 from jmoe.config import DataConfig
 from jmoe.data.shards import (
     Blocks,
-    ShardHeader,
+    Ids,
+    Shard,
     ShardWriter,
     open_shard,
     remove_stale_temporaries,
     write_atomic,
+    writing_shard,
 )
 from jmoe.data.text_files import (
     SHARD_SUFFIX,
     InputFile,
     Report,
+    TextInput,
     check_texts,
     find_files,
-    held_out_offsets,
     read_pieces,
     sample_texts,
+    split_off,
     standard_library,
 )
 from jmoe.data.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
@@ -54,8 +57,6 @@ FORMAT = 1  # of a folder of prepared text; another number: prepared anew
 MANIFEST, TOKENIZER, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "tokenizer.json", "held_out.bin", "held_out.txt"
 HASHED_BYTES = 1 << 28  # of token shards that are read from end to end at the start
 BPE_SAMPLE_BYTES = 20_000_000
-
-Ids = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,29 +125,6 @@ class Corpus:
 
 
 @dataclass(frozen=True, eq=False)
-class _Shard:
-    """Tokens of one file, or of the part of it that is trained on."""
-
-    header: ShardHeader
-    ids: Ids
-    blocks: Blocks
-
-
-@dataclass(frozen=True)
-class _Input:
-    """One `data.path` and the files behind it: all text, or all token shards."""
-
-    pattern: str
-    files: tuple[InputFile, ...]
-    weight: float | None
-    skipped: Counter[str]
-
-    @property
-    def is_shards(self) -> bool:
-        return self.files[0].path.suffix == SHARD_SUFFIX
-
-
-@dataclass(frozen=True, eq=False)
 class _HeldOut:
     """`text` is None where it is unknown; `sha256` identifies `ids`."""
 
@@ -195,7 +173,7 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             config=config,
         )
         finished = job.finished() is not None
-        if role.is_main and not finished and job.was_made():
+        if role.is_main and not finished and job.manifest() is not None:
             print(f"{cache_dir}: the prepared text is damaged, it is prepared again", flush=True)
         if role.keep and not finished:
             cache_dir = beside(cache_dir)
@@ -203,7 +181,7 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
         manifest = job.run(role.report) if role.is_main else _wait_for(job, role)
         tokenizer = load_tokenizer(cache_dir / TOKENIZER, vocab_size)
         for number, i in enumerate(texts):
-            shards[i] = [_Shard(*open_shard(cache_dir / manifest["train"][number]["file"]))]
+            shards[i] = [open_shard(cache_dir / manifest["train"][number]["file"])]
         held_out.append(_read_held_out(cache_dir, tokenizer))
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
     _check_shards([shard for i in shard_inputs for shard in shards[i]], role.report)
@@ -211,7 +189,7 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
     return _assemble(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
 
 
-def _check_shards(shards: Sequence[_Shard], report: Report) -> None:
+def _check_shards(shards: Sequence[Shard], report: Report) -> None:
     """Read what is small, and what has no sums of blocks, from end to end; the rest is checked as it is used."""
     small_bytes, done_bytes = HASHED_BYTES, 0
     chosen = []
@@ -266,13 +244,11 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
     return prepare(config, vocab_size, out, Role(report=report))
 
 
-def _find_inputs(config: DataConfig, report: Report) -> list[_Input]:
+def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
     if not config.path:
-        return [_Input("", tuple(standard_library()), None, Counter())]
-    inputs = []
-    for pattern, weight in zip(config.path, config.weights or (None,) * len(config.path), strict=True):
-        files = find_files(pattern, config.field, report)
-        inputs.append(_Input(pattern, files.files, weight, files.skipped))
+        return [TextInput("", tuple(standard_library()))]
+    weights = config.weights or (None,) * len(config.path)
+    inputs = [find_files(*pair, config.field, report) for pair in zip(config.path, weights, strict=True)]
     owner: dict[Path, int] = {}
     for i, entry in enumerate(inputs):
         for file in entry.files:
@@ -285,21 +261,22 @@ def _find_inputs(config: DataConfig, report: Report) -> list[_Input]:
     return inputs
 
 
-def _open_shards(entry: _Input, vocab_size: int) -> list[_Shard]:
-    shards = [(file, _Shard(*open_shard(file.path))) for file in entry.files]
-    for file, shard in shards:
-        if shard.header.vocab_size > vocab_size:
-            raise ValueError(
-                f"{file.path}: its vocab_size = {shard.header.vocab_size} exceeds model.vocab_size = {vocab_size}"
-            )
-    train = [shard for _, shard in shards if shard.header.split != "held_out"]
+def _open_shards(entry: TextInput, vocab_size: int) -> list[Shard]:
+    train = []
+    for file in entry.files:
+        shard = open_shard(file.path)
+        made_for = shard.header.vocab_size
+        if made_for > vocab_size:
+            raise ValueError(f"{file.path}: its vocab_size = {made_for} exceeds model.vocab_size = {vocab_size}")
+        if shard.header.split != "held_out":
+            train.append(shard)
     if not train:
         raise ValueError(f"data.path = {entry.pattern!r}: holds held-out token shards only, nothing to train on")
     return train
 
 
 def _given_tokenizer(
-    config: DataConfig, inputs: Sequence[_Input], shards: dict[int, list[_Shard]], vocab_size: int
+    config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]], vocab_size: int
 ) -> LoadedTokenizer | None:
     """Return `data.tokenizer`, else the one beside the shards; None: there is none (or it is still to be trained)."""
     path = Path(config.tokenizer).expanduser() if config.tokenizer else None
@@ -324,7 +301,7 @@ def _given_tokenizer(
     return tokenizer
 
 
-def _held_out_targets(config: DataConfig, inputs: Sequence[_Input], shards: dict[int, list[_Shard]]) -> list[int]:
+def _held_out_targets(config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]]) -> list[int]:
     """Return bytes of text to hold out of each input, so that together they mix like the training data."""
     sizes = [
         sum(s.header.text_bytes for s in shards[i]) if i in shards else sum(f.size_bytes for f in entry.files)
@@ -342,7 +319,7 @@ def _held_out_targets(config: DataConfig, inputs: Sequence[_Input], shards: dict
 class _TextJob:
     """Text inputs to be tokenised into `directory`."""
 
-    inputs: tuple[_Input, ...]
+    inputs: tuple[TextInput, ...]
     target_bytes: tuple[int, ...]
     tokenizer: LoadedTokenizer | None
     vocab_size: int
@@ -366,31 +343,31 @@ class _TextJob:
             what["encoding"] = self.config.encoding
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
-    def finished(self) -> dict[str, Any] | None:
-        """Return the manifest, if this very job has been done and its files are still there."""
+    def manifest(self) -> dict[str, Any] | None:
+        """Return the manifest if this very job has been done, whatever has become of its files."""
         try:
             manifest: dict[str, Any] = json.loads((self.directory / MANIFEST).read_text())
-            if manifest["key"] != self.key():
-                return None
+            return manifest if manifest["key"] == self.key() else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def finished(self) -> dict[str, Any] | None:
+        """Return the manifest if this very job has been done and its files are still as they were."""
+        if (manifest := self.manifest()) is None:
+            return None
+        try:
             for part in [*manifest["train"], manifest["held_out"]]:
-                header, _, blocks = open_shard(self.directory / part["file"])
-                if header.sha256 != part["sha256"]:
+                shard = open_shard(self.directory / part["file"])
+                if shard.header.sha256 != part["sha256"]:
                     return None
-                if blocks.num_bytes <= HASHED_BYTES or not blocks.has_sums:
-                    blocks.check_all(header)
+                if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
+                    shard.blocks.check_all(shard.header)
             text = (self.directory / HELD_OUT_TEXT).read_bytes()
             tokenizer = load_tokenizer(self.directory / TOKENIZER, self.vocab_size)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
-
-    def was_made(self) -> bool:
-        """Return whether this very job has been done, whatever has become of its files."""
-        try:
-            return bool(json.loads((self.directory / MANIFEST).read_text())["key"] == self.key())
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
 
     def run(self, report: Report) -> dict[str, Any]:
         """Tokenise, unless that has been done; the manifest is written last and makes the result valid."""
@@ -412,43 +389,41 @@ class _TextJob:
         write_atomic(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
         return manifest
 
-    def _split(self, report: Report) -> list[_SplitInput]:
-        """Check all text, and say from where on it is held out."""
-        files = check_texts([file for entry in self.inputs for file in entry.files], self.config.encoding, report)
-        rest = iter(files)
+    def _split(self, report: Report) -> list[list[InputFile]]:
+        """Check all text, and say of each input's files how much is trained on and how much held out."""
+        files = iter(check_texts([file for entry in self.inputs for file in entry.files], self.config.encoding, report))
         parts = []
         for entry, target in zip(self.inputs, self.target_bytes, strict=True):
-            own = tuple(itertools.islice(rest, len(entry.files)))
-            parts.append(_SplitInput(own, tuple(held_out_offsets(own, target)), entry.weight))
-            if not any(_has_text(file, 0, stop) for file, stop in parts[-1].trained()):
+            parts.append(split_off(list(itertools.islice(files, len(entry.files))), target))
+            if not any(text for file in parts[-1] for text, _ in read_pieces(file, 0, file.train_bytes)):
                 raise ValueError(f"data.path = {entry.pattern!r}: too little text to train on and to hold out")
-        if not any(_has_text(f, stop, f.size_bytes) for part in parts for f, stop in part.trained()):
+        held_out = (read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part)
+        if not any(text for pieces in held_out for text, _ in pieces):
             raise ValueError(f"data.path: the {len(parts)} inputs hold too little text to hold any of it out")
         return parts
 
-    def _write_tokenizer(self, parts: list[_SplitInput], report: Report) -> LoadedTokenizer:
+    def _write_tokenizer(self, parts: list[list[InputFile]], report: Report) -> LoadedTokenizer:
         path = self.directory / TOKENIZER
         if self.tokenizer is None:
-            weights = [sum(part.offsets) if part.weight is None else part.weight for part in parts]
-            texts = (
-                text
-                for part, weight in zip(parts, weights, strict=True)
-                for text in sample_texts(part.files, part.offsets, int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)))
-            )
-            with _while_alive("training the tokenizer", report):
+            sizes = [sum(file.train_bytes for file in part) for part in parts]
+            pairs = zip(self.inputs, sizes, strict=True)
+            weights = [size if entry.weight is None else entry.weight for entry, size in pairs]
+            limits = [int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)) for weight in weights]
+            texts = itertools.chain.from_iterable(map(sample_texts, parts, limits))
+            with repeating(lambda: report("training the tokenizer", 0, 0), 1.0):  # it tells nothing before its end
                 trained = train_bpe(texts, self.vocab_size)
             write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
             write_atomic(path, self.tokenizer.path.read_bytes())  # byte for byte: its hash is its fingerprint
         return load_tokenizer(path, self.vocab_size)
 
-    def _write_tokens(self, tokenizer: LoadedTokenizer, parts: list[_SplitInput], report: Report) -> dict[str, Any]:
+    def _write_tokens(self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report) -> dict[str, Any]:
         writer = functools.partial(
-            ShardWriter, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, tokenizer=tokenizer.fingerprint
+            writing_shard, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, tokenizer=tokenizer.fingerprint
         )
         train = []
         held_out_text = bytearray()
-        done_bytes, all_bytes = 0, sum(file.size_bytes for part in parts for file in part.files)
+        done_bytes, all_bytes = 0, sum(file.size_bytes for part in parts for file in part)
 
         def encode(texts: Iterable[tuple[str, bool]], shard: ShardWriter) -> None:
             nonlocal done_bytes
@@ -462,9 +437,9 @@ class _TextJob:
             for number, (entry, part) in enumerate(zip(self.inputs, parts, strict=True)):
                 name = f"train-{number:05d}{SHARD_SUFFIX}"
                 with writer(self.directory / name, split="train") as shard:
-                    for file, stop in part.trained():
-                        encode(read_pieces(file, 0, stop), shard)
-                        held = list(read_pieces(file, stop, file.size_bytes))
+                    for file in part:
+                        encode(read_pieces(file, 0, file.train_bytes), shard)
+                        held = list(read_pieces(file, file.train_bytes, file.size_bytes))
                         held_out_text += "".join(text for text, _ in held).encode()
                         encode(held, held_out)
                     if shard.count < 2:
@@ -478,28 +453,6 @@ class _TextJob:
             "held_out": _manifest_entry(HELD_OUT, held_out),
             "held_out_text": hashlib.sha256(held_out_text).hexdigest(),
         }
-
-
-@dataclass(frozen=True)
-class _SplitInput:
-    """Checked files of one input, and for each the byte from which on it is held out."""
-
-    files: tuple[InputFile, ...]
-    offsets: tuple[int, ...]
-    weight: float | None
-
-    def trained(self) -> Iterator[tuple[InputFile, int]]:
-        """Return (file, end of what is trained on)."""
-        return zip(self.files, self.offsets, strict=True)
-
-
-def _has_text(file: InputFile, start: int, stop: int) -> bool:
-    return any(text for text, _ in read_pieces(file, start, stop))
-
-
-def _while_alive(what: str, report: Report) -> contextlib.AbstractContextManager[None]:
-    """Report every second of the block that it goes on; for work in a library that tells nothing before its end."""
-    return repeating(lambda: report(what, 0, 0), 1.0)
 
 
 def _manifest_entry(name: str, shard: ShardWriter) -> dict[str, Any]:
@@ -531,15 +484,15 @@ def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
 
 
 def _read_held_out(directory: Path, tokenizer: LoadedTokenizer | None) -> _HeldOut:
-    header, ids, blocks = open_shard(directory / HELD_OUT)
-    blocks.check_all(header)
+    shard = open_shard(directory / HELD_OUT)
+    shard.blocks.check_all(shard.header)
     text_path = directory / HELD_OUT_TEXT
     text = None
-    if text_path.is_file() and text_path.stat().st_size == header.text_bytes:
+    if text_path.is_file() and text_path.stat().st_size == shard.header.text_bytes:
         text = text_path.read_bytes()
     elif tokenizer is not None:
-        text = _decode(tokenizer, ids)
-    return _HeldOut(ids.astype(np.int32), text, header.sha256)
+        text = _decode(tokenizer, shard.ids)
+    return _HeldOut(shard.ids.astype(np.int32), text, shard.header.sha256)
 
 
 def _decode(tokenizer: LoadedTokenizer, ids: Ids) -> bytes:
@@ -550,8 +503,8 @@ def _decode(tokenizer: LoadedTokenizer, ids: Ids) -> bytes:
 
 
 def _held_out_of_shards(
-    inputs: Sequence[_Input],
-    shards: dict[int, list[_Shard]],
+    inputs: Sequence[TextInput],
+    shards: dict[int, list[Shard]],
     which: Sequence[int],
     targets: Sequence[int],
     tokenizer: LoadedTokenizer | None,
@@ -563,8 +516,7 @@ def _held_out_of_shards(
         folders = sorted({file.path.parent.resolve() for file in inputs[i].files})
         beside = [folder for folder in folders if (folder / HELD_OUT).is_file()]
         for folder in beside:
-            header, *_ = open_shard(folder / HELD_OUT)
-            if header.tokenizer != shards[i][0].header.tokenizer:
+            if open_shard(folder / HELD_OUT).header.tokenizer != shards[i][0].header.tokenizer:
                 raise ValueError(f"{folder / HELD_OUT}: made with another tokenizer than the token shards beside it")
             if folder not in seen:
                 held_out.append(_read_held_out(folder, tokenizer))
@@ -577,9 +529,7 @@ def _held_out_of_shards(
     return held_out
 
 
-def _carve(
-    shard: _Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str
-) -> tuple[_Shard, _HeldOut]:
+def _carve(shard: Shard, target_bytes: int, tokenizer: LoadedTokenizer | None, pattern: str) -> tuple[Shard, _HeldOut]:
     """Split the last `target_bytes` of text off a shard, at the end of a document if one ends in there."""
     count, header = len(shard.ids), shard.header
     wanted = int(target_bytes * count / max(1, header.text_bytes))
@@ -594,12 +544,12 @@ def _carve(
         raise ValueError(f"data.path = {pattern!r}: {count} tokens are too few to hold any of them out")
     text = _decode(tokenizer, tail.astype(np.uint32)) if tokenizer else None
     digest = hashlib.sha256(tail.tobytes()).hexdigest()
-    return _Shard(header, shard.ids[:cut], shard.blocks), _HeldOut(tail, text, digest)
+    return dataclasses.replace(shard, ids=shard.ids[:cut]), _HeldOut(tail, text, digest)
 
 
 def _assemble(
-    inputs: Sequence[_Input],
-    shards: Sequence[Sequence[_Shard]],
+    inputs: Sequence[TextInput],
+    shards: Sequence[Sequence[Shard]],
     held_out: Sequence[_HeldOut],
     tokenizer: LoadedTokenizer | None,
 ) -> Corpus:

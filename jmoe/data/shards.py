@@ -16,10 +16,10 @@ import struct
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ ALIGNMENT_BYTES = 4096
 BLOCK_BYTES = 1 << 16  # of ids with a sum of their own: about what the kernel reads ahead for a window
 READ_BYTES = 1 << 24
 TEMPORARY = ".jmoe-tmp"
+Ids = NDArray[np.unsignedinteger[Any]]
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -56,7 +57,7 @@ class ShardHeader:
 class Blocks:
     """Check each block of a shard's ids, once, against the sum that was stored when it was written."""
 
-    def __init__(self, path: Path, ids: NDArray[np.unsignedinteger[Any]], sums: NDArray[np.uint32] | None) -> None:
+    def __init__(self, path: Path, ids: Ids, sums: NDArray[np.uint32] | None) -> None:
         self.path, self.num_bytes, self.has_sums = path, ids.nbytes, sums is not None
         self._data, self._item_bytes = ids.view(np.uint8).data, ids.itemsize
         self._sums = np.zeros(0, np.uint32) if sums is None else sums
@@ -89,23 +90,26 @@ class Blocks:
         )
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` with `content`: readers see the old file or the new one, never a part."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that becomes `path` when the block ends well: readers see the old file or the new one, no part."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            _publish(file, temporary, path)
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)  # mkstemp gives 0600; other users of a cluster read the same cache
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def _publish(file: BinaryIO, temporary: str, path: Path) -> None:
-    file.flush()
-    os.fchmod(file.fileno(), 0o644)  # mkstemp gives 0600; other users of a cluster read the same cache
-    os.fsync(file.fileno())
-    os.replace(temporary, path)
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace the content of a file at once."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def remove_stale_temporaries(directory: Path) -> None:
@@ -117,26 +121,18 @@ def remove_stale_temporaries(directory: Path) -> None:
 
 
 class ShardWriter:
-    """Context manager that writes one shard; the file appears under its name only when the block ends well."""
+    """Writes one shard; see `writing_shard`. header: what was written, once it is."""
 
-    def __init__(self, path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str) -> None:
-        self._path = path
+    def __init__(self, file: BinaryIO, *, vocab_size: int, eot: int, **fields: str) -> None:
+        self._file, self._fields = file, {"vocab_size": vocab_size, "eot": eot, **fields}
         self._dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-        self._vocab_size, self._eot, self._tokenizer, self._split = vocab_size, eot, tokenizer, split
         self._digest = hashlib.sha256()
         self._block, self._sums = bytearray(), array.array("I")
         self.count = 0
         self.text_bytes = 0
         self.header: ShardHeader | None = None
-
-    def __enter__(self) -> Self:
-        handle, self._temporary = tempfile.mkstemp(
-            dir=self._path.parent, prefix=f".{self._path.name}.", suffix=TEMPORARY
-        )
-        self._file = os.fdopen(handle, "wb")
-        self._file.write(bytes(ALIGNMENT_BYTES))
-        self.append([self._eot], text_bytes=0)
-        return self
+        file.write(bytes(ALIGNMENT_BYTES))
+        self.append([eot], text_bytes=0)
 
     def append(self, ids: list[int], *, text_bytes: int) -> None:
         """Add ids that encode `text_bytes` bytes of text (end-of-text tokens: none)."""
@@ -151,40 +147,30 @@ class ShardWriter:
         self.count += len(ids)
         self.text_bytes += text_bytes
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
-            self._file.close()
-            if self.header is None:
-                Path(self._temporary).unlink(missing_ok=True)
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Write what stands behind the ids and before them."""
         if self._block:
             self._sums.append(zlib.crc32(self._block))
         sums = np.asarray(self._sums, "<u4").tobytes()
         self._file.write(sums)
-        header = ShardHeader(
-            dtype=self._dtype,
-            count=self.count,
-            vocab_size=self._vocab_size,
-            eot=self._eot,
-            tokenizer=self._tokenizer,
-            split=self._split,
-            text_bytes=self.text_bytes,
-            sha256=self._digest.hexdigest(),
-            block_sums=hashlib.sha256(sums).hexdigest(),
-        )
-        text = json.dumps(asdict(header)).encode()
+        digests = {"sha256": self._digest.hexdigest(), "block_sums": hashlib.sha256(sums).hexdigest()}
+        counts = {"count": self.count, "text_bytes": self.text_bytes}
+        fields: dict[str, Any] = {"dtype": self._dtype, **self._fields, **counts, **digests}
+        self.header = ShardHeader(**fields)
+        text = json.dumps(asdict(self.header)).encode()
         prefix = MAGIC + struct.pack("<I", len(text)) + text
         assert len(prefix) <= ALIGNMENT_BYTES, len(prefix)
         self._file.seek(0)
         self._file.write(prefix)
-        _publish(self._file, self._temporary, self._path)
-        self.header = header
+
+
+@contextlib.contextmanager
+def writing_shard(path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str) -> Iterator[ShardWriter]:
+    """Yield a writer of one shard; the file appears under its name only when the block ends well."""
+    with replacing(path) as file:
+        writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, tokenizer=tokenizer, split=split)
+        yield writer
+        writer.finish()
 
 
 def _parse_header(path: Path, text: bytes) -> ShardHeader:
@@ -209,8 +195,17 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
     return header
 
 
-def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]], Blocks]:
-    """Return (header, memory-mapped ids [count], their sums); `ValueError` if the file is foreign, cut or damaged.
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Tokens of one file, memory-mapped, or of the first part of it."""
+
+    header: ShardHeader
+    ids: Ids
+    blocks: Blocks
+
+
+def open_shard(path: Path) -> Shard:
+    """Map a shard into memory; `ValueError` if the file is foreign, cut or damaged.
 
     Only the header, the size and the sums of blocks themselves are checked, so opening costs little for terabytes.
     """
@@ -236,10 +231,10 @@ def open_shard(path: Path) -> tuple[ShardHeader, NDArray[np.unsignedinteger[Any]
         )
     mapped = np.memmap(path, dtype=DTYPES[header.dtype], mode="r", offset=offset, shape=(header.count,))
     # A plain view: slicing np.memmap itself costs several microseconds a window.
-    ids = cast("NDArray[np.unsignedinteger[Any]]", mapped.view(np.ndarray))
+    ids = cast("Ids", mapped.view(np.ndarray))
     if not num_sums:
-        return header, ids, Blocks(path, ids, None)
+        return Shard(header, ids, Blocks(path, ids, None))
     sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
     if hashlib.sha256(sums.tobytes()).hexdigest() != header.block_sums:
         raise ValueError(f"{path}: this token shard is damaged: the sums at its end are not what was written")
-    return header, ids, Blocks(path, ids, sums)
+    return Shard(header, ids, Blocks(path, ids, sums))

@@ -8,6 +8,7 @@ into memory whole and then is its UTF-8 bytes, so that every position in a file 
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import glob
 import hashlib
 import io
@@ -17,7 +18,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,6 +50,7 @@ class InputFile:
     mtime_ns: int
     field: str | None = None  # JSONL: the field with the text
     encoding: str = "utf-8"
+    train_bytes: int = 0  # so many of its first bytes are trained on, the others held out; see `split_off`
 
     def open(self) -> BinaryIO:
         """Open the file's text as UTF-8."""
@@ -76,22 +78,31 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class FoundFiles:
-    """The files behind one `data.path`, sorted by name, never empty; `skipped` counts a folder's others by suffix."""
+class TextInput:
+    """One `data.path` and the files behind it, sorted by name, never empty: all text, or all token shards.
 
+    weight: its share in the mixture; None: by size. skipped: a folder's other files, counted by suffix.
+    """
+
+    pattern: str
     files: tuple[InputFile, ...]
-    skipped: Counter[str]
+    weight: float | None = None
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def is_shards(self) -> bool:
+        return self.files[0].path.suffix == SHARD_SUFFIX
 
 
-def find_files(pattern: str, field: str, report: Report) -> FoundFiles:
+def find_files(pattern: str, weight: float | None, field: str, report: Report) -> TextInput:
     """Find what one `data.path` names: a file, a folder (recursive) or a glob.
 
     Where there are token shards, they are what is meant: a folder of shards also holds their tokenizer and manifest.
     """
     path = Path(pattern).expanduser()
-    skipped: Counter[str] = Counter()
     if path.is_file():
-        return FoundFiles((_input_file(path, path.parent, field),), skipped)
+        return TextInput(pattern, (_input_file(path, path.parent, field),), weight)
+    skipped: Counter[str] = Counter()
     if path.is_dir():
         root = path
         paths = []
@@ -113,7 +124,7 @@ def find_files(pattern: str, field: str, report: Report) -> FoundFiles:
     for p in shards or paths:
         files.append(_input_file(p, root, field))
         report("finding files", len(files), 0)
-    return FoundFiles(tuple(sorted(files, key=lambda f: f.name)), Counter() if shards else skipped)
+    return TextInput(pattern, tuple(sorted(files, key=lambda f: f.name)), weight, Counter() if shards else skipped)
 
 
 def check_texts(files: Sequence[InputFile], encodings: Sequence[str], report: Report) -> list[InputFile]:
@@ -175,7 +186,7 @@ def _fitting(file: InputFile, encodings: Sequence[str], report: Callable[[int], 
             at, reason = position - pending + getattr(error, "start", 0), getattr(error, "reason", error)
             problem = problem or f"{file.path}: not {encoding.upper()} at byte {at}: {reason}"
         else:
-            return replace(file, encoding=name, size_bytes=utf8_bytes), ""
+            return dataclasses.replace(file, encoding=name, size_bytes=utf8_bytes), ""
     return None, problem
 
 
@@ -213,8 +224,8 @@ def standard_library() -> list[InputFile]:
     return sorted(files, key=lambda f: f.name)
 
 
-def held_out_offsets(files: Sequence[InputFile], target_bytes: int) -> list[int]:
-    """Return for each file the byte from which on it is held out: 0 all of it, its size none of it.
+def split_off(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
+    """Return the files with their `train_bytes`, so that about `target_bytes` of all are held out.
 
     Whole files join in a pseudo-random order of their names while they fit into `target_bytes`. Where that gives
     less than half of it (one file, a few large ones), the last part of the next file in that order joins as well.
@@ -230,7 +241,7 @@ def held_out_offsets(files: Sequence[InputFile], target_bytes: int) -> list[int]
         split = next((f for f in in_order if offsets[f.name]), None)
         if split is not None:
             offsets[split.name] = _last_part(split, max(1, left_bytes))
-    return [offsets[file.name] for file in files]
+    return [dataclasses.replace(file, train_bytes=offsets[file.name]) for file in files]
 
 
 def _last_part(file: InputFile, last_bytes: int) -> int:
@@ -328,13 +339,13 @@ def _line_number(file: InputFile, position: int) -> int:
     return line
 
 
-def sample_texts(files: Sequence[InputFile], stops: Sequence[int], limit_bytes: int) -> Iterator[str]:
-    """Yield about `limit_bytes` of the first `stops[i]` bytes of each file, spread over the files by their size."""
-    share = min(1.0, limit_bytes / max(1, sum(stops)))
+def sample_texts(files: Sequence[InputFile], limit_bytes: int) -> Iterator[str]:
+    """Yield about `limit_bytes` of what is trained on, spread over the files by their size."""
+    share = min(1.0, limit_bytes / max(1, sum(file.train_bytes for file in files)))
     left = limit_bytes
-    for file, stop in sorted(zip(files, stops, strict=True), key=lambda pair: pair[0].order):
-        wanted = min(left, max(1, int(stop * share)))
-        for text, _ in read_pieces(file, 0, stop):
+    for file in sorted(files, key=lambda file: file.order):
+        wanted = min(left, max(1, int(file.train_bytes * share)))
+        for text, _ in read_pieces(file, 0, file.train_bytes):
             yield text
             wanted -= len(text)
             left -= len(text)

@@ -35,7 +35,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.residency import open_experts
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
-from jmoe.planning.streaming import RoutingStats, StreamingPlan
+from jmoe.planning.streaming import StreamingPlan
 
 log = logging.getLogger("jmoe")
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
@@ -89,7 +89,15 @@ class Engine(Closing):
         self._warm_up()
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory))
         if options.policy == "auto" and memory.policy != "ring":
-            self._calibrate()
+            calibration = calibrate(
+                self._runner,
+                self._store,
+                self._sampler,
+                max_batch=self.max_batch,
+                prefill_tokens=self._scheduler.prefill_widths[-1],
+                position=self.max_seq_len // 2,
+            )
+            self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
         self._runner.recent_choices.clear()
         self._collector.reset()
@@ -190,7 +198,10 @@ class Engine(Closing):
         if self.plan.memory.policy == "auto":
             routing = self._collector.routing_stats(self.max_batch)
             if routing is not None:
-                self._replan(routing)
+                before, typical_tokens = self.plan, round(routing.num_tokens)
+                self._collector.plan = replace(before, routing=routing)
+                if self.plan.policy(typical_tokens) != before.policy(typical_tokens):
+                    log.info("%s, by %s", self.plan.describe(typical_tokens), routing)
         return outputs
 
     def compile_for_service(self) -> None:
@@ -281,25 +292,6 @@ class Engine(Closing):
                 self._sampler.warm_up(logits_PV)
         self._runner.copy_row(0, 0)
 
-    def _calibrate(self) -> None:
-        """Measure, and choose by it. All programs must be compiled."""
-        calibration = calibrate(
-            self._runner,
-            self._store,
-            self._sampler,
-            max_batch=self.max_batch,
-            prefill_tokens=self._scheduler.prefill_widths[-1],
-            position=self.max_seq_len // 2,
-        )
-        self._collector.plan = replace(self.plan, calibration=calibration)
-
-    def _replan(self, routing: RoutingStats) -> None:
-        """Plan again with what steps told of routing."""
-        before, num_tokens = self.plan, round(routing.num_tokens)
-        self._collector.plan = replace(before, routing=routing)
-        if self.plan.policy(num_tokens) != before.policy(num_tokens):
-            log.info("%s, by %s", self.plan.describe(num_tokens), routing)
-
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)
         if self.plan.calibration is not None:
@@ -321,16 +313,12 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
         dense_bytes=checkpoint.rest_bytes,
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)),
     )
-    return plan_memory(model, _free_memory(jax.devices()[0]), options)
-
-
-def _free_memory(device: jax.Device) -> FreeMemory:
-    """Return what is free on a device and beside it now. The CPU's memory is the host's."""
-    host_bytes = available_bytes()
+    device, host_bytes = jax.devices()[0], available_bytes()
     stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats is None:
-        return FreeMemory(host_bytes, host_bytes, shared=True)
-    return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
+    free = FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
+    if stats is not None:
+        free = FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
+    return plan_memory(model, free, options)
 
 
 def _keep_compiled_programs() -> None:

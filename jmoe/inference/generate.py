@@ -40,15 +40,11 @@ def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     check(file.is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
     ids: list[int] = Tokenizer.from_file(str(file)).encode(prompt).ids
     check(bool(ids), "prompt", prompt, "must hold at least one token")
-    check(len(ids) < limit, "prompt", shortened(prompt), f"has {len(ids)} tokens; the model has {limit} positions")
+    shortened = prompt if len(prompt) <= 40 else prompt[:37] + "..."
+    check(len(ids) < limit, "prompt", shortened, f"has {len(ids)} tokens; the model has {limit} positions")
     room = f"must be at most {limit - len(ids)}: the prompt has {len(ids)} tokens and the model {limit} positions"
     check(len(ids) + max_new_tokens <= limit, "max_new_tokens", max_new_tokens, room)
     return ids
-
-
-def shortened(text: str) -> str:
-    """Return the beginning of a text, for a message."""
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def main() -> None:

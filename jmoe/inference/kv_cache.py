@@ -35,21 +35,13 @@ class KVCache:
         return self.k_BGSd.shape[2]
 
 
-def empty_cache(
-    max_batch: int, max_seq_len: int, num_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype
-) -> KVCache:
-    """Return room for `max_batch` rows of `max_seq_len` positions, which is rounded up to whole blocks."""
+def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype) -> list[KVCache]:
+    """Return room for `max_batch` rows of `max_seq_len` positions, rounded up to whole blocks, in each layer."""
     length = -(-max_seq_len // BLOCK) * BLOCK
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
-    make = lambda dim: jnp.zeros((max_batch, num_heads, length, dim), stored)  # noqa: E731
-    return KVCache(make(key_dim), make(value_dim))
-
-
-def empty_caches(config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype) -> list[KVCache]:
-    """Return a cache for each layer of a model."""
     value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-    sizes = (max_batch, max_seq_len, config.num_key_value_heads, config.dim_per_head, value_dim)
-    return [empty_cache(*sizes, dtype) for _ in range(config.num_hidden_layers)]
+    dims = [(max_batch, config.num_key_value_heads, length, dim) for dim in (config.dim_per_head, value_dim)]
+    return [KVCache(*(jnp.zeros(shape, stored) for shape in dims)) for _ in range(config.num_hidden_layers)]
 
 
 def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,12 +88,9 @@ def batch_params(
 ) -> BatchParams:
     """Return parameters of `size` rows: one for each sequence, then padding, which is greedy.
 
-    The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide` the largest. `ValueError` if
-    a token id is not in the vocabulary.
+    The width N is the smallest of `ID_BUCKETS` that holds every row's ids, or with `wide` the largest.
     """
     params = [sequence.sampling for sequence in sequences]
-    for sampling in params:
-        sampling.check_vocabulary(vocab_size)
     bias_ids = [list(sampling.logit_bias) for sampling in params]
     stop_ids = [sorted({*eos_token_ids, *r.stop_token_ids}) if r.min_new_tokens else [] for r in params]
     num_ids = max((len(ids) for ids in bias_ids + stop_ids), default=0)
@@ -138,15 +136,11 @@ def new_state(max_batch: int, vocab_size: int) -> SamplerState:
     return SamplerState(in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32))
 
 
-def prompt_mask(prompt_token_ids: list[int], vocab_size: int) -> np.ndarray:
-    """Return bool [V]: which tokens occur in the prompt, for `start_sequence`."""
-    mask_V = np.zeros(vocab_size, np.bool_)
-    mask_V[np.asarray(prompt_token_ids)] = True
-    return mask_V
-
-
 def start_sequence(state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray) -> SamplerState:
-    """Return the state after a new sequence took a row. Needed before its first token if it has penalties, else not."""
+    """Return the state after a new sequence took a row. Needed before its first token if it has penalties, else not.
+
+    in_prompt_V: bool, which tokens occur in its prompt.
+    """
     return SamplerState(
         in_prompt_MV=state.in_prompt_MV.at[row].set(in_prompt_V),
         output_counts_MV=state.output_counts_MV.at[row].set(0),
@@ -219,11 +213,7 @@ def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs
 
     num_logprobs: static; 20 for every request spares programs.
     """
-
-    def rows(logits_TV: jax.Array, tokens_T: jax.Array) -> Logprobs:
-        return _logprobs(logits_TV.astype(jnp.float32), tokens_T, num_logprobs)
-
-    logprobs: Logprobs = _by_rows(rows, logits_TV, next_tokens_T)
+    logprobs: Logprobs = _by_rows(partial(_logprobs, num_logprobs=num_logprobs), logits_TV, next_tokens_T)
     return logprobs
 
 
@@ -241,6 +231,7 @@ def _by_rows(function: Callable[..., Any], *batch: Any) -> Any:
 
 
 def _logprobs(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> Logprobs:
+    logits_BV = logits_BV.astype(jnp.float32)
     top_BK, top_ids_BK = top_k(logits_BV, min(num_logprobs, logits_BV.shape[1]))
     max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
     log_total_B1 = jnp.log(_row_sums(jnp.exp(logits_BV - max_B1)))
@@ -485,8 +476,9 @@ class Sampler:
         sequence, s = chunk.sequence, chunk.sequence.sampling
         is_first = chunk.start == sequence.num_reused_tokens
         if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0):
-            mask_V = prompt_mask(sequence.prompt_token_ids, self._vocab_size)
-            self._state = _start_sequence(self._state, np.int32(chunk.row), mask_V)
+            in_prompt_V = np.zeros(self._vocab_size, np.bool_)
+            in_prompt_V[sequence.prompt_token_ids] = True
+            self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
 
     def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> list[Draw]:
         """Draw a token after each chunk, from the first rows of the logits."""

@@ -14,7 +14,7 @@ owns one row, and its token i (prompt, then output) lies in column i.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -89,17 +89,12 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """What the scheduler has done. Token counts are of steps that ran; reused ones of sequences that were admitted."""
+    """Sequences and tokens now, but for `reused_tokens`, which are counted since the start."""
 
-    waiting: int  # now, without a row
-    running: int  # now, with a row
-    kv_tokens: int  # now, of the running ones in the cache
-    steps: int
-    prefill_tokens: int
-    decode_tokens: int
-    reused_tokens: int  # prompt tokens that were not run, copied_tokens among them
-    copied_tokens: int
-    finished: dict[str, int]  # by reason
+    waiting: int  # without a row
+    running: int  # with a row
+    kv_tokens: int  # of the running ones in the cache
+    reused_tokens: int  # prompt tokens of admitted sequences that were not run
 
 
 @dataclass(eq=False)
@@ -138,8 +133,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []  # in the order they came
         self._frees = 0
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
+        self._reused_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. `ValueError` for an empty or too long prompt."""
@@ -173,7 +167,6 @@ class Scheduler:
         if sequence.status == "prefill":
             self._prefilling.remove(sequence)
         sequence.status, sequence.finish_reason, sequence.row = "finished", reason, None
-        self._finished[reason] += 1
         return True
 
     def schedule(self) -> StepPlan:
@@ -222,9 +215,6 @@ class Scheduler:
         with "length" after `max_new_tokens`, or when its row is full. If the engine finds a stop string in the text
         of such a last token, it sets that `finish_reason` itself.
         """
-        self._counts["steps"] += bool(plan.chunks)
-        self._counts["decode_tokens"] += len(plan.decode)
-        self._counts["prefill_tokens"] += sum(len(chunk.tokens) for chunk in plan.prefill)
         for chunk in plan.chunks:
             self._note_computed(chunk)
         finished = []
@@ -246,18 +236,9 @@ class Scheduler:
         return bool(self._waiting) or any(row.sequence is not None for row in self._rows)
 
     def stats(self) -> SchedulerStats:
-        count, running = self._counts, [row.sequence for row in self._rows if row.sequence is not None]
-        return SchedulerStats(
-            waiting=len(self._waiting),
-            running=len(running),
-            kv_tokens=sum(sequence.num_computed_tokens for sequence in running),
-            steps=count["steps"],
-            prefill_tokens=count["prefill_tokens"],
-            decode_tokens=count["decode_tokens"],
-            reused_tokens=count["reused_tokens"],
-            copied_tokens=count["copied_tokens"],
-            finished=dict(self._finished),
-        )
+        running = [row.sequence for row in self._rows if row.sequence is not None]
+        kv_tokens = sum(sequence.num_computed_tokens for sequence in running)
+        return SchedulerStats(len(self._waiting), len(running), kv_tokens, self._reused_tokens)
 
     def _num_rows(self, width: int) -> list[int]:
         """Return the rows of programs of this width, ascending: few, and any number of chunks is a sum of them."""
@@ -285,12 +266,11 @@ class Scheduler:
         self._waiting.popleft()
         if length > shared[target.index]:
             sequence.copy_from = source.index
-            self._counts["copied_tokens"] += length
         del target.tokens[shared[target.index] :]  # a copied prefix counts once the step that copies it has run
         target.sequence = sequence
         sequence.status, sequence.row = "prefill", target.index
         sequence.num_computed_tokens = sequence.num_reused_tokens = length
-        self._counts["reused_tokens"] += length
+        self._reused_tokens += length
         self._prefilling.append(sequence)
         return True
 

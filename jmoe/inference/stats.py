@@ -1,9 +1,10 @@
 """Counters of an engine: steps, tokens and bytes moved, put together when somebody asks."""
 
-from dataclasses import dataclass, fields
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from jmoe.inference.runner import ModelRunner
+from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import RoutingStats, StreamingPlan
 
@@ -64,26 +65,6 @@ class EngineStats:
     decode: PhaseStats
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """Counters that only rise."""
-
-    streamed_bytes: int = 0
-    streamed_s: float = 0.0
-    nvme_bytes: int = 0
-    nvme_s: float = 0.0
-    waited_s: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    guessed: int = 0
-    guessed_right: int = 0
-    readback_s: float = 0.0
-    estimate_s: float = 0.0
-
-    def since(self, then: Self) -> Self:
-        return type(self)(*(getattr(self, f.name) - getattr(then, f.name) for f in fields(self)))
-
-
 @dataclass
 class _Steps:
     """Sums over the steps of a phase."""
@@ -105,7 +86,7 @@ class StatsCollector:
     def reset(self) -> None:
         """Let `stats` count from here on."""
         self._since = self._totals()
-        self._streamed_bytes = self._since.streamed_bytes
+        self._streamed_bytes = self._since["streamed_bytes"]
         self._phases: dict[Phase, _Steps] = {"prefill": _Steps(), "decode": _Steps()}
 
     def note_step(self, phase: Phase, tokens: int, seconds: float) -> None:
@@ -142,21 +123,20 @@ class StatsCollector:
         self._routing_since = self._residency.stats()
 
     def stats(self) -> EngineStats:
-        total, store = self._totals().since(self._since), self._store
+        counters = {name: value - self._since[name] for name, value in self._totals().items()}
+        hits, chosen = counters.pop("hits"), counters.pop("chosen")
         phases = self._phases.values()
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
-        chosen = total.hits + total.misses
-        counters = {name: value for name, value in vars(total).items() if name not in ("hits", "misses")}
         return EngineStats(
             policy=self.plan.memory.policy,
             device_expert_bytes=self._residency.slots.num_bytes,
-            host_expert_bytes=0 if store is None else store.host_bytes,
+            host_expert_bytes=0 if self._store is None else self._store.host_bytes,
             steps=sum(p.steps for p in phases),
             step_s=step_s,
             tokens=tokens,
-            bytes_per_token=total.streamed_bytes / tokens if tokens else 0.0,
-            hit_rate=total.hits / chosen if chosen else 0.0,
-            roofline_fraction=total.streamed_s / step_s if step_s else 0.0,
+            bytes_per_token=counters["streamed_bytes"] / tokens if tokens else 0.0,
+            hit_rate=hits / chosen if chosen else 0.0,
+            roofline_fraction=counters["streamed_s"] / step_s if step_s else 0.0,
             prefill=self._phase("prefill"),
             decode=self._phase("decode"),
             **counters,
@@ -174,18 +154,22 @@ class StatsCollector:
             streamed_bytes=p.streamed_bytes,
         )
 
-    def _totals(self) -> _Totals:
-        residency, tiers = self._residency.stats(), None if self._store is None else self._store.stats()
-        return _Totals(
-            streamed_bytes=0 if tiers is None else tiers.host.num_bytes,
-            streamed_s=0.0 if tiers is None else tiers.host.seconds,
-            nvme_bytes=0 if tiers is None else tiers.nvme.num_bytes,
-            nvme_s=0.0 if tiers is None else tiers.nvme.seconds,
-            waited_s=residency.waited_s,
-            hits=residency.hits,
-            misses=residency.misses,
-            guessed=residency.guessed,
-            guessed_right=residency.guessed_right,
-            readback_s=self._runner.readback_s,
-            estimate_s=self._runner.estimate_s,
-        )
+    def _totals(self) -> dict[str, Any]:
+        """Return counters that only rise: those of `EngineStats`, and the experts that were chosen and had a slot."""
+        residency, host, nvme = self._residency.stats(), LinkStats(), LinkStats()
+        if self._store is not None:
+            tiers = self._store.stats()
+            host, nvme = tiers.host, tiers.nvme
+        return {
+            "streamed_bytes": host.num_bytes,
+            "streamed_s": host.seconds,
+            "nvme_bytes": nvme.num_bytes,
+            "nvme_s": nvme.seconds,
+            "waited_s": residency.waited_s,
+            "hits": residency.hits,
+            "chosen": residency.hits + residency.misses,
+            "guessed": residency.guessed,
+            "guessed_right": residency.guessed_right,
+            "readback_s": self._runner.readback_s,
+            "estimate_s": self._runner.estimate_s,
+        }

@@ -1,11 +1,11 @@
-"""Which requests are taken in, and which of those that wait runs next: 429 with Retry-After, and turns that are fair."""
+"""Which requests are taken in (else: 429 with Retry-After), and which of those that wait runs next."""
 
 import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.errors import ApiError
@@ -50,20 +50,7 @@ class QueueLimit:
         return ends[0]
 
 
-@dataclass
-class _Turns:
-    """Which of several keys is next: the one with the fewest running sequences, then the longest without a turn."""
-
-    running: Counter[Hashable] = field(default_factory=Counter)
-    since: dict[Hashable, int] = field(default_factory=dict)  # when it came or last had its turn
-
-    def next(self, keys: Iterable[Hashable]) -> Hashable:
-        return min(keys, key=lambda key: (self.running[key], self.since[key]))
-
-    def forget_idle(self, key: Hashable, waiting: Collection[Hashable]) -> None:
-        """Keep nothing of a key of which nothing waits or runs."""
-        if not self.running[key] and key not in waiting:
-            del self.running[key], self.since[key]
+Key = tuple[Hashable, ...]  # (client,) or (client, request)
 
 
 class FairQueue:
@@ -75,14 +62,15 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._clients, self._requests = _Turns(), _Turns()
-        self._waiting: dict[Hashable, dict[Hashable, deque[Sequence]]] = {}
+        self._waiting: dict[Key, deque[Sequence]] = {}  # by request
         self._running: set[Sequence] = set()
+        self._num_running: Counter[Key] = Counter()
+        self._since: dict[Key, int] = {}  # when a client or request came or last had its turn
         self._clock = itertools.count()
 
     def __len__(self) -> int:
         """Return how many wait."""
-        return sum(len(sequences) for requests in self._waiting.values() for sequences in requests.values())
+        return sum(map(len, self._waiting.values()))
 
     @property
     def num_running(self) -> int:
@@ -90,41 +78,50 @@ class FairQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait."""
-        self._clients.since.setdefault(sequence.client, next(self._clock))
-        self._requests.since.setdefault(sequence.request, next(self._clock))
-        self._waiting.setdefault(sequence.client, {}).setdefault(sequence.request, deque()).append(sequence)
+        client, request = _keys(sequence)
+        self._since.setdefault(client, next(self._clock))
+        self._since.setdefault(request, next(self._clock))
+        self._waiting.setdefault(request, deque()).append(sequence)
 
     def pop(self) -> Sequence:
         """Return the next sequence, which runs from now on."""
-        client = self._clients.next(self._waiting)
-        request = self._requests.next(self._waiting[client])
-        sequence = self._waiting[client][request][0]
-        self._clients.since[client] = self._requests.since[request] = next(self._clock)
+
+        def rank(key: Key) -> tuple[int, int]:
+            return self._num_running[key], self._since[key]
+
+        client = min({request[:1] for request in self._waiting}, key=rank)
+        request = min((request for request in self._waiting if request[:1] == client), key=rank)
+        sequence = self._waiting[request][0]
         self._take(sequence)
         self._running.add(sequence)
-        self._clients.running[client] += 1
-        self._requests.running[request] += 1
+        self._num_running.update((client, request))
+        self._since[client] = self._since[request] = next(self._clock)
         return sequence
 
     def end(self, sequence: Sequence) -> bool:
         """Forget a sequence that waits or runs; return whether it ran."""
+        client, request = _keys(sequence)
         ran = sequence in self._running
         if ran:
             self._running.remove(sequence)
-            self._clients.running[sequence.client] -= 1
-            self._requests.running[sequence.request] -= 1
-        elif sequence in self._waiting.get(sequence.client, {}).get(sequence.request, ()):
+            self._num_running.subtract((client, request))
+        elif sequence in self._waiting.get(request, ()):
             self._take(sequence)
         else:
             return False
-        self._requests.forget_idle(sequence.request, self._waiting.get(sequence.client, ()))
-        self._clients.forget_idle(sequence.client, self._waiting)
+        waiting = {*self._waiting, *(key[:1] for key in self._waiting)}
+        for key in (client, request):  # nothing is kept of those of which nothing waits or runs
+            if not self._num_running[key] and key not in waiting:
+                del self._num_running[key], self._since[key]
         return ran
 
     def _take(self, sequence: Sequence) -> None:
-        requests = self._waiting[sequence.client]
-        requests[sequence.request].remove(sequence)
-        if not requests[sequence.request]:
-            del requests[sequence.request]
-        if not requests:
-            del self._waiting[sequence.client]
+        _, request = _keys(sequence)
+        self._waiting[request].remove(sequence)
+        if not self._waiting[request]:
+            del self._waiting[request]
+
+
+def _keys(sequence: Sequence) -> tuple[Key, Key]:
+    """Return what a sequence's client and its request are known by."""
+    return (sequence.client,), (sequence.client, sequence.request)

@@ -4,7 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -16,18 +16,24 @@ from jmoe.inference.sequence import Sequence
 from jmoe.serving.engine_loop import Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.middleware import DISCONNECTED
-from jmoe.serving.schemas import Envelope, GenerationBody, Usage
+from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, GenerationBody, Usage
 from jmoe.serving.service import Service
 
 PING_S = 15
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 Body = TypeVar("Body", bound=GenerationBody)
+Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
 
 @dataclass(frozen=True)
-class Answer(ABC, Generic[Body]):
-    """The choices of one request. envelope: what its response, or every chunk of it, repeats."""
+class Answer(ABC, Generic[Body, Delta]):
+    """The choices of one request. envelope: what its response, or every chunk of it, repeats.
+
+    Streamed or whole it is made of the same deltas: what each output of the engine adds to a choice.
+    """
+
+    id_prefix: ClassVar[str]
 
     service: Service
     body: Body
@@ -41,32 +47,42 @@ class Answer(ABC, Generic[Body]):
     ) -> Any:
         """Let the engine draw the sequences and answer with them."""
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
-        envelope = Envelope(id=f"{cls.id_prefix()}-{request.state.request_id}", model=service.name)
+        envelope = Envelope(id=f"{cls.id_prefix}-{request.state.request_id}", model=service.name)
         generation = service.loop.submit(sequences, request.state.client)
         answer = cls(service, body, prompts, generation, dict(envelope))
         return _EventStream(answer) if body.stream else await answer._complete(request)
 
-    @staticmethod
     @abstractmethod
-    def id_prefix() -> str: ...
+    def deltas(self) -> AsyncIterator[Delta]:
+        """Yield what is added to a choice, as it is drawn."""
 
     @abstractmethod
+    def chunk(self, choices: list[Delta], usage: Usage | None) -> BaseModel:
+        """Return a chunk of a stream."""
+
+    @abstractmethod
+    def response(self, deltas: list[list[Delta]]) -> BaseModel:
+        """Return the whole response from all deltas of each choice."""
+
+    async def chunks(self) -> AsyncIterator[BaseModel]:
+        """Yield the response's pieces as they are drawn."""
+        async for delta in self.deltas():
+            yield self.chunk([delta], self.usage() if self.body.streamed_usage.continuous_usage_stats else None)
+        if self.body.streamed_usage.include_usage:
+            yield self.chunk([], self.usage())
+
     async def whole(self) -> BaseModel:
         """Return the response, when everything is drawn."""
-
-    @abstractmethod
-    def chunks(self) -> AsyncIterator[BaseModel]:
-        """Yield the response's pieces as they are drawn."""
+        deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
+        async for delta in self.deltas():
+            deltas[delta.index].append(delta)
+        return self.response(deltas)
 
     def usage(self) -> Usage:
         """Return the tokens that have been read so far."""
         prompt_tokens, completion_tokens = sum(map(len, self.prompts)), self.generation.num_read_tokens
         total = prompt_tokens + completion_tokens
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
-
-    def usage_so_far(self) -> Usage | None:
-        """Return the usage for a chunk, where every chunk is to have it."""
-        return self.usage() if self.body.usage_so_far else None
 
     async def _complete(self, request: Request) -> BaseModel | Response:
         """Return the whole response, which is given up if the client disconnects before."""
@@ -85,7 +101,7 @@ class Answer(ABC, Generic[Body]):
 class _EventStream(EventSourceResponse):
     """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end."""
 
-    def __init__(self, answer: Answer[Any]) -> None:
+    def __init__(self, answer: Answer[Any, Any]) -> None:
         super().__init__(_events(answer), ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n")
         self._generation = answer.generation
 
@@ -97,20 +113,16 @@ class _EventStream(EventSourceResponse):
                 scope["state"]["note"](f"{self._generation.num_tokens} drawn")
 
 
-async def _events(answer: Answer[Any]) -> AsyncIterator[bytes]:
-    without = None if answer.body.includes_usage else {"usage"}
+async def _events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
+    """Yield server-sent events, each of one line; sse-starlette looks for lines in what is not bytes."""
+    without = None if answer.body.streamed_usage.include_usage else {"usage"}
     try:
         async for chunk in answer.chunks():
-            yield _event(chunk.model_dump_json(exclude=without))
+            yield f"data: {chunk.model_dump_json(exclude=without)}\n\n".encode()
     except ApiError as error:
-        yield _event(error.body.model_dump_json())
-        return
-    yield _event("[DONE]")
-
-
-def _event(data: str) -> bytes:
-    """Return a server-sent event; `data` is one line. sse-starlette looks for lines in what is not bytes."""
-    return f"data: {data}\n\n".encode()
+        yield f"data: {error.body.model_dump_json()}\n\n".encode()
+    else:
+        yield b"data: [DONE]\n\n"
 
 
 async def _disconnected(request: Request) -> None:

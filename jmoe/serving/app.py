@@ -10,15 +10,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import FileResponse, Response
 
-from jmoe.config.serving import ServeConfig
-from jmoe.inference.engine import Engine
 from jmoe.serving.chat import chat_router
-from jmoe.serving.chat_template import ChatTemplate
 from jmoe.serving.completions import completions_router
-from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
-from jmoe.serving.grammar import Grammars
-from jmoe.serving.metrics import Metrics, View
 from jmoe.serving.middleware import AuthMiddleware
 from jmoe.serving.schemas import (
     DetokenizeRequest,
@@ -31,7 +25,6 @@ from jmoe.serving.schemas import (
     TokenizeResponse,
 )
 from jmoe.serving.service import Service
-from jmoe.serving.vocabulary import TokenVocabulary
 
 PAGE = Path(__file__).with_name("page.html")
 # What the page's own meta element says, and that no other page may show it in a frame.
@@ -51,19 +44,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server is shutting down, or the engine has failed"},
     504: {"description": "The request took too long"},
 }
-
-
-def make_service(engine: Engine, config: ServeConfig, folder: Path, name: str) -> Service:
-    """Return everything but HTTP. The folder must hold a tokenizer.json."""
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None, "checked before the weights were read"
-    engine.compile_for_service()
-    metrics = Metrics(name)
-    loop = EngineLoop(engine, metrics, max_waiting=config.max_waiting, request_timeout_s=config.request_timeout_s)
-    metrics.watch(loop)
-    vocabulary = TokenVocabulary(tokenizer)
-    grammars = Grammars(tokenizer, engine.config.vocab_size, engine.eos_token_ids)
-    return Service(config, name, loop, metrics, tokenizer, vocabulary, ChatTemplate.from_folder(folder), grammars)
 
 
 def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
@@ -170,35 +150,31 @@ def state_router(service: Service) -> APIRouter:
     @router.get("/live")
     async def live() -> Live:
         """For the page."""
-        return live_view(service, await service.loop.view())
+        view = await service.loop.view()
+        engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
+        return Live(
+            model=service.name,
+            chat=service.chat_template is not None,
+            policy=engine.policy,
+            uptime_s=time.time() - service.created,
+            requests_running=scheduler.running,
+            requests_waiting=scheduler.waiting,
+            kv_tokens_used=scheduler.kv_tokens,
+            kv_tokens_total=service.loop.kv_tokens_total,
+            prompt_tokens_total=service.metrics.prompt_tokens_total,
+            generation_tokens_total=service.metrics.generation_tokens_total,
+            tokens_per_s=service.loop.tokens_per_s,
+            slots=[None if slot is None else list(slot) for slot in view.slots],
+            streamed_bytes_total=engine.streamed_bytes,
+            nvme_bytes_total=engine.nvme_bytes,
+            hit_rate=engine.hit_rate,
+            waited_s=engine.waited_s,
+            roofline_fraction=engine.roofline_fraction,
+            expert_counts=view.expert_counts,
+        )
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     return router
-
-
-def live_view(service: Service, view: View) -> Live:
-    """Return what the machine does, for the page."""
-    engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
-    return Live(
-        model=service.name,
-        chat=service.chat_template is not None,
-        policy=engine.policy,
-        uptime_s=time.time() - service.created,
-        requests_running=scheduler.running,
-        requests_waiting=scheduler.waiting,
-        kv_tokens_used=scheduler.kv_tokens,
-        kv_tokens_total=service.loop.kv_tokens_total,
-        prompt_tokens_total=service.metrics.prompt_tokens_total,
-        generation_tokens_total=service.metrics.generation_tokens_total,
-        tokens_per_s=service.loop.tokens_per_s,
-        slots=[None if slot is None else list(slot) for slot in view.slots],
-        streamed_bytes_total=engine.streamed_bytes,
-        nvme_bytes_total=engine.nvme_bytes,
-        hit_rate=engine.hit_rate,
-        waited_s=engine.waited_s,
-        roofline_fraction=engine.roofline_fraction,
-        expert_counts=view.expert_counts,
-    )

@@ -1,13 +1,12 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.sequence import Sequence, TokenLogprob
+from jmoe.inference.sequence import Sequence
 from jmoe.serving.answer import EVENTS, Answer
 from jmoe.serving.schemas import (
     AnswerMessage,
@@ -18,58 +17,41 @@ from jmoe.serving.schemas import (
     ChatLogprobs,
     ChunkChoice,
     Delta,
+    Usage,
 )
 from jmoe.serving.service import Service
 
 
-class _ChatAnswer(Answer[ChatCompletionRequest]):
-    @staticmethod
-    def id_prefix() -> str:
-        return "chatcmpl"
+class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
+    id_prefix = "chatcmpl"
 
-    async def whole(self) -> ChatCompletionResponse:
-        n = self.body.n
-        texts = [""] * n
-        logprobs: list[list[TokenLogprob]] = [[] for _ in range(n)]
-        reasons: list[Any] = [None] * n
-        async for output in self.generation:
-            index = output.sequence.index
-            texts[index] += output.text
-            logprobs[index] += output.logprobs
-            reasons[index] = output.finish_reason
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AnswerMessage(content=texts[index]),
-                logprobs=self._logprobs(logprobs[index]),
-                finish_reason=reasons[index],
-            )
-            for index in range(n)
-        ]
-        return ChatCompletionResponse(**self.envelope, choices=choices, usage=self.usage())
-
-    async def chunks(self) -> AsyncIterator[ChatChunk]:
+    async def deltas(self) -> AsyncIterator[ChunkChoice]:
         """Yield the role of every choice, then its text as it comes."""
         for index in range(self.body.n):
-            yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+            yield ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
         async for output in self.generation:
             reason = output.finish_reason
             assert reason != "abort" and reason != "error", "these have no reader"
-            choice = ChunkChoice(
-                index=output.sequence.index,
-                delta=Delta(content=output.text),
-                logprobs=self._logprobs(output.logprobs),
-                finish_reason=reason,
-            )
-            yield self._chunk(choice)
-        if self.body.includes_usage:
-            yield ChatChunk(**self.envelope, choices=[], usage=self.usage())
+            logprobs = self.service.vocabulary.chat_logprobs(output.logprobs) if self.body.logprobs else None
+            delta = Delta(content=output.text)
+            yield ChunkChoice(index=output.sequence.index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
-    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
-        return ChatChunk(**self.envelope, choices=[choice], usage=self.usage_so_far())
+    def chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
+        return ChatChunk(**self.envelope, choices=choices, usage=usage)
 
-    def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
-        return self.service.vocabulary.chat_logprobs(logprobs) if self.body.logprobs else None
+    def response(self, deltas: list[list[ChunkChoice]]) -> ChatCompletionResponse:
+        return ChatCompletionResponse(**self.envelope, choices=list(map(_join, deltas)), usage=self.usage())
+
+
+def _join(deltas: list[ChunkChoice]) -> ChatChoice:
+    """Return one choice of what a stream gives of it."""
+    *_, last = deltas
+    assert last.finish_reason is not None
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = ChatLogprobs(content=[lp for one in deltas if one.logprobs for lp in one.logprobs.content])
+    message = AnswerMessage(content="".join(one.delta.content for one in deltas))
+    return ChatChoice(index=last.index, message=message, logprobs=logprobs, finish_reason=last.finish_reason)
 
 
 def chat_router(service: Service) -> APIRouter:

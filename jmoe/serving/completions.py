@@ -1,6 +1,7 @@
 """`POST /v1/completions`."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -59,17 +60,15 @@ class _Choice:
         return self._vocabulary.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
 
-def join(deltas: list[CompletionChoice]) -> CompletionChoice:
+def _join(deltas: list[CompletionChoice]) -> CompletionChoice:
     """Return one choice of what a stream gives of it."""
     logprobs = None
     if deltas[0].logprobs is not None:
-        parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-        logprobs = CompletionLogprobs(
-            tokens=[x for part in parts for x in part.tokens],
-            token_logprobs=[x for part in parts for x in part.token_logprobs],
-            top_logprobs=[x for part in parts for x in part.top_logprobs],
-            text_offset=[x for part in parts for x in part.text_offset],
-        )
+        lists: dict[str, list[Any]] = {name: [] for name in CompletionLogprobs.model_fields}
+        for delta in deltas:
+            for name, values in lists.items():
+                values += getattr(delta.logprobs, name)
+        logprobs = CompletionLogprobs(**lists)
     text = "".join(delta.text for delta in deltas)
     return deltas[-1].model_copy(update={"text": text, "logprobs": logprobs})
 
@@ -86,28 +85,19 @@ def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list
     return texts, prompts
 
 
-class _CompletionAnswer(Answer[CompletionRequest]):
-    @staticmethod
-    def id_prefix() -> str:
-        return "cmpl"
+class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
+    id_prefix = "cmpl"
 
-    async def whole(self) -> CompletionResponse:
-        deltas: dict[int, list[CompletionChoice]] = {}
-        async for delta in self._deltas():
-            deltas.setdefault(delta.index, []).append(delta)
-        choices = [join(deltas[index]) for index in sorted(deltas)]
-        return CompletionResponse(**self.envelope, choices=choices, usage=self.usage())
-
-    async def chunks(self) -> AsyncIterator[CompletionResponse]:
-        async for delta in self._deltas():
-            yield CompletionResponse(**self.envelope, choices=[delta], usage=self.usage_so_far())
-        if self.body.includes_usage:
-            yield CompletionResponse(**self.envelope, choices=[], usage=self.usage())
-
-    async def _deltas(self) -> AsyncIterator[CompletionChoice]:
+    async def deltas(self) -> AsyncIterator[CompletionChoice]:
         choices = [_Choice(self.body, self.service.vocabulary, sequence) for sequence in self.generation.sequences]
         async for output in self.generation:
             yield choices[output.sequence.index].delta(output)
+
+    def chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
+        return CompletionResponse(**self.envelope, choices=choices, usage=usage)
+
+    def response(self, deltas: list[list[CompletionChoice]]) -> CompletionResponse:
+        return self.chunk(list(map(_join, deltas)), self.usage())
 
     def usage(self) -> Usage:
         usage = super().usage()

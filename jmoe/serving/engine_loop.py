@@ -20,6 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import NO_NUMBERS, Engine
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.admission import FairQueue, QueueLimit
@@ -93,15 +94,13 @@ class Generation:
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own from `start` to `stop`.
+    """Runs an engine in a thread of its own from `start` to `stop`."""
 
-    max_waiting: sequences beyond `engine.max_batch` that are taken in. request_timeout_s: from submission to the end.
-    """
-
-    def __init__(self, engine: Engine, metrics: Metrics, *, max_waiting: int, request_timeout_s: float) -> None:
-        self._engine, self._metrics = engine, metrics
-        self._limit = QueueLimit(engine.max_batch, max_waiting, metrics)
-        self._request_timeout_s = request_timeout_s
+    def __init__(self, engine: Engine, metrics: Metrics, config: ServeConfig) -> None:
+        self.engine, self._metrics = engine, metrics  # handlers ask of the engine only what any thread may
+        self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # that the cache holds at most
+        self._limit = QueueLimit(engine.max_batch, config.max_waiting, metrics)
+        self._request_timeout_s = config.request_timeout_s  # from submission to the end
         self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -127,16 +126,6 @@ class EngineLoop:
     # The event loop's side
 
     @property
-    def engine(self) -> Engine:
-        """The engine, for what any thread may ask of it."""
-        return self._engine
-
-    @property
-    def kv_tokens_total(self) -> int:
-        """Tokens that the cache holds at most."""
-        return self._engine.max_batch * self._engine.max_seq_len
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens drawn a second, of late."""
         since_s = time.monotonic() - RATE_WINDOW_S
@@ -147,7 +136,12 @@ class EngineLoop:
         if not self.failed and time.monotonic() - self._viewed_s > VIEW_S:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
-            self._commands.put(lambda: self._refresh_view(done))
+
+            def refresh() -> None:  # by the thread
+                self.last_view = self._look_closely()
+                self._loop.call_soon_threadsafe(done.set)
+
+            self._commands.put(refresh)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), VIEW_S)
         return self.last_view
@@ -228,7 +222,7 @@ class EngineLoop:
         try:
             while self._take_commands():
                 self._admit()
-                outputs = self._engine.step()
+                outputs = self.engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
                         self._queue.end(output.sequence)
@@ -242,7 +236,7 @@ class EngineLoop:
         """Carry out what waits; without unfinished requests wait for more. False at the end."""
         while True:
             try:
-                command = self._commands.get(block=not (self._engine.has_unfinished or len(self._queue)))
+                command = self._commands.get(block=not (self.engine.has_unfinished or len(self._queue)))
             except queue.Empty:
                 return True
             if command is None:
@@ -253,26 +247,22 @@ class EngineLoop:
 
     def _admit(self) -> None:
         """Give the engine as many sequences as it runs at once."""
-        while len(self._queue) and self._queue.num_running < self._engine.max_batch:
+        while len(self._queue) and self._queue.num_running < self.engine.max_batch:
             sequence = self._queue.pop()
             try:
-                self._engine.add(sequence)
+                self.engine.add(sequence)
             except ValueError as error:
                 self._queue.end(sequence)
                 self._loop.call_soon_threadsafe(self._fail, sequence, ApiError.from_value_error(error))
 
     def _end(self, sequence: Sequence) -> None:
         if self._queue.end(sequence):
-            self._engine.abort(sequence)
-
-    def _refresh_view(self, done: asyncio.Event) -> None:
-        self.last_view = self._look_closely()
-        self._loop.call_soon_threadsafe(done.set)
+            self.engine.abort(sequence)
 
     def _look_closely(self) -> View:
-        streams = self._engine.residency.streams
-        return View(self._engine.residency.occupancy() if streams else [], self._engine.expert_use().tolist())
+        streams = self.engine.residency.streams
+        return View(self.engine.residency.occupancy() if streams else [], self.engine.expert_use().tolist())
 
     def _look(self) -> Snapshot:
-        stats = self._engine.scheduler_stats()
-        return Snapshot(self._engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue)))
+        stats = self.engine.scheduler_stats()
+        return Snapshot(self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue)))

@@ -94,22 +94,14 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every exception of a handler in OpenAI's shape."""
 
-    def api_error(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
+    def answer(_: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            error = _validation_error(error.errors())
+        elif isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, "internal error; the server's log says more")
         return error.response()
 
-    def invalid(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return _validation_error(error.errors()).response()
-
-    def http_error(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
-
-    def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "internal error; the server's log says more").response()
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unexpected)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

@@ -3,7 +3,7 @@
 https://docs.vllm.ai/en/latest/usage/metrics
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -44,13 +44,11 @@ class Watched(Protocol):
 
     snapshot: Snapshot
     last_view: View
-
-    @property
-    def kv_tokens_total(self) -> int: ...
+    kv_tokens_total: int
 
 
-class Metrics:
-    """Counters of requests while they are served."""
+class Metrics(Collector):
+    """Counters of requests while they are served, and of what an engine counts itself."""
 
     def __init__(self, model_name: str) -> None:
         self.registry, self.model_name = CollectorRegistry(), model_name
@@ -105,51 +103,41 @@ class Metrics:
 
     def watch(self, loop: Watched) -> None:
         """Include what the engine counts itself."""
-        self.registry.register(_EngineCollector(loop, self.model_name))
+        self._loop = loop
+        self.registry.register(self)
 
     def text(self) -> bytes:
         """Return everything in Prometheus's text format."""
         return generate_latest(self.registry)
 
-
-class _EngineCollector(Collector):
-    def __init__(self, loop: Watched, model_name: str) -> None:
-        self._loop, self._model_name = loop, model_name
-
     def collect(self) -> Iterable[Any]:
-        snapshot = self._loop.snapshot
-        engine, scheduler = snapshot.engine, snapshot.scheduler
-        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
-        gauges = {
-            "vllm:num_requests_running": ("Sequences that run.", scheduler.running),
-            "vllm:num_requests_waiting": ("Sequences that wait for a place.", scheduler.waiting),
-            "vllm:kv_cache_usage_perc": ("Part of the cache in use, 0 to 1.", kv_usage),
-            "jmoe:expert_hit_rate": ("Of the experts that tokens chose, those in a slot.", engine.hit_rate),
-            "jmoe:roofline_fraction": ("Part of the time in which experts were copied.", engine.roofline_fraction),
-            "jmoe:device_expert_bytes": ("Memory of the slots.", engine.device_expert_bytes),
-            "jmoe:host_expert_bytes": ("Host memory of experts.", engine.host_expert_bytes),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=[LABEL])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        load = GaugeMetricFamily("jmoe:expert_load_max", BUSIEST, labels=[LABEL, "layer"])
-        for layer, counts in enumerate(self._loop.last_view.expert_counts):
-            load.add_metric([self._model_name, str(layer)], max(counts) * len(counts) / max(1, sum(counts)))
-        yield load
-        counters = {
-            "vllm:prefix_cache_hits": ("Prompt tokens that were not computed again.", scheduler.reused_tokens),
-            "jmoe:steps": ("Steps of the engine.", engine.steps),
-            "jmoe:step_seconds": ("Time in steps.", engine.step_s),
-            "jmoe:waited_seconds": ("Time in which the device waited for experts.", engine.waited_s),
-        }
-        for name, (text, value) in counters.items():
-            yield self._counter(name, text, [], [([], value)])
-        moved = [(["host"], engine.streamed_bytes), (["nvme"], engine.nvme_bytes)]
-        yield self._counter("jmoe:tier_bytes", "Read from this tier.", ["tier"], moved)
+        """Yield what the engine counts; `text` asks for it."""
+        engine, scheduler = self._loop.snapshot.engine, self._loop.snapshot.scheduler
+        kv_usage, copying = scheduler.kv_tokens / self._loop.kv_tokens_total, engine.roofline_fraction
+        experts = enumerate(self._loop.last_view.expert_counts)
+        load = {str(layer): max(counts) * len(counts) / max(1, sum(counts)) for layer, counts in experts}
+        moved = {"host": engine.streamed_bytes, "nvme": engine.nvme_bytes}
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for family, name, text, value in (
+            (gauge, "vllm:num_requests_running", "Sequences that run.", scheduler.running),
+            (gauge, "vllm:num_requests_waiting", "Sequences that wait for a place.", scheduler.waiting),
+            (gauge, "vllm:kv_cache_usage_perc", "Part of the cache in use, 0 to 1.", kv_usage),
+            (gauge, "jmoe:expert_hit_rate", "Of the experts that tokens chose, those in a slot.", engine.hit_rate),
+            (gauge, "jmoe:roofline_fraction", "Part of the time in which experts were copied.", copying),
+            (gauge, "jmoe:device_expert_bytes", "Memory of the slots.", engine.device_expert_bytes),
+            (gauge, "jmoe:host_expert_bytes", "Host memory of experts.", engine.host_expert_bytes),
+            (counter, "vllm:prefix_cache_hits", "Prompt tokens that were not computed again.", scheduler.reused_tokens),
+            (counter, "jmoe:steps", "Steps of the engine.", engine.steps),
+            (counter, "jmoe:step_seconds", "Time in steps.", engine.step_s),
+            (counter, "jmoe:waited_seconds", "Time in which the device waited for experts.", engine.waited_s),
+        ):
+            yield self._family(family, name, text, None, {"": value})
+        yield self._family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
+        yield self._family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
 
-    def _counter(self, name: str, text: str, labels: list[str], values: Iterable[tuple[list[str], float]]) -> Any:
-        counter = CounterMetricFamily(name, text, labels=[LABEL, *labels])
-        for value_labels, value in values:
-            counter.add_metric([self._model_name, *value_labels], value)
-        return counter
+    def _family(self, family: Any, name: str, text: str, label: str | None, values: Mapping[str, float]) -> Any:
+        """Return a metric with a value for each value of a label, or one value without a label."""
+        metric = family(name, text, labels=[LABEL] if label is None else [LABEL, label])
+        for label_value, value in values.items():
+            metric.add_metric([self.model_name] if label is None else [self.model_name, label_value], value)
+        return metric

@@ -49,7 +49,9 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, api_keys: list[str], config: ServeConfig) -> None:
         self._app, self._max_body_bytes = app, config.max_body_bytes
         self._digests = [_digest(key) for key in api_keys]
-        self._hosts = None if api_keys or not _is_loopback(config.host) else {"localhost", *config.allowed_hosts}
+        address = _address(config.host)
+        is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
+        self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
         self._held_bytes = 0  # of bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +97,7 @@ class AuthMiddleware:
         """Raise `ApiError` 403 for a name that a page of another site may have given to a loopback address."""
         host = headers.get("host", "localhost").lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
-        if self._hosts is not None and name not in self._hosts and not _is_address(name):
+        if self._hosts is not None and name not in self._hosts and _address(name) is None:
             message = f"the host {name!r} is not served: name it with --allowed-hosts, or use --api-key-file"
             raise ApiError(403, message, code="host_not_allowed")
 
@@ -149,16 +151,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+        return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

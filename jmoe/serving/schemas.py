@@ -173,13 +173,9 @@ class GenerationBody(RequestBody):
         return {"type": "object"} if schema is None else schema.schema_
 
     @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def usage_so_far(self) -> bool:
-        """Whether every chunk has the token counts."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def streamed_usage(self) -> StreamOptions:
+        """Which chunks have the token counts."""
+        return self.stream_options or StreamOptions()
 
     def sampling(
         self, max_new_tokens: int, choice: int, *, logprobs: int | None, prompt_logprobs: int | None = None

@@ -5,14 +5,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
 
 from jmoe.config.serving import ServeConfig
+from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.chat_template import ChatTemplate
@@ -29,24 +29,22 @@ log = logging.getLogger(__name__)
 LONG_TEXT = 1 << 16  # characters: of longer ones one is worked on at a time, so that short ones find a thread
 
 
-@dataclass
 class Service:
-    """One model behind HTTP."""
+    """One model behind HTTP: everything but the routes."""
 
-    config: ServeConfig
-    name: str
-    loop: EngineLoop
-    metrics: Metrics
-    tokenizer: Tokenizer
-    vocabulary: TokenVocabulary
-    chat_template: ChatTemplate | None
-    grammars: Grammars
-    created: int = field(default_factory=lambda: int(time.time()))
-    _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-
-    @property
-    def max_seq_len(self) -> int:
-        return self.loop.engine.max_seq_len
+    def __init__(self, engine: Engine, config: ServeConfig, folder: Path, name: str) -> None:
+        """Compile what requests may need. folder: the model's, which must hold a tokenizer.json."""
+        assert engine.tokenizer is not None, "checked before the weights were read"
+        engine.compile_for_service()
+        self.config, self.name, self.created = config, name, int(time.time())
+        self.metrics = Metrics(name)
+        self.loop = EngineLoop(engine, self.metrics, config)
+        self.metrics.watch(self.loop)
+        self.tokenizer, self.max_seq_len = engine.tokenizer, engine.max_seq_len
+        self.vocabulary = TokenVocabulary(self.tokenizer)
+        self.chat_template = ChatTemplate.from_folder(folder)
+        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, engine.eos_token_ids)
+        self._long_texts = asyncio.Semaphore(1)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 for another model."""

@@ -22,7 +22,7 @@ from jmoe.data import loader, text_files
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, Role, prepare
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
-from jmoe.data.shards import ShardWriter, open_shard
+from jmoe.data.shards import open_shard, writing_shard
 from jmoe.data.tokenizer import load_tokenizer, train_bpe
 
 
@@ -46,18 +46,19 @@ def train_text(corpus: Corpus, source: int = 0) -> str:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
 def test_shard_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     ids = [1, vocab_size - 1, 5, 0]
-    header, read, blocks = open_shard(write_shard(tmp_path / "a.bin", ids, vocab_size))
+    shard = open_shard(write_shard(tmp_path / "a.bin", ids, vocab_size))
+    header = shard.header
     assert (header.dtype, header.count, header.vocab_size, header.text_bytes) == (dtype, 5, vocab_size, 7)
-    assert read.tolist() == [0, *ids]
-    blocks.check(0, 5)
-    blocks.check_all(header)
+    assert shard.ids.tolist() == [0, *ids]
+    shard.blocks.check(0, 5)
+    shard.blocks.check_all(header)
     assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
 
 
 def test_failed_shard_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(OverflowError),
-        ShardWriter(tmp_path / "a.bin", vocab_size=300, eot=0, tokenizer="t", split="train") as writer,
+        writing_shard(tmp_path / "a.bin", vocab_size=300, eot=0, tokenizer="t", split="train") as writer,
     ):
         writer.append([70000], text_bytes=0)
     assert not list(tmp_path.iterdir())
@@ -197,7 +198,7 @@ def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, t
 
 def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
     def names(pattern: object) -> list[str]:
-        return [file.name for file in text_files.find_files(str(pattern), "text", quiet).files]
+        return [file.name for file in text_files.find_files(str(pattern), None, "text", quiet).files]
 
     assert names(texts) == sorted(p.relative_to(texts).as_posix() for p in texts.rglob("*.txt"))
     assert names(texts / "part0" / "doc00.txt") == ["doc00.txt"]
@@ -405,12 +406,12 @@ def test_standard_library(tmp_path: Path) -> None:
 
 
 def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
-    files = text_files.find_files(str(texts), "text", quiet).files
-    stops = [file.size_bytes for file in files]
-    assert "".join(sorted(text_files.sample_texts(files, stops, 10**9))) == "".join(
+    files = text_files.find_files(str(texts), None, "text", quiet).files
+    files = text_files.split_off(files, 0)
+    assert "".join(sorted(text_files.sample_texts(files, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
     )
-    assert sum(map(len, text_files.sample_texts(files, stops, 6000))) < 6000 + max(stops)
+    assert sum(map(len, text_files.sample_texts(files, 6000))) < 6000 + max(file.size_bytes for file in files)
 
 
 # Preparing once, with many processes

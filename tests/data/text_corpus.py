@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.config import DataConfig
-from jmoe.data.shards import ShardWriter
+from jmoe.data.shards import writing_shard
 
 REPOSITORY = Path(__file__).parents[2]
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "dogs", "while", "déjà", "vu", "漢字", "return", "None", "12")
@@ -31,7 +31,7 @@ def config(*paths: Path | str, **settings: object) -> DataConfig:
 
 
 def write_shard(path: Path, ids: list[int], vocab_size: int = 300, split: str = "train", text_bytes: int = 7) -> Path:
-    with ShardWriter(path, vocab_size=vocab_size, eot=0, tokenizer="t", split=split) as writer:
+    with writing_shard(path, vocab_size=vocab_size, eot=0, tokenizer="t", split=split) as writer:
         writer.append(ids, text_bytes=text_bytes)
     return path
 

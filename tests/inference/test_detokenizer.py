@@ -3,28 +3,18 @@
 import random
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
+from jmoe.data.tokenizer import END_OF_TEXT, train_bpe
 from jmoe.inference.detokenizer import MAX_PENDING_TOKENS, TextStream
 
 TEXT = "The quick brown fox. Grüße aus München! 日本語のテキスト, 한국어. 👩‍👩‍👧 🎉🎉 naïve café — “done”.\n"
-END = "<|endoftext|>"
 
 
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
     """A byte-level BPE of few merges: most characters beyond ASCII are several tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT, "the stop STOP and the end of it"] * 3, trainer)
-    return tokenizer
+    return train_bpe([TEXT, "the stop STOP and the end of it"] * 3, 300)
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +117,47 @@ def test_bytes_that_never_become_text(byte_level: Tokenizer) -> None:
 
 
 def test_special_tokens_give_no_text(byte_level: Tokenizer) -> None:
-    end = byte_level.token_to_id(END)
+    end = byte_level.token_to_id(END_OF_TEXT)
     ids = [end, *byte_level.encode("the end").ids, end, end, *byte_level.encode(" of it").ids, *[end] * 50]
     stream = TextStream(byte_level)
     assert "".join(pieces(stream, ids)) + stream.flush() == "the end of it"
 
 
+@pytest.mark.parametrize(
+    ("stop", "min_new_tokens", "data", "kept", "matched"),
+    [
+        *(
+            ((stop,), 0, f"brown {stop} fox".encode(), "brown ", stop)
+            for stop in ("STOP", "日本語", "🎉🎉", "\n", "x y")
+        ),
+        # several: the one that is complete first, then the longest
+        (("abcd", "bc"), 0, b"xabcd", "xa", "bc"),
+        (("bc", "abc"), 0, b"xabcd", "x", "abc"),
+        (("zz", "d"), 0, b"xabcd", "xabc", "d"),
+        # of a replacement character at the end
+        (("b\ufffd",), 0, b"ab\xf0", "a", "b\ufffd"),
+        # not in the first tokens
+        (("bc",), 3, b"abcabc", "abca", "bc"),
+        (("c",), 3, b"abcabc", "abcab", "c"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_stop_strings(
+    byte_level: Tokenizer, whole: bool, stop: tuple[str, ...], min_new_tokens: int, data: bytes, kept: str, matched: str
+) -> None:
+    """The text ends before them, whether it comes at once or token by token, and what follows is ignored."""
+    ids = byte_ids(byte_level, data)
+    stream = TextStream(byte_level, stop=stop, min_new_tokens=min_new_tokens)
+    text = stream.push(ids) if whole else "".join(pieces(stream, ids))
+    assert text + stream.flush() == kept
+    assert stream.matched_stop == matched
+    assert stream.push(ids) == stream.flush() == ""
+
+
 def test_stop_string_over_several_tokens(byte_level: Tokenizer) -> None:
-    for stop in ("STOP", "the end", "日本語", "🎉🎉", "\n", "x y"):
-        text = f"quick brown {stop} fox"
-        ids = byte_level.encode(text).ids
-        stream = TextStream(byte_level, stop=(stop,))
-        assert "".join(pieces(stream, ids)) == "quick brown "
-        assert stream.matched_stop == stop
-        assert stream.push(ids) == ""
-        assert stream.flush() == ""
+    """As the tokenizer encodes them, some of their ends in one token with what follows."""
+    ids = byte_level.encode("quick brown the end fox").ids
+    assert "".join(pieces(TextStream(byte_level, stop=("the end",)), ids)) == "quick brown "
 
 
 def test_what_could_begin_a_stop_string_is_held_back(byte_level: Tokenizer) -> None:
@@ -150,37 +166,6 @@ def test_what_could_begin_a_stop_string_is_held_back(byte_level: Tokenizer) -> N
     assert pieces(stream, ids) == ["", "a", "", "", "ab", "", ""]
     assert stream.flush() == "abac"
     assert stream.matched_stop is None
-
-
-def test_the_stop_string_that_is_complete_first(byte_level: Tokenizer) -> None:
-    for stops, text, kept, matched in (
-        (("abcd", "bc"), "xabcd", "xa", "bc"),
-        (("bc", "abc"), "xabcd", "x", "abc"),
-        (("zz", "d"), "xabcd", "xabc", "d"),
-    ):
-        for whole in (False, True):
-            ids = byte_ids(byte_level, text.encode())
-            stream = TextStream(byte_level, stop=stops)
-            assert (stream.push(ids) if whole else "".join(pieces(stream, ids))) == kept
-            assert stream.matched_stop == matched
-
-
-def test_stop_string_of_replacement_characters_at_the_end(byte_level: Tokenizer) -> None:
-    stream = TextStream(byte_level, stop=("b\ufffd",))
-    assert "".join(pieces(stream, byte_ids(byte_level, b"ab\xf0"))) == "a"
-    assert stream.flush() == ""
-    assert stream.matched_stop == "b\ufffd"
-
-
-def test_min_new_tokens(byte_level: Tokenizer) -> None:
-    ids = byte_ids(byte_level, b"abcabc")
-    stream = TextStream(byte_level, stop=("bc",), min_new_tokens=3)
-    assert "".join(pieces(stream, ids)) == "abca"
-    assert stream.matched_stop == "bc"
-    stream = TextStream(byte_level, stop=("bc",), min_new_tokens=3)
-    assert stream.push(ids) == "abca"
-    stream = TextStream(byte_level, stop=("c",), min_new_tokens=3)
-    assert stream.push(ids) == "abcab"
 
 
 def test_spaces_after_a_prompt(byte_fallback: Tokenizer) -> None:

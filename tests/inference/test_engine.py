@@ -209,8 +209,9 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
     with tiny_engine("mixtral", policy="resident", **sizes) as served:
         served.compile_for_service()
         with jax.log_compiles():
-            serve_together(served, [*requests[3:], *requests, *plain])
-            copied_tokens = served._scheduler.stats().copied_tokens
+            sequences = [served.add_request(*request) for request in (*requests[3:], *requests, *plain)]
+            run_to_end(served)
+            assert any(sequence.copy_from is not None for sequence in sequences), "rows were copied, too"
             for logprobs in (None, 2):
                 sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, prompt_logprobs=logprobs)
                 served.add_request([1, 2, 3] * 7, sampling, constraint=Unconstrained())
@@ -222,7 +223,6 @@ def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) ->
                         served.add_request([1, 2, 3], sampling, constraint=constraint)
                         run_to_end(served)
     assert any(sampling.prompt_logprobs is not None for _, sampling in requests)
-    assert copied_tokens, "rows were copied, too"
     assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
 
 
@@ -281,13 +281,6 @@ def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: P
             served.generate([list(range(3, 30))], max_new_tokens=30, ignore_eos=True)
 
 
-def poisoned(tmp_path: Path, token: int) -> Path:
-    """A model that gives no numbers once it has seen one token."""
-    folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "poisoned")
-    poison(folder, token)
-    return folder
-
-
 @pytest.mark.parametrize(
     "field", [{}, {"temperature": 1.0, "seed": 1}, {"logprobs": 1}, {"prompt_logprobs": 0}], ids=str
 )
@@ -295,24 +288,25 @@ def test_logits_that_are_no_numbers(field: dict[str, Any], tmp_path: Path) -> No
     """The request ends, at its first token or later; those beside it and after it in its row do not notice."""
     prompts = [[5, 6, 7], list(range(8, 30))]
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, **field)
-    with tiny_engine(poisoned(tmp_path, 60), policy="resident") as served:
+    folder = shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "poisoned")
+    poison(folder, 60)  # what has seen this token gives no numbers
+    with tiny_engine(folder, policy="resident") as served:
         expected = [c.token_ids for c in served.generate(prompts, sampling)]
         for bad in ([60, 5], list(range(40, 61)), [60] * 21):
             with pytest.raises(FloatingPointError, match="prompt 1: the model's logits are not finite"):
                 served.generate([prompts[0], bad], sampling)
             assert not served.has_unfinished
-            served.add_request(bad, sampling)  # in one row or the other, and perhaps no further than its first chunk
+            other = served.add_request(bad, sampling)  # in either row, perhaps no further than a chunk
             good = served.add_request(prompts[1], sampling)
             served.step()
             run_to_end(served)
-            assert good.output_token_ids == expected[1]
+            assert good.output_token_ids == expected[1] and other.finish_reason == "error"
             assert [c.token_ids for c in served.generate(prompts, sampling)] == expected
         later = SamplingParams(max_new_tokens=6, logit_bias={60: 100.0}, **field)
         request = served.add_request([5], later)
         outputs = run_to_end(served)
         assert request.output_token_ids == [60] and request.finish_reason == "error"
         assert [(o.token_ids, o.finish_reason) for o in outputs] == [([60], None), ([], "error")]
-        assert served.scheduler_stats().finished["error"] == 7
 
 
 def test_bad_requests() -> None:

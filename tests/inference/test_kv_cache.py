@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.kv_cache import BLOCK, KVCache, attend, empty_cache, write
+from jmoe.inference.kv_cache import BLOCK, KVCache, attend, write
 
 G, D, E = 2, 4, 3
 LENGTH = 2 * BLOCK
@@ -31,7 +31,8 @@ def step(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype, seed: i
     ],
 )
 def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -> None:
-    cache = empty_cache(3, LENGTH, G, D, E, jnp.dtype(dtype))
+    stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+    cache = KVCache(*(jnp.zeros((3, G, LENGTH, dim), stored) for dim in (D, E)))
     expected = [np.zeros((3, G, LENGTH, dim), dtype) for dim in (D, E)]
     for seed in range(2):  # the second time over what is there
         rows_P, positions_PC, k, v = step(rows, width, jnp.dtype(dtype), seed)

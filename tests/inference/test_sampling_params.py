@@ -118,11 +118,6 @@ def test_bad_value(field: str, value: object) -> None:
     assert message.startswith(f"{field} = {shown!r}: ")
 
 
-def test_min_new_tokens_names_the_other_field() -> None:
-    with pytest.raises(ValueError, match=r"min_new_tokens = 9: .* at most max_new_tokens = 8"):
-        SamplingParams(max_new_tokens=8, min_new_tokens=9)
-
-
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
 def test_vocabulary(field: str) -> None:
     params = SamplingParams(**{field: {100: 1.0} if field == "logit_bias" else (100,)})

@@ -2,7 +2,6 @@
 
 import random
 import zlib
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -218,15 +217,10 @@ def test_simulation(
 
 def check_stats(scheduler: Scheduler, engine: Engine, requests: list[Sequence]) -> None:
     stats = scheduler.stats()
-    chunks = [chunk for plan in engine.plans for chunk in plan.prefill]
-    assert stats.waiting == stats.running == 0
-    assert stats.steps == sum(bool(plan.chunks) for plan in engine.plans)
-    assert stats.prefill_tokens == sum(len(chunk.tokens) for chunk in chunks)
-    assert stats.decode_tokens == sum(len(plan.decode) for plan in engine.plans)
+    copied = [chunk for plan in engine.plans for chunk in plan.prefill if chunk.copy_from is not None]
+    assert stats.waiting == stats.running == stats.kv_tokens == 0
     assert stats.reused_tokens == sum(request.num_reused_tokens for request in requests) > 0
-    assert stats.copied_tokens == sum(chunk.start for chunk in chunks if chunk.copy_from is not None)
-    assert (stats.copied_tokens > 0) == (scheduler.max_batch > 1)
-    assert stats.finished == Counter(request.finish_reason for request in requests)
+    assert bool(copied) == (scheduler.max_batch > 1)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Sequence:
@@ -355,7 +349,6 @@ def test_a_running_prefix_is_copied() -> None:
     chunk = admitted(engine, request("second", [*range(15), 40]))
     assert chunk.copy_from == source
     assert (chunk.start, chunk.tokens) == (15, [40])
-    assert engine.scheduler.stats().copied_tokens == 15
     engine.run_to_end()
 
 
@@ -437,7 +430,7 @@ def test_abort_in_every_state() -> None:
         engine.step()
     assert third.num_reused_tokens == 2, "of the aborted prompt"
     assert scheduler.finish(third, "abort")
-    assert scheduler.stats().finished == {"abort": 3}
+    assert [s.finish_reason for s in (first, second, third)] == ["abort"] * 3
 
 
 def test_the_row_ends_the_request() -> None:
@@ -448,30 +441,10 @@ def test_the_row_ends_the_request() -> None:
     assert (len(new.output_token_ids), new.finish_reason) == (1, "length")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], r"prompt = \[\]: must hold at least one token"),
-        ([1] * 10, r"len\(prompt_token_ids\) = 10: .*max_seq_len = 10"),
-    ],
-)
-def test_bad_prompt(prompt: list[int], message: str) -> None:
-    scheduler = make_scheduler(2, 10, 4)
-    with pytest.raises(ValueError, match=message):
-        scheduler.add(Sequence(prompt))
-    assert not scheduler.has_unfinished
-
-
 @pytest.mark.parametrize("name", ["max_batch", "max_seq_len", "prefill_chunk_tokens"])
 def test_bad_sizes(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} = 0: must be (at least|greater than)"):
         EngineConfig(**{name: 0})
-
-
-def test_a_step_holds_a_chunk() -> None:
-    with pytest.raises(ValueError, match="max_prefill_tokens = 9: must be at least 10, a chunk of one prompt"):
-        make_scheduler(2, 10, 512, max_prefill_tokens=9)
-    assert make_scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
 
 
 def test_buckets() -> None:
@@ -479,6 +452,7 @@ def test_buckets() -> None:
     assert buckets(2) == (1, 2)
     assert buckets(8) == (1, 2, 4, 8)
     assert buckets(9) == (1, 2, 4, 8, 9)
+    assert make_scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
     for maximum in range(1, 40):
         sizes = buckets(maximum)
         for n in range(1, maximum + 1):

@@ -3,19 +3,23 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import flax.nnx as nnx
+import openai
 import pytest
-from http_servers import HttpProcess, start_server
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jmoe
 from jmoe.config.engine import EngineConfig
+from jmoe.data.tokenizer import END_OF_TEXT, train_bpe
 from jmoe.inference.engine import Engine
 from jmoe.models.decoder import Decoder
 from jmoe.models.pretrained import LanguageModel
+from tests.http_servers import LIMIT_S, HttpProcess, start_server
+from tests.processes import one_device
 
-END = "<|endoftext|>"
+SIZES = ("--max-batch", 4, "--max-seq-len", 256, "--prefill-chunk-tokens", 32)
+CONVERSATIONS = Path(__file__).parent.parent / "fixtures" / "chat_templates" / "conversations.json"
 VOCAB_SIZE = 400
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -40,23 +44,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=8192,
     )
     jmoe.save_pretrained(LanguageModel(Decoder(config, rngs=nnx.Rngs(0))), folder, eos_token_id=0)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - 20,  # the model has more rows than the tokenizer tokens, as many do
-        special_tokens=[END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT, Path(__file__).read_text()] * 3, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
+    # the model has more rows than the tokenizer tokens, as many do
+    train_bpe([TEXT, CONVERSATIONS.read_text()] * 3, VOCAB_SIZE - 20).save(str(folder / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine(model_folder: Path) -> Iterator[Engine]:
     """The engine that `serve.py` would have, without a server."""
     with Engine(model_folder, EngineConfig(max_batch=4, max_seq_len=256, prefill_chunk_tokens=32)) as engine:
@@ -64,24 +59,43 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shared by all servers of a session."""
-    return tmp_path_factory.mktemp("compile_cache")
+def start(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HttpProcess]:
+    """`start(*options)` starts serve.py on a free port and returns when it answers. Later options take precedence."""
+    env = one_device(tmp_path_factory.mktemp("compile_cache"))
+
+    def start(*options: object, folder: Path = model_folder, **more: str) -> HttpProcess:
+        return start_server(tmp_path_factory.mktemp("log") / "server.log", env | more, folder, *SIZES, *options)
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def serve(
-    model_folder: Path, compile_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., HttpProcess]]:
-    """`serve(*options)` starts serve.py on a free port and returns when it answers; it is killed with the module."""
+def serve(start: Callable[..., HttpProcess]) -> Iterator[Callable[..., HttpProcess]]:
+    """`serve(*options)` is `start`; what it started is killed with the module."""
     started: list[HttpProcess] = []
 
-    def start(*options: object, folder: Path = model_folder) -> HttpProcess:
-        log = tmp_path_factory.mktemp("log") / "server.log"
-        server = start_server(folder, log, compile_cache, *options)
-        started.append(server)
-        return server
+    def serve(*options: object, **more: Any) -> HttpProcess:
+        started.append(start(*options, **more))
+        return started[-1]
 
-    yield start
+    yield serve
     for server in started:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def shared_server(start: Callable[..., HttpProcess]) -> Iterator[HttpProcess]:
+    """One for all tests that leave a server as it was; it logs what it compiles."""
+    server = start("--policy", "resident", JAX_LOG_COMPILES="1")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: HttpProcess) -> HttpProcess:
+    return shared_server
+
+
+@pytest.fixture(scope="module")
+def client(server: HttpProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)

@@ -57,5 +57,4 @@ def test_what_ended_is_forgotten() -> None:
     assert not queue.end(first) and not queue.end(Sequence([1]))
     assert queue.pop() is third and queue.end(third)
     assert len(queue) == queue.num_running == 0
-    assert not any((queue._waiting, queue._running, queue._clients.since, queue._requests.since))
-    assert not queue._clients.running and not queue._requests.running
+    assert not any((queue._waiting, queue._running, queue._since, queue._num_running))

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 
-import pytest
-from http_servers import HttpProcess
+from tests.http_servers import HttpProcess
 
 CHECKS = (
     "not_a_server_error",
@@ -15,11 +13,6 @@ CHECKS = (
     "response_schema_conformance",
 )
 EXAMPLES = 25  # an operation
-
-
-@pytest.fixture(scope="module")
-def server(serve: Callable[..., HttpProcess]) -> HttpProcess:
-    return serve("--max-seq-len", 64)
 
 
 def test_every_operation_tells_its_errors(server: HttpProcess) -> None:

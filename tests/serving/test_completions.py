@@ -8,44 +8,26 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_servers import LIMIT_S, HttpProcess, events
 
 from jmoe.inference.engine import Engine
+from tests.http_servers import LIMIT_S, HttpProcess
 
 PROMPTS = ["The quick brown fox", "def f(x):\n    return", "日本語 🎉"]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
 
 
-@pytest.fixture(scope="module")
-def servers(serve: Callable[..., HttpProcess]) -> dict[str, HttpProcess]:
-    return {
-        "resident": serve("--policy", "resident"),
-        "ring": serve("--policy", "ring", "--ring-slots", "1"),
-    }
-
-
-@pytest.fixture(scope="module")
-def server(servers: dict[str, HttpProcess]) -> HttpProcess:
-    return servers["resident"]
-
-
-@pytest.fixture(scope="module")
-def client(server: HttpProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
-
-
 def streamed(server: HttpProcess, **body: Any) -> list[Any]:
     """The events of a stream."""
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return list(events(response.iter_lines()))
+    with server.stream(**{"ignore_eos": False} | body) as chunks:
+        return list(chunks)
 
 
 @pytest.mark.parametrize("policy", ["resident", "ring"])
-def test_streamed_text_is_the_engines(servers: dict[str, HttpProcess], engine: Engine, policy: str) -> None:
+def test_streamed_text_is_the_engines(
+    server: HttpProcess, serve: Callable[..., HttpProcess], engine: Engine, policy: str
+) -> None:
     """The same seeds give the same text and tokens, streamed, whole and from `generate`, whatever else runs."""
-    server = servers[policy]
+    server = server if policy == "resident" else serve("--policy", "ring", "--ring-slots", 1)
     for prompt in PROMPTS:
         (expected,) = engine.generate([prompt], max_new_tokens=40, logprobs=0, **SAMPLED)
         body = {"prompt": prompt, "max_tokens": 40, **SAMPLED}
@@ -232,10 +214,8 @@ def test_usage_with_every_chunk(server: HttpProcess) -> None:
 
 def test_a_large_request_lets_short_ones_pass(server: HttpProcess) -> None:
     """60 choices take turns with what comes after them; nothing of them is lost."""
-    body = {"prompt": "x", "n": 60, "max_tokens": 40, "ignore_eos": True, "stream": True, "temperature": 1}
     ended = 0
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
-        chunks = events(response.iter_lines())
+    with server.stream(n=60, max_tokens=40, temperature=1) as chunks:
         next(chunks)
         short = server.post("/v1/completions", prompt="y", max_tokens=1)
         assert short.status_code == 200

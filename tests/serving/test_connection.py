@@ -17,14 +17,15 @@ from typing import Any, Self
 
 import psutil
 import pytest
-from http_servers import LIMIT_S, HttpProcess
 from tokenizers import Tokenizer
+
+from tests.http_servers import LIMIT_S, LONG, HttpProcess
 
 TIMEOUT_S = 2  # of headers, bodies and answers
 MAX_CONNECTIONS = 64
 LIMITS = (
     *("--header-timeout-s", TIMEOUT_S, "--body-timeout-s", TIMEOUT_S, "--send-timeout-s", TIMEOUT_S),
-    *("--max-connections", MAX_CONNECTIONS, "--max-body-bytes", 8 << 20, "--max-seq-len", 8192),
+    *("--max-connections", MAX_CONNECTIONS, "--max-body-bytes", 8 << 20, *LONG),
 )
 LONGEST_TOKEN = 512
 WORST_S = 5.0

@@ -1,31 +1,20 @@
 """What the engine promises, seen by a client of a real server."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_servers import HttpProcess, events, start_server
 
 from tests.damage import flip_everywhere, poison
+from tests.http_servers import HttpProcess
 
 BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
 STOPPED = {"stop_token_ids": list(range(17)), "min_tokens": 2}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
-
-
-@pytest.fixture(scope="module")
-def server(model_folder: Path, compile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpProcess]:
-    """One that logs what it compiles."""
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_LOG_COMPILES", "1")
-        server = start_server(model_folder, log, compile_cache, "--policy", "resident")
-    yield server
-    server.kill()
 
 
 @pytest.mark.parametrize(
@@ -53,64 +42,31 @@ def test_nothing_is_compiled_after_serving(server: HttpProcess, body: dict[str, 
     assert "ompil" not in server.log.read_text().removeprefix(before)
 
 
-def test_a_seed_gives_each_prompt_a_sample_of_its_own(server: HttpProcess) -> None:
-    """One token of prompt each: the same noise for both would give nearly the same text."""
-    body = {"prompt": [[40], [41]], "max_tokens": 40, "temperature": 5, "seed": 1, "logprobs": 0, "ignore_eos": True}
-    first, second = (
-        [choice["logprobs"]["tokens"] for choice in server.post("/v1/completions", **body).json()["choices"]]
-        for _ in range(2)
-    )
-    assert first == second
-    assert sum(a == b for a, b in zip(*first, strict=True)) < 10
+BAD_TOKEN = 300  # what has seen it has no numbers any more
 
 
-@pytest.mark.parametrize("penalty", [{"top_p": 1e-38}, {"repetition_penalty": 1e-40}], ids=str)
-def test_a_tiny_number(server: HttpProcess, penalty: dict[str, float]) -> None:
-    """Below what float32 holds it means what a small one means."""
-    small = dict.fromkeys(penalty, 1e-12)
-    body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 3, "ignore_eos": True}
-    found, expected = (
-        server.post("/v1/completions", **body | fields).json()["choices"][0]["text"] for fields in (penalty, small)
-    )
-    assert found == expected
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        assert list(events(response.iter_lines()))[-1] == "[DONE]"
-
-
-BAD_TOKEN = 300
-
-
-@pytest.fixture(scope="module")
-def poisoned_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, but what has seen `BAD_TOKEN` has no numbers any more."""
-    folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("poisoned") / "tiny-moe")
-    poison(folder, BAD_TOKEN)
-    return folder
-
-
-def test_damaged_experts_over_http(poisoned_folder: Path, compile_cache: Path, tmp_path: Path) -> None:
+def test_damaged_experts_over_http(model_folder: Path, serve: Callable[..., HttpProcess], tmp_path: Path) -> None:
     """Flipped bits in the experts on disk change no answer, while it serves and after a start; they are mended."""
+    folder = shutil.copytree(model_folder, tmp_path / "poisoned")
+    poison(folder, BAD_TOKEN)
     tier = ("--policy", "ring", "--ring-slots", 1, "--expert-tier", "nvme", "--host-cache-bytes", 50_000)
     tier = (*tier, "--cache-dir", tmp_path / "pack")
-    body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 1, "ignore_eos": True}
+    body = {"prompt": [5], "max_tokens": 20, "seed": 1, "ignore_eos": True}
     texts = []
     for start in range(2):
-        server = start_server(poisoned_folder, tmp_path / f"log-{start}", compile_cache, *tier)
-        try:
-            (records,) = (tmp_path / "pack").glob("records-*.bin")
-            for damaged in (False, True):
-                if damaged:
-                    flip_everywhere(records)
-                response = server.post("/v1/completions", **body)
-                assert response.status_code == 200, response.text
-                texts.append(response.json()["choices"][0]["text"])
-            assert server.get("/health").status_code == 200
-            assert "mended from its source" in server.log.read_text()
-            if not start:
-                not_finite_logits_fail_one_request(server)
-            assert server.terminate() == 0
-        finally:
-            server.kill()
+        server = serve(*tier, folder=folder)
+        (records,) = (tmp_path / "pack").glob("records-*.bin")
+        for damaged in (False, True):
+            if damaged:
+                flip_everywhere(records)
+            response = server.post("/v1/completions", **body)
+            assert response.status_code == 200, response.text
+            texts.append(response.json()["choices"][0]["text"])
+        assert server.get("/health").status_code == 200
+        assert "mended from its source" in server.log.read_text()
+        if not start:
+            not_finite_logits_fail_one_request(server)
+        assert server.terminate() == 0
         flip_everywhere(records)
     assert len(texts) == 4 and len(set(texts)) == 1
 
@@ -138,9 +94,8 @@ def not_finite_logits_fail_one_request(server: HttpProcess) -> None:
         assert answer.status_code == 500
         error = answer.json()["error"]
         assert error["code"] == "not_finite" and "the model's logits are not finite" in error["message"]
-    body = bad[2] | {"stream": True}
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
-        *pieces, last = events(response.iter_lines())
+    with server.stream(max_tokens=20, **bad[2]) as chunks:
+        *pieces, last = chunks
     assert len(pieces) == 1 and last["error"]["code"] == "not_finite", "one token came before it was noticed"
     assert 'finished_reason="error"' in server.get("/metrics").text
     assert server.get("/ready").status_code == 200

@@ -1,12 +1,12 @@
 """`response_format`: a random model, which would never write JSON by itself, writes what the schema says."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
-from http_servers import LIMIT_S, HttpProcess, events
+
+from tests.http_servers import HttpProcess
 
 WORD = "日本語 🎉 👩‍👩‍👧"
 MANY = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
@@ -22,17 +22,11 @@ def response_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-@pytest.fixture(scope="module")
-def server(serve: Callable[..., HttpProcess]) -> HttpProcess:
-    return serve()
-
-
 @pytest.mark.parametrize(
     "options", [{"temperature": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": 1, "top_k": 3}]
 )
-def test_answers_follow_the_schema(server: HttpProcess, options: dict[str, Any]) -> None:
+def test_answers_follow_the_schema(client: openai.OpenAI, options: dict[str, Any]) -> None:
     """Each of several choices by itself, while others beside them are free."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
     free = client.completions.create(model="tiny-moe", prompt="x", max_tokens=200, stream=True)
     answer = client.chat.completions.create(
         model="tiny-moe",
@@ -54,9 +48,9 @@ def test_answers_follow_the_schema(server: HttpProcess, options: dict[str, Any])
 
 def test_characters_of_many_tokens_come_whole(server: HttpProcess) -> None:
     """Each chunk is valid text, though a character is several tokens."""
-    body = {"prompt": "x", "max_tokens": 200, "stream": True, "response_format": response_format({"const": WORD})}
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
-        *chunks, done = events(response.iter_lines())
+    schema = response_format({"const": WORD})
+    with server.stream(max_tokens=200, ignore_eos=False, response_format=schema) as pieces:
+        *chunks, done = pieces
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert done == "[DONE]" and json.loads("".join(texts)) == WORD
     assert not any("\ufffd" in text for text in texts) and "" in texts and "🎉" in "".join(texts)

@@ -5,17 +5,9 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
-from http_servers import HttpProcess, environment, events
-
-LONG = ("--max-seq-len", 8192)
-
-
-def stream_of(client: httpx.Client, max_tokens: int) -> Any:
-    body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    return client.stream("POST", "/v1/completions", json=body)
+from tests.http_servers import LONG, HttpProcess
+from tests.processes import one_device
 
 
 def is_not_ready(server: HttpProcess) -> None:
@@ -28,8 +20,7 @@ def is_not_ready(server: HttpProcess) -> None:
 
 def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
     server = serve(*LONG)
-    with server.client() as client, stream_of(client, 1500) as response:
-        chunks = events(response.iter_lines())
+    with server.stream(max_tokens=1500) as chunks:
         assert next(chunks)["choices"]
         server.process.terminate()
         is_not_ready(server)
@@ -41,8 +32,7 @@ def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
 
 def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> None:
     server = serve(*LONG, "--drain-timeout-s", 0.3)
-    with server.client() as client, stream_of(client, 8000) as response:
-        chunks = events(response.iter_lines())
+    with server.stream(max_tokens=8000) as chunks:
         assert next(chunks)["choices"]
         server.process.terminate()
         *_, last = chunks
@@ -52,8 +42,8 @@ def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> No
 
 def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> None:
     server = serve(*LONG, "--drain-timeout-s", 600)
-    with server.client() as client, stream_of(client, 8000) as response:
-        assert next(events(response.iter_lines()))["choices"]
+    with server.stream(max_tokens=8000) as chunks:
+        assert next(chunks)["choices"]
         server.process.send_signal(signal.SIGINT)
         server.until_said("ending: what runs has 600 s")
         server.process.send_signal(signal.SIGINT)
@@ -65,33 +55,26 @@ def test_ctrl_c_while_it_loads(
     model_folder: Path, tmp_path: Path, start_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     log = tmp_path / "log"
-    environ = environment(tmp_path / "nothing is compiled yet")
-    process = start_python(["serve.py", model_folder, "--port", "0"], log, environ)
+    env = one_device(tmp_path / "nothing is compiled yet")
+    process = start_python(["serve.py", model_folder, "--port", "0"], log, env)
     HttpProcess(process, "", log).until_said(" sequences at once")
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == -signal.SIGINT
     assert "Traceback" not in log.read_text()
 
 
-def test_an_idle_server_ends_at_once(serve: Callable[..., HttpProcess]) -> None:
-    server = serve()
-    assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-    assert server.terminate() == 0
-
-
 def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path) -> None:
     """Its records on NVMe are cut while it streams: what runs and waits gets its error, nothing hangs, one log."""
     tier = ("--expert-tier", "nvme", "--host-cache-bytes", 40_000, "--cache-dir", tmp_path)
-    server = serve("--policy", "ring", "--ring-slots", 1, *tier, *LONG, "--max-batch", 1)
-    with server.client() as client, stream_of(client, 8000) as running, stream_of(client, 8000) as waiting:
-        chunks = events(running.iter_lines())
+    server = serve("--policy", "ring", "--ring-slots", 1, *tier, *LONG)
+    with server.stream(max_tokens=8000) as chunks, server.stream(max_tokens=8000) as waiting:
         assert next(chunks)["choices"]
         (records,) = tmp_path.glob("records-*.bin")
         os.truncate(records, 4096)
         *_, last = chunks
         assert last["error"]["code"] == "engine_failed"
         assert last["error"]["message"] == "the engine has failed; the server's log says why", "and no path"
-        assert [e["error"]["code"] for e in events(waiting.iter_lines())] == ["engine_failed"]
+        assert [e["error"]["code"] for e in waiting] == ["engine_failed"]
     for path in ("/ready", "/health"):
         assert server.get(path).status_code == 503
     refused = server.post("/v1/completions", prompt="x")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_servers import HttpProcess
 
 from jmoe.inference.engine import Engine
+from tests.http_servers import HttpProcess
 
 CHOICES = {"task": "tiny_choices", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
 CHOICES |= {"doc_to_target": "{{gold}}", "metric_list": [{"metric": "acc"}]}

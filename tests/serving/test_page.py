@@ -3,16 +3,17 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import playwright
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from http_servers import HttpProcess
 from openai_server import OpenAIServer
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.http_servers import HttpProcess
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 MARKUP = '<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script><b>bold</b>'
@@ -134,10 +135,9 @@ def test_no_more_new_tokens_than_fit(page: Page, server: OpenAIServer) -> None:
     assert [body["max_tokens"] for _, body, _ in server.requests] == [249, 20]
 
 
-def test_the_first_message_is_answered(page: Page, serve: Callable[..., HttpProcess]) -> None:
+def test_the_first_message_is_answered(page: Page, shared_server: HttpProcess) -> None:
     """With the settings that the page and a server of a model of 256 positions begin with."""
-    server = serve("--max-seq-len", 256)
-    page.goto(server.url)
+    page.goto(shared_server.url)
     expect(page.locator("#state")).to_have_text("connected")
     say(page, "Hello")
     expect(page.locator("article .note").last).to_contain_text("tokens · first after", timeout=60_000)

@@ -1,28 +1,16 @@
 """The load generator, benchmarks/serving.py, against a small server that answers as jmoe's does."""
 
-import importlib.util
 import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import openai_server
 import pytest
 from openai_server import OpenAIServer
 
-PATH = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "serving.py"
-
-
-@pytest.fixture(scope="module")
-def serving() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serving_benchmark", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import serving
 
 
 @pytest.fixture
@@ -33,7 +21,7 @@ def server() -> Iterator[OpenAIServer]:
 
 
 @pytest.fixture
-def load(serving: ModuleType, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def load(capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """`load(*arguments)`: the JSON object in the last line."""
 
     def run(*arguments: str) -> dict[str, Any]:
@@ -63,7 +51,7 @@ def test_closed_loop(load: Callable[..., dict[str, Any]], server: OpenAIServer, 
     _, body, headers = server.requests[-1]
     assert headers["Authorization"] == "Bearer sk-1"
     prompt = body["messages"][0]["content"] if chat else body["prompt"]
-    assert prompt in PATH.read_text()
+    assert prompt in Path(serving.__file__).read_text()
     assert (len(prompt), body["model"], body["max_tokens"], body["stream"]) == (256, "fake-moe", 5, True)
 
 
@@ -101,9 +89,7 @@ def test_disconnects(load: Callable[..., dict[str, Any]], server: OpenAIServer) 
     assert 0 < server.disconnects <= result["disconnected"]
 
 
-def test_starts_and_stops_the_server(
-    serving: ModuleType, load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_and_stops_the_server(load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "SERVE", Path(openai_server.__file__))
     result = load("--requests", "4", "--start", "some-model", "--policy", "ring")
     assert result["completed"] == 4
@@ -111,6 +97,7 @@ def test_starts_and_stops_the_server(
     assert result["args"]["start"] == ["some-model", "--policy", "ring"]
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -> None:
     """The same prompts, without HTTP."""
     options = ["--max-batch", "1", "--max-seq-len", "64", "--prefill-chunk-tokens", "8", "--policy", "resident"]
@@ -121,7 +108,7 @@ def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -
 
 
 def test_server_that_does_not_start(
-    serving: ModuleType, load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "serve.py").write_text("raise SystemExit(3)")
     monkeypatch.setattr(serving, "SERVE", tmp_path / "serve.py")
@@ -141,9 +128,7 @@ def test_server_that_does_not_start(
         (["--rate", "1", "--concurrency", "2"], "not allowed with argument"),
     ],
 )
-def test_mistakes_are_told(
-    serving: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
-) -> None:
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:
     with pytest.raises(SystemExit):
         serving.main(arguments)
     assert complaint in capsys.readouterr().err
