@@ -14,7 +14,7 @@ from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
 import jmoe
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine, plan_engine_memory
-from jmoe.inference.sampling_params import SamplingParams, Unconstrained
+from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Completion, Output
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import LayerRing
@@ -199,31 +199,6 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
     options = {"device_bytes": all_bytes // layers, "expert_tier": "nvme", "host_cache_bytes": 1 << 20}
     with tiny_engine("qwen3_moe", policy="experts", cache_dir=tmp_path, **options, **sizes) as streamed:
         assert same(serve_together(streamed, requests), together)
-
-
-def test_nothing_is_compiled_during_service(caplog: pytest.LogCaptureFixture) -> None:
-    requests = eight_requests()
-    plain = [(prompt[:-1] + [7], SamplingParams(max_new_tokens=3)) for prompt, _ in requests]
-    sizes = {"max_batch": 4, "max_seq_len": 64, "prefill_chunk_tokens": 16}
-    jax.clear_caches()  # what other tests compiled
-    with tiny_engine("mixtral", policy="resident", **sizes) as served:
-        served.compile_for_service()
-        with jax.log_compiles():
-            sequences = [served.add_request(*request) for request in (*requests[3:], *requests, *plain)]
-            run_to_end(served)
-            assert any(sequence.copy_from is not None for sequence in sequences), "rows were copied, too"
-            for logprobs in (None, 2):
-                sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, prompt_logprobs=logprobs)
-                served.add_request([1, 2, 3] * 7, sampling, constraint=Unconstrained())
-                run_to_end(served)
-                many = tuple(range(17))
-                for wide in ({"logit_bias": dict.fromkeys(many, 1.0)}, {"stop_token_ids": many, "min_new_tokens": 1}):
-                    for constraint in (None, Unconstrained()):
-                        sampling = SamplingParams(max_new_tokens=2, logprobs=logprobs, temperature=1.0, **wide)
-                        served.add_request([1, 2, 3], sampling, constraint=constraint)
-                        run_to_end(served)
-    assert any(sampling.prompt_logprobs is not None for _, sampling in requests)
-    assert [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()] == []
 
 
 @pytest.mark.parametrize(
