@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     if config.plan:
         plan = training_plan(config)
         print(plan)
-        sys.exit(1 if plan.lacking() else 0)
+        sys.exit(1 if plan.lacking else 0)
     run_all(config)
 
 

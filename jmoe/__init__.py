@@ -44,27 +44,18 @@ __all__ = [
 ]
 
 # Imported on first use: `jmoe.runtime` and `jmoe.config` have to be importable without JAX.
-_HOME = {
-    "Decoder": "jmoe.models.decoder",
-    "Engine": "jmoe.inference.engine",
-    "EngineConfig": "jmoe.config.engine",
-    "ExpertParallel": "jmoe.layers.moe",
-    "Experts": "jmoe.layers.experts",
-    "LanguageModel": "jmoe.models.pretrained",
-    "MoEConfig": "jmoe.config",
-    "MoELayer": "jmoe.layers.moe",
-    "MoEMetrics": "jmoe.layers.moe",
-    "MoEStats": "jmoe.layers.moe",
-    "ModelConfig": "jmoe.config",
-    "Router": "jmoe.layers.router",
-    "RouterConfig": "jmoe.config",
-    "Routing": "jmoe.layers.router",
-    "SamplingParams": "jmoe.inference.sampling_params",
-    "TrainConfig": "jmoe.config",
-    "load_pretrained": "jmoe.models.pretrained",
-    "moe_metrics": "jmoe.layers.moe",
-    "save_pretrained": "jmoe.models.pretrained",
+_NAMES = {
+    "jmoe.config": ("MoEConfig", "ModelConfig", "RouterConfig", "TrainConfig"),
+    "jmoe.config.engine": ("EngineConfig",),
+    "jmoe.inference.engine": ("Engine",),
+    "jmoe.inference.sampling_params": ("SamplingParams",),
+    "jmoe.layers.experts": ("Experts",),
+    "jmoe.layers.moe": ("ExpertParallel", "MoELayer", "MoEMetrics", "MoEStats", "moe_metrics"),
+    "jmoe.layers.router": ("Router", "Routing"),
+    "jmoe.models.decoder": ("Decoder",),
+    "jmoe.models.pretrained": ("LanguageModel", "load_pretrained", "save_pretrained"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

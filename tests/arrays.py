@@ -22,6 +22,13 @@ def assert_trees_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> Non
         np.testing.assert_allclose(a64, b64, rtol=0, atol=tolerance * np.abs(b64).max(), err_msg=where)
 
 
+def assert_near(ours: Any, expected: Any, share: float) -> None:
+    """Check that the error of every leaf is below a share of its norm: for operands that were rounded."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a64 - b64) < share * np.linalg.norm(b64)
+
+
 def differing(a: Any, b: Any) -> list[str]:
     """Return the paths of the arrays that are not equal bit for bit."""
     pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True)

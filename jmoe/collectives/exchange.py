@@ -1,23 +1,14 @@
-"""How the tokens of one MoE layer reach their experts, and how the experts' outputs come back.
+"""How the tokens of one MoE layer reach their experts, and how the experts' outputs come back, inside `shard_map`.
 
 Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts, L experts of this device,
 R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of a whole buffer.
-
-An exchange has two methods. `dispatch` makes rows sorted by this device's experts out of all devices' tokens;
-`combine` makes each token's weighted sum out of the experts' outputs in those rows. Both only gather rows, forwards
-and backwards, and run inside `shard_map`. Buffers have a fixed size: where more is sent to a destination than it has
-rows, the largest weights get them, of equal ones the first, and what finds no row is counted.
-
-`OneDevice` sends nothing. `PerDevice` sends one row for every assignment. `PerNode` sends one row for every (token,
-node) across nodes, and one partial sum back.
-
-Sums are float32. The first two add over k. `PerNode` adds over k inside a node, rounds that sum to the rows' dtype for
-its way back (nothing to round in float32), then adds over nodes.
+Both ways only gather rows, forwards and backwards. Buffers have a fixed size: where more is sent to a destination than
+it has rows, the largest weights get them, of equal ones the first, and what finds no row is counted. Sums are float32.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +45,18 @@ class DispatchedTokens:
             return dispatch(self.x, self.rows.src_M, self.rows.slot_TK, self.rows.complete)
 
 
-class Exchange(Protocol):
-    """The movement of tokens to experts and back; see this module."""
+class Choices(NamedTuple):
+    """Each token's experts, an index of E standing for none, their weights, and how often each expert is chosen."""
 
-    def dispatch(
-        self,
-        x_TD: jax.Array,
-        topk_idx_TK: jax.Array,
-        topk_weights_TK: jax.Array,
-        counts_E: jax.Array,
-        full_capacity: bool = False,
-    ) -> DispatchedTokens:
+    topk_idx_TK: jax.Array
+    topk_weights_TK: jax.Array
+    counts_E: jax.Array  # int32
+
+
+class Exchange(Protocol):
+    """The movement of tokens to experts and back."""
+
+    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
         """Each token's row to its experts. full_capacity: buffers with room for everything."""
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
@@ -81,21 +73,13 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 class OneDevice:
     """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts that gather."""
 
-    def dispatch(
-        self,
-        x_TD: jax.Array,
-        topk_idx_TK: jax.Array,
-        topk_weights_TK: jax.Array,
-        counts_E: jax.Array,
-        full_capacity: bool = False,
-    ) -> DispatchedTokens:
+    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
         with jax.named_scope("dispatch"):
+            topk_idx_TK, topk_weights_TK, counts_E = chosen
             order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
             token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
-        rows = RowMap(token_N, slot_TK, complete=True)
-        return DispatchedTokens(
-            x_TD, rows, counts_E, topk_idx_TK.size, jnp.zeros((), jnp.int32), (topk_weights_TK, rows)
-        )
+        rows, dropped = RowMap(token_N, slot_TK, complete=True), jnp.zeros((), jnp.int32)
+        return DispatchedTokens(x_TD, rows, counts_E, topk_idx_TK.size, dropped, (topk_weights_TK, rows))
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
@@ -111,39 +95,23 @@ class PerDevice:
     num_devices: int
     capacity_factor: float | None
 
-    def dispatch(
-        self,
-        x_TD: jax.Array,
-        topk_idx_TK: jax.Array,
-        topk_weights_TK: jax.Array,
-        counts_E: jax.Array,
-        full_capacity: bool = False,
-    ) -> DispatchedTokens:
-        num_assignments = topk_idx_TK.size
+    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
+        num_assignments = chosen.topk_idx_TK.size
         fair_rows = num_assignments / self.num_devices
         rows = buffer_rows(fair_rows, num_assignments, self.capacity_factor, full_capacity)
-        return self.dispatch_rows(x_TD, topk_idx_TK, topk_weights_TK, counts_E, rows, num_assignments)
+        return self.dispatch_rows(x_TD, chosen, rows, num_assignments)
 
-    def dispatch_rows(
-        self,
-        x_TD: jax.Array,
-        topk_idx_TK: jax.Array,
-        topk_weights_TK: jax.Array,
-        counts_E: jax.Array,
-        rows: int,
-        expected_rows: int,
-    ) -> DispatchedTokens:
-        """`dispatch` with `rows` per destination device. An index of E stands for no choice at all."""
-        num_tokens, k = topk_idx_TK.shape
-        num_assignments, num_devices = num_tokens * k, self.num_devices
+    def dispatch_rows(self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int) -> DispatchedTokens:
+        """Dispatch with `rows` per destination device."""
+        (num_tokens, k), num_devices = chosen.topk_idx_TK.shape, self.num_devices
         with jax.named_scope("dispatch"):
-            idx_N, kept_E = _drop_lightest(topk_idx_TK, topk_weights_TK, counts_E, num_devices, rows)
-            order_N, rank_N = _order_by_expert(idx_N, counts_E.size)
+            idx_N, kept_E = _drop_lightest(chosen, num_devices, rows)
+            order_N, rank_N = _order_by_expert(idx_N, kept_E.size)
             kept_RL = kept_E.reshape(num_devices, -1)
             totals_R = kept_RL.sum(axis=1, dtype=jnp.int32)
             starts_R = jnp.cumsum(totals_R) - totals_R
             at_C = jnp.arange(rows, dtype=jnp.int32)
-            sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_assignments)
+            sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_tokens * k)
             token_M = jnp.take(order_N // k, sorted_RC.reshape(-1), mode="fill", fill_value=num_tokens)
             dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
@@ -158,10 +126,9 @@ class PerDevice:
             sort = _sort_of_arrivals(recv_RL, rows)
             rows_MD = dispatch(recv_RCD.reshape(send_MD.shape), sort[0], sort[1][:, None], True)
             group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
-        dropped = counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
-        return DispatchedTokens(
-            rows_MD, None, group_sizes_L, expected_rows, dropped, (sort, topk_weights_TK, token_M, slot_TK)
-        )
+        dropped = chosen.counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
+        handle = sort, chosen.topk_weights_TK, token_M, slot_TK
+        return DispatchedTokens(rows_MD, None, group_sizes_L, expected_rows, dropped, handle)
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
         (order_M, rank_M), topk_weights_TK, token_M, slot_TK = handle
@@ -195,18 +162,17 @@ def _is_among_heaviest(dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Ar
     return (key_N < limit_N) | (is_tie_N & (tie_N < jnp.take(room_R, dest_N, mode="clip")))
 
 
-def _drop_lightest(
-    topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, counts_E: jax.Array, num_devices: int, rows: int
-) -> tuple[jax.Array, jax.Array]:
-    """(idx_N, counts_E) of what fits into `rows` of each device; an index of E stands for a dropped choice.
+def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return (idx_N, counts_E) of what fits into `rows` of each device; an index of E stands for a dropped choice.
 
     Capacity is a device's, so experts that share one lose alike; DeepSeek-V2 (arXiv:2405.04434) drops so too.
     """
-    idx_N, num_experts = topk_idx_TK.reshape(-1), counts_E.size
+    counts_E = chosen.counts_E
+    idx_N, num_experts = chosen.topk_idx_TK.reshape(-1), counts_E.size
     if idx_N.size <= rows:
         return idx_N, counts_E
     totals_R = counts_E.reshape(num_devices, -1).sum(axis=1, dtype=jnp.int32)
-    weights_N = lax.stop_gradient(topk_weights_TK).reshape(-1)
+    weights_N = lax.stop_gradient(chosen.topk_weights_TK).reshape(-1)
 
     def drop() -> tuple[jax.Array, jax.Array]:
         kept_N = _is_among_heaviest(idx_N // (num_experts // num_devices), weights_N, totals_R, rows)
@@ -231,7 +197,8 @@ class PerNode:
     """A token's row once to every node that has one of its experts, then inside the node to their devices.
 
     It crosses to the device with its own device's place in the node, with the experts chosen there and their weights.
-    That device deals it out, sums up what the node's experts made of it, and sends this one row back.
+    That device deals it out, sums up what the node's experts made of it, and sends this one row back, rounded to the
+    rows' dtype (nothing to round in float32).
     """
 
     across: AllToAll
@@ -240,19 +207,12 @@ class PerNode:
     nodes_per_token: float
     capacity_factor: float | None
 
-    def dispatch(
-        self,
-        x_TD: jax.Array,
-        topk_idx_TK: jax.Array,
-        topk_weights_TK: jax.Array,
-        counts_E: jax.Array,
-        full_capacity: bool = False,
-    ) -> DispatchedTokens:
+    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
+        topk_idx_TK, topk_weights_TK, counts_E = chosen
         (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
         node_size = counts_E.size // num_nodes  # experts of a node
-        rows = buffer_rows(
-            num_tokens * self.nodes_per_token / num_nodes, num_tokens, self.capacity_factor, full_capacity
-        )
+        fair_rows = num_tokens * self.nodes_per_token / num_nodes
+        rows = buffer_rows(fair_rows, num_tokens, self.capacity_factor, full_capacity)
         with jax.named_scope("dispatch"):
             on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(num_nodes, dtype=jnp.int32)
             weights_TP = jnp.where(on_TKP, topk_weights_TK[:, :, None], 0).sum(axis=1)
@@ -268,7 +228,8 @@ class PerNode:
         sizes = (idx_MK.reshape(-1, 1) == jnp.arange(node_size, dtype=jnp.int32)).sum(axis=0, dtype=jnp.int32)
         fair_rows, most_rows = num_tokens * k / self.inside.num_devices, num_nodes * rows * k
         device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, full_capacity)
-        arrived = self.inside.dispatch_rows(recv_MD, idx_MK, weights_MK, sizes, device_rows, num_tokens * k)
+        there = Choices(idx_MK, weights_MK, sizes)
+        arrived = self.inside.dispatch_rows(recv_MD, there, device_rows, num_tokens * k)
         dropped = arrived.dropped + lost_TKP.sum(dtype=jnp.int32)
         return replace(arrived, dropped=dropped, handle=(arrived.handle, src_M, slot_TP))
 

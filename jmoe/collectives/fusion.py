@@ -1,11 +1,8 @@
 """Sharded parameters gathered for use, and their gradients reduced back onto the shards (ZeRO-3).
 
-Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N layers.
-
-One parameter at a time (`gather_local`), or all of a layer as one flat buffer: every device's shards side by side in
-one vector [C], the devices' vectors as rows of [R, C]. Over two levels, across nodes and inside a node, a vector goes
-to one device of every other node and then to its neighbours, so rows are ordered by place in the node, then by node.
-Parameters cross as bits in the dtype of their use; gradients in float32.
+Legend: R devices, C elements of a device's part of the flat buffer, G = the same for gradients, N layers. A buffer is
+all devices' vectors [C], their shards side by side, as rows of [R, C]. Over two levels a vector goes to one device of
+every other node and then to its neighbours, so rows are ordered by place in the node, then by node.
 """
 
 import math
@@ -172,11 +169,8 @@ def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
         total = jnp.pad(total, (0, -size % lax.axis_size(inside)))
         total = lax.psum(lax.psum_scatter(total, inside, scatter_dimension=0, tiled=True), across)
         total = lax.all_gather(total, inside, tiled=True)[:size]
-    sums, start = [], 0
-    for leaf in leaves:
-        sums.append(total[start : start + leaf.size].reshape(leaf.shape))
-        start += leaf.size
-    return jax.tree.unflatten(structure, sums)
+    parts = [ShardInBuffer(leaf.shape, 0, jnp.float32) for leaf in leaves]
+    return jax.tree.unflatten(structure, unpack_gradients(total, parts))
 
 
 _Parts = tuple[ShardInBuffer, ...]

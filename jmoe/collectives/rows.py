@@ -1,10 +1,7 @@
-"""Rows of all devices brought to each, and sums of all devices' parts brought back, in two levels.
+"""Rows of all devices brought to each, and sums of all devices' parts brought back, in two levels, inside `shard_map`.
 
-Legend: T rows of a device, R devices = P nodes x Q devices a node, D width.
-
-axes: the devices' mesh axes; the last is inside a node, those before it across nodes. Rows of all devices are ordered
-by (place in the node, node). Both run inside `shard_map`; what crosses does so in the rows' own dtype. Neither is
-differentiated: their user knows its gradients.
+Legend: T rows of a device, R devices = P nodes x Q devices a node, D width. Rows of all devices are ordered by (place
+in the node, node). axes: the devices' mesh axes; the last is inside a node. Neither function is differentiated.
 """
 
 import jax

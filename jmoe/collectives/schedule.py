@@ -2,13 +2,7 @@
 
 Lina (USENIX ATC '23, section 4): an all-to-all that waits behind a long reduction delays the whole step, so reductions
 (and here the gathers of the next layer's parameters) are cut into chunks that run while experts or attention compute.
-
-`interleave` works on the traced function, so a layer knows nothing of it: it finds the all-to-alls, and the places
-between them where the next one cannot start yet because it depends on matrix products. No place lies between two
-all-to-alls that follow each other, nor in front of one whose input is ready. Chunks are dealt out to the places by how
-much is multiplied there. Every collective is made to depend on the one before it. XLA:CPU drops `optimization_barrier`
-before it schedules, so the dependence is one of data: an integer that is always 0, which XLA cannot know, is added to
-the bits of what is sent.
+`interleave` does so to the traced function of a layer, which knows nothing of it.
 """
 
 import bisect
@@ -235,7 +229,7 @@ class _Order:
         self.last = self.zero
 
     def after(self, x: jax.Array) -> jax.Array:
-        """x, known only when the last collective is done."""
+        """Return x, known only when the last collective is done."""
         return self.behind(x, self.last)
 
     def behind(self, x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -277,8 +271,11 @@ def interleave(
     axes: tuple[str, ...],
     begin: jax.Array,
 ) -> tuple[Any, list[jax.Array]]:
-    """(function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order.
+    """Return (function(*args), results of `work`), inside `shard_map` over `axes`, with the collectives in order.
 
+    Chunks are dealt out to the places between all-to-alls where the next one cannot start yet, by how much is
+    multiplied there. Every collective depends on the one before it; XLA:CPU drops `optimization_barrier`, so the
+    dependence is one of data: an integer that is always 0, which XLA cannot know, is added to the bits of what is sent.
     begin: no work starts before this is known: XLA would gather all layers at once, or keep them from the forward pass.
     """
     order = _Order(axes)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig, YarnConfig
-from jmoe.layers.experts import normal
+from jmoe.layers.experts import affine, normal
 from jmoe.layers.norm import Norm
 from kernels_pallas.implementations import first_supported
-from kernels_pallas.matmul import dot, matmul, transposed
+from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import saved, saved_residual
 
 QUERY_BLOCK = 128
@@ -208,9 +208,7 @@ class Attention(nnx.Module):
         """(queries [B, S, H, d], keys and values [B, S, G, d]), rotated to `positions`, [S] or [B, S]."""
         config, dtype = self.config, x_BSD.dtype
         dh, heads, groups = config.dim_per_head, config.num_attention_heads, config.num_key_value_heads
-        qkv = matmul(x_BSD, self.w_qkv[...].astype(dtype))
-        if self.b_qkv is not None:
-            qkv = qkv + self.b_qkv[...].astype(jnp.float32)
+        qkv = affine(x_BSD, self.w_qkv, self.b_qkv)
         q, k, v = jnp.split(saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1)
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
@@ -226,12 +224,11 @@ class Attention(nnx.Module):
         return q, k, v
 
     def output(self, o_BSHd: jax.Array) -> jax.Array:
-        """float32 [B, S, D] from what the heads attended to."""
-        y = matmul(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out[...].astype(o_BSHd.dtype))
-        return y if self.b_out is None else y + self.b_out[...].astype(jnp.float32)
+        """Return float32 [B, S, D] from what the heads attended to."""
+        return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
 
     def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
         """window: int32 scalar, how many tokens a token sees, itself included; None: all before it."""
         q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
         sinks_H = None if self.sinks is None else self.sinks[...]
-        return self.output(causal_attention(q, k, v, sinks_H=sinks_H, window=window))
+        return self.output(causal_attention(q, k, v, scale=self.scale, sinks_H=sinks_H, window=window))

@@ -1,17 +1,8 @@
-"""The embedding table, unsharded on every device or each device's part of it.
+"""The embedding table, unsharded on every device or each device's part of it (SE-MoE section 4.3, arXiv 2205.10034).
 
 Legend: T local tokens, R devices, V vocabulary, D hidden, U rounds, C rows of a round to each device.
-
-In data parallelism every device looks up its own tokens. The table may be split over the devices (SE-MoE section 4.3,
-MoESys, arXiv 2205.10034): by columns, where every device looks up everyone's tokens in its columns, or by rows, where
-each row is asked for at the device that has it. Ids go one way, rows the other, and gradients the way of the ids: three
-all-to-alls, and no reduction of the table's gradient. (With columns every device needs the same ids, all of them: their
-all-to-all is an all-gather.)
-
-Rows are dealt out in turn, v to device v % R, because frequent tokens have neighbouring ids. A device asks once for
-each distinct id, in rounds of C ids for each device, until all have their rows: no capacity is ever exceeded.
-
-All functions run inside `shard_map`.
+By columns every device looks up everyone's tokens in its columns; by rows a row is asked for at the device that has it.
+Ids go one way, rows the other, gradients the way of the ids: three all-to-alls, and no reduction of the table's.
 """
 
 from collections.abc import Callable
@@ -43,7 +34,10 @@ def lookup_columns_local(table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, a
 
 
 def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array]:
-    """(owner_T, place_T): the device that has each token's row, and the row's place among the distinct ones there."""
+    """Return (the device that has each token's row, the row's place among the distinct ones there).
+
+    Rows are dealt out in turn, v to device v % R, because frequent tokens have neighbouring ids.
+    """
     owner_T = tokens_T % num_devices
     order_T = jnp.lexsort((tokens_T, owner_T))
     sorted_T, sorted_owner_T = tokens_T[order_T], owner_T[order_T]
@@ -57,7 +51,7 @@ def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array
 
 @dataclass(frozen=True)
 class _Rounds:
-    """The exchange of rows in rounds; hashable, for `custom_vjp`."""
+    """The exchange of each distinct id's row in rounds, until all are there; hashable, for `custom_vjp`."""
 
     axes: tuple[str, ...]
     num_devices: int
@@ -66,9 +60,6 @@ class _Rounds:
     @property
     def all_to_all(self) -> AllToAll:
         return make_all_to_all(self.axes)
-
-    def most(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.rows)
 
     def slots(self, owner_T: jax.Array, place_T: jax.Array, i: jax.Array) -> jax.Array:
         """Where each token's row lies in the buffer of round i; beyond its end if not in this round."""
@@ -98,7 +89,7 @@ def _lookup_rows_fwd(table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, round
         return x_TD, lax.dynamic_update_index_in_dim(asked_URC, asked_RC, i, 0)
 
     x_TD = jnp.zeros((tokens_T.size, table_VD.shape[1]), dtype)
-    asked_URC = jnp.full((rounds.most(tokens_T.size), rounds.num_devices, rounds.rows), num_rows, jnp.int32)
+    asked_URC = jnp.full((-(-tokens_T.size // rounds.rows), rounds.num_devices, rounds.rows), num_rows, jnp.int32)
     x_TD, asked_URC = lax.fori_loop(0, needed, fetch, (x_TD, asked_URC))
     return x_TD, (asked_URC, owner_T, place_T, needed, table_VD)
 

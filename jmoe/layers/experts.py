@@ -4,6 +4,7 @@ Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate
 """
 
 import math
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -23,6 +24,12 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
+def affine(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """Return x weight + bias in float32; the product is one of x's dtype."""
+    y = matmul(x, weight[...].astype(x.dtype))
+    return y if bias is None else y + bias[...].astype(jnp.float32)
+
+
 def slots_per_expert(expected_rows: int, num_local_experts: int) -> int:
     """How many rows of each expert take the batched product when `expected_rows` are spread evenly."""
     fair = SLOT_FACTOR * expected_rows / num_local_experts
@@ -36,12 +43,12 @@ def up_columns(intermediate_size: int, activation: str) -> int:
     return intermediate_size if activation == "gelu" else 2 * intermediate_size
 
 
-class Experts(nnx.Module):
-    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND`, each row through its group's weights."""
+class _MLPParameters(nnx.Module):
+    """Weights, and biases, of MLPs, stacked along the dimensions `leading`."""
 
     def __init__(
         self,
-        num_experts: int,
+        leading: tuple[int, ...],
         hidden_size: int,
         intermediate_size: int,
         *,
@@ -53,10 +60,20 @@ class Experts(nnx.Module):
     ) -> None:
         up = up_columns(intermediate_size, activation)
         self.activation = activation
-        self.w_up = normal(rngs, (num_experts, hidden_size, up), init_std)
-        self.w_down = normal(rngs, (num_experts, intermediate_size, hidden_size), init_out_std or init_std)
-        self.b_up = nnx.Param(jnp.zeros((num_experts, up))) if bias else None
-        self.b_down = nnx.Param(jnp.zeros((num_experts, hidden_size))) if bias else None
+        self.w_up = normal(rngs, (*leading, hidden_size, up), init_std)
+        self.w_down = normal(rngs, (*leading, intermediate_size, hidden_size), init_out_std or init_std)
+        self.b_up = nnx.Param(jnp.zeros((*leading, up))) if bias else None
+        self.b_down = nnx.Param(jnp.zeros((*leading, hidden_size))) if bias else None
+
+
+class Experts(_MLPParameters):
+    """MLP experts: `experts(x_ND, group_sizes_L, expected_rows) -> y_ND`, each row through its group's weights.
+
+    options: activation, bias, init_std, init_out_std, rngs.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, **options: Any) -> None:
+        super().__init__((num_experts,), hidden_size, intermediate_size, **options)
 
     def __call__(
         self, x_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int, rows: RowMap | None = None
@@ -71,31 +88,12 @@ class Experts(nnx.Module):
         return grouped_mlp(x_ND, group_sizes_L, weights, activation=self.activation, slots=slots, rows=rows)
 
 
-class MLP(nnx.Module):
-    """activate(x w_up + b_up) w_down + b_down: [..., D] -> float32 [..., D]."""
+class MLP(_MLPParameters):
+    """activate(x w_up + b_up) w_down + b_down: [..., D] -> float32 [..., D]; options as of `Experts`."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        init_std: float = 0.02,
-        init_out_std: float | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
-        up = up_columns(intermediate_size, activation)
-        self.activation = activation
-        self.w_up = normal(rngs, (hidden_size, up), init_std)
-        self.w_down = normal(rngs, (intermediate_size, hidden_size), init_out_std or init_std)
-        self.b_up = nnx.Param(jnp.zeros(up)) if bias else None
-        self.b_down = nnx.Param(jnp.zeros(hidden_size)) if bias else None
+    def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
+        super().__init__((), hidden_size, intermediate_size, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        h = matmul(x, self.w_up[...].astype(x.dtype))
-        if self.b_up is not None:
-            h = h + self.b_up[...].astype(jnp.float32)
-        h = saved(h.astype(x.dtype), "mlp_up").astype(jnp.float32)
-        y = matmul(activate(h, self.activation).astype(x.dtype), self.w_down[...].astype(x.dtype))
-        return y if self.b_down is None else y + self.b_down[...].astype(jnp.float32)
+        h = saved(affine(x, self.w_up, self.b_up).astype(x.dtype), "mlp_up").astype(jnp.float32)
+        return affine(activate(h, self.activation).astype(x.dtype), self.w_down, self.b_down)

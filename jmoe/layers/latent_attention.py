@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config import ModelConfig
-from jmoe.layers.attention import causal_attention, rotary
-from jmoe.layers.experts import normal
+from jmoe.layers.attention import Attention, rotary
+from jmoe.layers.experts import affine, normal
 from jmoe.layers.norm import Norm
-from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever norm_eps is (DeepSeek-V3)
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Attention):
     """Causal self-attention [B, S, D] -> float32 [B, S, D].
 
     q = norm(x w_q_a) w_q_b, or x w_q if q_lora_rank is None. [c, k_rope] = x w_kv_a; [k_nope, v] = norm(c) w_kv_b per
@@ -28,12 +27,8 @@ class LatentAttention(nnx.Module):
         rank = config.kv_lora_rank
         assert rank is not None
         self.config = config
-        d, dh, heads, std = (
-            config.hidden_size,
-            config.dim_per_head,
-            config.num_attention_heads,
-            config.initializer_range,
-        )
+        d, std = config.hidden_size, config.initializer_range
+        dh, heads = config.dim_per_head, config.num_attention_heads
         q_rank, latent = config.q_lora_rank, rank + config.qk_rope_head_dim
         self.w_q = normal(rngs, (d, heads * dh), std) if q_rank is None else None
         self.w_q_a = normal(rngs, (d, q_rank), std) if q_rank is not None else None
@@ -60,13 +55,11 @@ class LatentAttention(nnx.Module):
         """[B, S, H, d], rotated."""
         config, dtype = self.config, x_BSD.dtype
         if self.w_q is not None:
-            q = matmul(x_BSD, self.w_q[...].astype(dtype))
+            q = affine(x_BSD, self.w_q)
         else:
             assert self.w_q_a is not None and self.w_q_b is not None and self.q_a_norm is not None
-            latent = matmul(x_BSD, self.w_q_a[...].astype(dtype))
-            if self.b_q_a is not None:
-                latent = latent + self.b_q_a[...].astype(jnp.float32)
-            q = matmul(self.q_a_norm(saved(latent.astype(dtype), "qkv"), dtype), self.w_q_b[...].astype(dtype))
+            latent = affine(x_BSD, self.w_q_a, self.b_q_a)
+            q = affine(self.q_a_norm(saved(latent.astype(dtype), "qkv"), dtype), self.w_q_b)
         q = saved(q.astype(dtype), "qkv").reshape(*q.shape[:-1], config.num_attention_heads, -1)
         nope, rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         return jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
@@ -74,9 +67,7 @@ class LatentAttention(nnx.Module):
     def latents(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(normed latent [B, S, r], rotated shared key [B, S, 1, rope]): all that a cache has to keep."""
         dtype = x_BSD.dtype
-        latent = matmul(x_BSD, self.w_kv_a[...].astype(dtype))
-        if self.b_kv_a is not None:
-            latent = latent + self.b_kv_a[...].astype(jnp.float32)
+        latent = affine(x_BSD, self.w_kv_a, self.b_kv_a)
         split = latent.shape[-1] - self.config.qk_rope_head_dim
         c, k_rope = jnp.split(saved(latent.astype(dtype), "qkv"), [split], axis=-1)
         return self.kv_a_norm(c, dtype), self._rotated(k_rope[:, :, None], positions)
@@ -84,7 +75,7 @@ class LatentAttention(nnx.Module):
     def keys_and_values(self, c_BSr: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
         """([B, S, H, d], [B, S, H, v]) from what `latents` returns."""
         config, dtype = self.config, c_BSr.dtype
-        kv = saved(matmul(c_BSr, self.w_kv_b[...].astype(dtype)).astype(dtype), "qkv")
+        kv = saved(affine(c_BSr, self.w_kv_b).astype(dtype), "qkv")
         kv = kv.reshape(*kv.shape[:-1], config.num_attention_heads, -1)
         k_nope, v = jnp.split(kv, [config.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(k_rope, (*k_nope.shape[:-1], k_rope.shape[-1]))
@@ -98,13 +89,3 @@ class LatentAttention(nnx.Module):
     def project(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(queries and keys [B, S, H, d], values [B, S, H, v]), rotated to `positions`, [S] or [B, S]."""
         return self.queries(x_BSD, positions), *self.keys_and_values(*self.latents(x_BSD, positions))
-
-    def output(self, o_BSHv: jax.Array) -> jax.Array:
-        """float32 [B, S, D] from what the heads attended to."""
-        y = matmul(o_BSHv.reshape(*o_BSHv.shape[:-2], -1), self.w_out[...].astype(o_BSHv.dtype))
-        return y if self.b_out is None else y + self.b_out[...].astype(jnp.float32)
-
-    def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
-        """window: int32 scalar, how many tokens a token sees, itself included; None: all before it."""
-        q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
-        return self.output(causal_attention(q, k, v, scale=self.scale, window=window))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from jmoe.collectives.exchange import DispatchedTokens, Exchange, make_exchange
+from jmoe.collectives.exchange import Choices, DispatchedTokens, Exchange, make_exchange
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
@@ -62,7 +62,7 @@ def dispatch_local(
     parts = (jnp.split(a, num_chunks) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
     for x, idx, weights in zip(*parts, strict=True):
         counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
-        arrived.append(exchange.dispatch(x, idx, weights, counts_E, full_capacity=full_capacity))
+        arrived.append(exchange.dispatch(x, Choices(idx, weights, counts_E), full_capacity))
     return arrived
 
 
@@ -81,15 +81,10 @@ def combine_local(arrived: Sequence[DispatchedTokens], expert_fn: ExpertFn, exch
     return jnp.concatenate(y)
 
 
-def num_dropped(arrived: Sequence[DispatchedTokens]) -> jax.Array:
-    """int32, assignments that found no row on this device."""
-    return jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
-
-
 def moe_stats(routing: Routing, arrived: Sequence[DispatchedTokens], *, keep_routing: bool = False) -> MoEStats:
     """Return what this device knows of its routing. keep_routing: every token's too."""
     kept = routing if keep_routing else None
-    dropped = num_dropped(arrived)
+    dropped = jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
     return MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
 
 
@@ -149,14 +144,14 @@ class ExpertParallel:
         check(config.num_experts % devices == 0, "num_experts", config.num_experts, many)
         num_nodes, devices_per_node = (sizes[0], sizes[1]) if len(sizes) == 2 else (1, devices)
         limited = config.router.kind == "group_limited"
+        groups = {"n_group": config.router.n_group, "topk_group": config.router.topk_group} if limited else {}
         return plan_exchange(
             self.exchange,
             num_nodes=num_nodes,
             devices_per_node=devices_per_node,
             num_experts=config.num_experts,
             num_experts_per_tok=config.num_experts_per_tok,
-            n_group=config.router.n_group if limited else 1,
-            topk_group=config.router.topk_group if limited else 1,
+            **groups,
         )
 
 
@@ -189,20 +184,9 @@ class MoELayer(nnx.Module):
         e, d, k = config.num_experts, config.hidden_size, config.num_experts_per_tok
         self.config, self.parallel = config, parallel
         self.router = Router(d, e, k, config.router, rngs=rngs) if router is None else router
-        self.experts = (
-            Experts(
-                e,
-                d,
-                config.intermediate_size,
-                activation=config.hidden_act,
-                bias=config.bias,
-                init_std=config.initializer_range,
-                init_out_std=config.output_initializer_range,
-                rngs=rngs,
-            )
-            if experts is None
-            else experts
-        )
+        mlp: dict[str, Any] = {"activation": config.hidden_act, "bias": config.bias}
+        mlp |= {"init_std": config.initializer_range, "init_out_std": config.output_initializer_range}
+        self.experts = Experts(e, d, config.intermediate_size, **mlp, rngs=rngs) if experts is None else experts
         one_device = ExchangePlan("flat", "all experts are on one device", 1, 1, 1.0)
         self.exchange_plan = one_device if parallel is None else parallel.plan(config)
         expert_axes = () if parallel is None else parallel.expert_axes
@@ -254,12 +238,8 @@ class MoELayer(nnx.Module):
         """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
         config = self.config
         experts, choices = (config.num_experts,), (num_tokens, config.num_experts_per_tok)
-        for name, shape in (
-            ("topk_idx_TK", choices),
-            ("topk_weights_TK", choices),
-            ("counts_E", experts),
-            ("probs_sum_E", experts),
-        ):
+        shapes = {"topk_idx_TK": choices, "topk_weights_TK": choices, "counts_E": experts, "probs_sum_E": experts}
+        for name, shape in shapes.items():
             actual = getattr(routing, name).shape
             limit = f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts = {config.num_experts}"
             check(actual == shape, f"router: {name}.shape", actual, limit)

@@ -1,10 +1,7 @@
-"""Routers: which experts a token goes to, and with what weight.
+"""Routers: which experts a token goes to, and with what weight; local to a device, no collective is called.
 
-T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts.
-
-Everything here is local to a device: no collective is called. The losses are written so that their *sum* over
-devices is the loss of the global batch; only the integer counts have to be summed over devices first, so no
-collective lies on a differentiable path.
+T local tokens, D hidden, E experts, K chosen experts per token, G groups of experts. The losses' *sum* over devices is
+the loss of the global batch; only the integer counts are summed over devices first, off any differentiable path.
 """
 
 from __future__ import annotations
@@ -170,12 +167,10 @@ def balance_loss_local(
     """This device's part of the balance loss E * sum_e f_e P_e; the sum over devices is the global batch's loss.
 
     f_e = counts_e / (tokens * K), the share of all assignments that went to e, without gradient; P_e the mean router
-    probability of e. Uniform probabilities give 1 whatever the counts. P_e is a sum over devices of local terms, so
-    the local value is E * sum_e f_e * (local sum of p_e) / tokens, and its gradient is exact with no collective.
-    Switch Transformer (arXiv:2101.03961) on the global batch (arXiv:2501.11873).
+    probability of e, a sum over devices of local terms, so that gradients need no collective. Uniform probabilities
+    give 1. Switch Transformer (arXiv:2101.03961) on the global batch (arXiv:2501.11873).
 
-    probs_sum_E: `Routing.probs_sum_E`, local. counts_global_E: `Routing.counts_E` summed over devices.
-    Leading axes (layers) are kept: [..., E] gives [...].
+    probs_sum_E: local. counts_global_E: summed over devices. Leading axes (layers) are kept: [..., E] gives [...].
     """
     for name, value in (("probs_sum_E", probs_sum_E), ("counts_global_E", counts_global_E)):
         ok = value.ndim > 0 and value.shape[-1] == num_experts

@@ -1,12 +1,8 @@
 """The experts' MLP over weights that lie in slots: two forms, each exact for any routing.
 
 Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a tile, A experts a
-bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
-
-Which slot holds which expert is not part of any compiled program, so that the same program runs whether all experts
-lie in slots or a few pass through them. `table_mlp` reads one array of slots through a table: for devices whose
-kernels read a part of an array in place. XLA:CPU would copy each expert out of it; there `bundled_mlp` is given the
-arrays of a few experts at a time as arguments.
+bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F. No compiled program knows which slot holds which expert.
+`table_mlp` reads slots in place through a table; XLA:CPU would copy them, so `bundled_mlp` takes a few at a time there.
 """
 
 import math
@@ -103,13 +99,9 @@ def table_mlp(
 
 
 def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
-    def pick(name: str) -> jax.Array:
-        return lax.bitcast_convert_type(lax.dynamic_index_in_dim(slots[name], slot, 0, keepdims=False), dtype)
-
-    biased = "b_up" in slots
-    return MLPWeights(
-        pick("w_up"), pick("w_down"), pick("b_up") if biased else None, pick("b_down") if biased else None
-    )
+    names = [name for name in MLPWeights._fields if name in slots]
+    rows = {name: lax.dynamic_index_in_dim(slots[name], slot, 0, keepdims=False) for name in names}
+    return MLPWeights(**{name: lax.bitcast_convert_type(row, dtype) for name, row in rows.items()})
 
 
 # From the arrays of single experts, a bundle at a time

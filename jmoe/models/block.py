@@ -1,12 +1,8 @@
-"""One transformer block, in the phases that its runners call.
+"""One transformer block, in the phases that its runners call; `Block.__call__` composes them.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, K choices a token.
-
-A dense block is `attend`, `feed_forward`. A block with experts is `attend`, `route`, `dispatch`, `apply_experts`. Three
-runners call these phases and know nothing else of a layer: the scan over stacked layers with its reverse pass (training
-on the device), the host that fetches experts between `dispatch` and `apply_experts` (training with streamed experts),
-and the decoder with a KV cache (inference, which puts experts from slots in place of the last two). `Block.__call__`
-composes the phases.
+A dense block is `attend`, `feed_forward`; one with experts is `attend`, `route`, `dispatch`, `apply_experts`. The scan
+with its reverse pass, the host that streams experts and the decoder with a KV cache know nothing else of a layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +16,11 @@ import jax.numpy as jnp
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import LayerKind, ModelConfig
 from jmoe.layers.attention import Attention
-from jmoe.layers.experts import MLP, normal
+from jmoe.layers.experts import MLP, affine, normal
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import Routing
-from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import saved
 
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
@@ -125,7 +120,7 @@ class Block(nnx.Module):
         y_TD = self.shared_expert(h_TD)
         if self.shared_expert_gate is None:
             return y_TD
-        return y_TD * jax.nn.sigmoid(matmul(h_TD, self.shared_expert_gate[...].astype(h_TD.dtype)))
+        return y_TD * jax.nn.sigmoid(affine(h_TD, self.shared_expert_gate))
 
     def __call__(
         self,

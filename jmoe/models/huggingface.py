@@ -4,12 +4,11 @@ Defaults of fields that a `config.json` leaves out are those of the family's con
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig, check, differences
 
-SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss")
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -18,6 +17,9 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+# Read and written alike, under the names that `ModelConfig` has too.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -38,13 +40,16 @@ class _Fields:
         return value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of these names that is given."""
+        """Return the first of these names that is given."""
         name = next((n for n in names if self.value(n) is not None), names[0])
         value: int = self._checked(name, default, (int,), "an integer")
         return value
 
+    def integers(self, names: Iterable[str]) -> dict[str, int]:
+        return {name: self.integer(name) for name in names}
+
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """None where it says null; `default` where it says nothing."""
+        """Return None where it says null; `default` where it says nothing."""
         value = self._fields.get(name, default)
         return None if value is None else self.integer(name, default=default)
 
@@ -97,15 +102,10 @@ def _rope(fields: _Fields, theta: float, default: dict[str, Any] | None = None) 
 
 
 def _common(fields: _Fields, norm_eps: float) -> dict[str, Any]:
-    heads = fields.integer("num_attention_heads")
     fields.only("hidden_act", "silu")
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
-        "num_hidden_layers": fields.integer("num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.integer("num_key_value_heads", default=heads),
-        "max_position_embeddings": fields.integer("max_position_embeddings"),
+    sizes = fields.integers(_SIZES)
+    return sizes | {
+        "num_key_value_heads": fields.integer("num_key_value_heads", default=sizes["num_attention_heads"]),
         "intermediate_size": fields.integer("intermediate_size"),
         "norm_eps": fields.number("rms_norm_eps", norm_eps),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
@@ -204,10 +204,7 @@ def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
         "shared_expert_intermediate_size": moe_size * shared,
         "attention_bias": fields.flag("attention_bias", False),
         "q_lora_rank": fields.optional_integer("q_lora_rank", 1536),
-        "kv_lora_rank": fields.integer("kv_lora_rank"),
-        "qk_nope_head_dim": fields.integer("qk_nope_head_dim"),
-        "qk_rope_head_dim": fields.integer("qk_rope_head_dim"),
-        "v_head_dim": fields.integer("v_head_dim"),
+        **fields.integers(_LATENT_SIZES),
         "rope_interleave": fields.flag("rope_interleave", True),
         "router": RouterConfig(
             kind="group_limited",
@@ -263,7 +260,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     Raises `ValueError` naming the field for a model type, or an option of one, that jmoe does not have.
     """
     kind = hf.get("model_type")
-    check(kind in SUPPORTED, "model_type", kind, f"must be one of {', '.join(SUPPORTED)}")
+    check(kind in list(_READERS), "model_type", kind, f"must be one of {', '.join(_READERS)}")
     assert isinstance(kind, str)
     quantization = hf.get("quantization_config") or {}
     if quantization:
@@ -293,61 +290,47 @@ def _normalises(config: ModelConfig) -> bool:
     return divided and config.num_experts_per_tok > 1
 
 
+def _same(config: ModelConfig, *names: str) -> dict[str, Any]:
+    """Return the fields that have the name of our own."""
+    return {name: getattr(config, name) for name in names}
+
+
 def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
-    """The fields that not all families have, by family."""
-    router, moe_size = config.router, config.moe_intermediate_size
+    """Return the fields that not all families have, by family."""
+    router, moe_size, head_dim = config.router, config.moe_intermediate_size, {"head_dim": config.dim_per_head}
     types = config.layer_types or ("sliding_attention",) * config.num_hidden_layers
-    window = {"sliding_window": config.sliding_window}
+    limited = router.kind == "group_limited"
     coef = router.aux_loss_coef / config.num_experts_per_tok
     experts = {"router_aux_loss_coef": coef, "output_router_logits": False}
-    qwen = experts | {
-        "head_dim": config.dim_per_head,
-        "moe_intermediate_size": moe_size,
-        "num_experts": config.num_experts,
-        "norm_topk_prob": _normalises(config),
+    windowed = experts | head_dim | {"num_local_experts": config.num_experts, "sliding_window": config.sliding_window}
+    divided = {"norm_topk_prob": _normalises(config)}
+    qwen = experts | head_dim | divided | _same(config, "moe_intermediate_size", "num_experts", "sliding_window")
+    qwen |= {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"],
         "use_sliding_window": config.sliding_window is not None,
-        **window,
     }
+    qwen2_types = types if config.sliding_window else ("full_attention",) * config.num_hidden_layers
     return {
-        "mixtral": experts | window | {"num_local_experts": config.num_experts, "head_dim": config.dim_per_head},
-        "qwen3_moe": qwen | {"attention_bias": config.attention_bias},
+        "mixtral": windowed,
+        "qwen3_moe": qwen | _same(config, "attention_bias"),
         "qwen2_moe": qwen
-        | {
-            "qkv_bias": config.qkv_bias,
-            "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-            "layer_types": list(types if config.sliding_window else ("full_attention",) * config.num_hidden_layers),
-        },
-        "olmoe": experts
-        | {
-            "num_experts": config.num_experts,
-            "norm_topk_prob": _normalises(config),
-            "clip_qkv": config.clip_qkv,
-            "attention_bias": config.attention_bias,
-        },
+        | _same(config, "qkv_bias", "shared_expert_intermediate_size")
+        | {"layer_types": list(qwen2_types)},
+        "olmoe": experts | divided | _same(config, "num_experts", "clip_qkv", "attention_bias"),
         "deepseek_v3": {
             "moe_intermediate_size": moe_size,
             "n_routed_experts": config.num_experts,
             "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
             "first_k_dense_replace": config.first_k_dense_replace,
             "norm_topk_prob": _normalises(config),
-            "n_group": router.n_group if router.kind == "group_limited" else 1,
-            "topk_group": router.topk_group if router.kind == "group_limited" else 1,
+            "n_group": router.n_group if limited else 1,
+            "topk_group": router.topk_group if limited else 1,
             "routed_scaling_factor": router.routed_scaling_factor,
             "num_nextn_predict_layers": 0,
-            **{name: getattr(config, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
-            **{name: getattr(config, name) for name in ("qk_rope_head_dim", "v_head_dim", "rope_interleave")},
-            "attention_bias": config.attention_bias,
+            **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
         },
-        "gpt_oss": experts
-        | window
-        | {
-            "num_local_experts": config.num_experts,
-            "head_dim": config.dim_per_head,
-            "attention_bias": config.attention_bias,
-            "layer_types": list(types),
-        },
+        "gpt_oss": windowed | {"attention_bias": config.attention_bias, "layer_types": list(types)},
     }
 
 
@@ -357,14 +340,8 @@ def _written(config: ModelConfig, family: str) -> dict[str, Any]:
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "max_position_embeddings": config.max_position_embeddings,
+        **_same(config, *_SIZES, "num_key_value_heads", "num_experts_per_tok"),
         "intermediate_size": config.moe_intermediate_size if all_experts else config.intermediate_size,
-        "num_experts_per_tok": config.num_experts_per_tok,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": _rope_parameters(config),
@@ -406,7 +383,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises `ValueError` with the options that the nearest family does not have.
     """
     tried = {}
-    for family in SUPPORTED:
+    for family in _READERS:
         hf = _written(config, family)
         try:
             tried[family] = differences(_canonical(config), _canonical(model_config(hf)))

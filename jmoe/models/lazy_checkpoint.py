@@ -121,7 +121,9 @@ class LazyCheckpoint(Closing):
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """{name: (shape, dtype)} of one expert; bfloat16 as its bits, uint16."""
-        return {name: (p.matrix, _stored(self._dtypes[p.path])) for name, p in self._experts.items()}
+        bits = {np.dtype(jnp.bfloat16): np.dtype(np.uint16)}
+        dtypes = {p.path: bits.get(self._dtypes[p.path], self._dtypes[p.path]) for p in self._experts.values()}
+        return {name: (p.matrix, dtypes[p.path]) for name, p in self._experts.items()}
 
     @property
     def expert_bytes(self) -> int:
@@ -158,8 +160,4 @@ class LazyCheckpoint(Closing):
         return split_decoder(decoder_of(self.config, arrays))
 
     def close(self) -> None:
-        self._reader.__exit__()
-
-
-def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype
+        self._reader.close()

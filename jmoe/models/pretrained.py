@@ -147,15 +147,13 @@ def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | 
     """
     folder = Path(path).expanduser()
     check_dtype(dtype)
-    if mesh is not None:
-        check(mesh.axis_names == ALL, "mesh.axis_names", mesh.axis_names, f"must be {ALL}")
     fields = read_config(folder)
     config = model_config(fields)
-    if mesh is not None:
-        experts = math.prod(mesh.shape[axis] for axis in EXPERT)
-        check(config.num_experts % experts == 0, "num_experts", config.num_experts, f"must be a multiple of {experts}")
     shapes = abstract_decoder(config)[2]
     if mesh is not None:
+        check(mesh.axis_names == ALL, "mesh.axis_names", mesh.axis_names, f"must be {ALL}")
+        experts = math.prod(mesh.shape[axis] for axis in EXPERT)
+        check(config.num_experts % experts == 0, "num_experts", config.num_experts, f"must be a multiple of {experts}")
         places = shardings(param_specs(shapes, mesh, shard_dense=True), mesh)
         shapes = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
     arrays = load_arrays(folder, config, fields["model_type"], shapes, dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import fsync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,17 +107,14 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-class TensorReader:
-    """Reads parts of tensors into one small buffer, which the next read overwrites."""
+class TensorReader(Closing):
+    """Reads parts of tensors into one small buffer, which the next read overwrites; a context manager."""
 
     def __init__(self) -> None:
         self._staging = np.empty(STAGING_BYTES, np.uint8)
         self._files: dict[Path, int] = {}
 
-    def __enter__(self) -> "TensorReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
 
@@ -199,9 +197,8 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
             shards.append([])
         shards[-1].append(tensor)
     names = _free_names(folder, len(shards))
-    old = [
-        path for path in (folder / SINGLE, folder / INDEX, *folder.glob("model-*-of-*.safetensors")) if path.exists()
-    ]
+    old = [path for path in (folder / SINGLE, folder / INDEX) if path.exists()]
+    old += folder.glob("model-*-of-*.safetensors")
     written = [*names, *([INDEX] if len(names) > 1 else [])]
     placed: list[Path] = []
     for leftover in folder.glob(".model*.safetensors*.new"):  # of a writer that was killed

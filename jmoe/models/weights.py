@@ -171,14 +171,10 @@ class Loader:
         self._stored, self._reader = stored, reader
 
     def load(self, parameter: Parameter, dtype: np.dtype, sharding: Any) -> jax.Array:
-        """The parameter on the default device, or with this sharding; no buffer outlives the call but its own."""
+        """Return it on the default device, or with this sharding; no buffer outlives the call but its own."""
+        shard = partial(self.region, parameter, dtype)
         if sharding is None:
-            whole = self.region(parameter, dtype, (slice(None),) * len(parameter.shape))
-            return jax.block_until_ready(jax.device_put(whole))
-
-        def shard(index: Any) -> np.ndarray:
-            return self.region(parameter, dtype, index)
-
+            return jax.block_until_ready(jax.device_put(shard((slice(None),) * len(parameter.shape))))
         return jax.block_until_ready(jax.make_array_from_callback(parameter.shape, sharding, shard))
 
     def region(self, parameter: Parameter, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
@@ -192,10 +188,10 @@ class Loader:
         for piece in parameter.pieces(layers, *leading):
             part = out[tuple(i - spans[axis][0] for axis, i in enumerate(piece.at))]
             if not parameter.source.stacked:
-                self._fill(_as_matrix(part), piece, parameter, 0, matrix_spans)
+                self._fill(np.atleast_2d(part), piece, parameter, 0, matrix_spans)
                 continue
             for expert in range(*spans[lead - 1]):
-                matrix = _as_matrix(part[expert - spans[lead - 1][0]])
+                matrix = np.atleast_2d(part[expert - spans[lead - 1][0]])
                 self._fill(matrix, piece, parameter, expert, matrix_spans)
         return out
 
@@ -236,10 +232,6 @@ class Loader:
             packed = packed.copy()  # the next read overwrites it
             rows_of_scales = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]
             yield a, b, dequantised(packed, np.concatenate(rows_of_scales))
-
-
-def _as_matrix(x: np.ndarray) -> np.ndarray:
-    return x[None] if x.ndim == 1 else x
 
 
 def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
@@ -292,38 +284,35 @@ class StoredExperts:
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
 
 
+def _data(array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece) -> np.ndarray:
+    """Return a tensor's elements as they are stored."""
+    source, layered = parameter.source, bool(parameter.layers)
+    if isinstance(array, StoredExperts):
+        x = array.at(piece, parameter.experts)
+    else:
+        x = _host(array, piece.at[0] if layered else None)[piece.at[layered:]]
+    x = x[..., slice(*piece.columns)]
+    if source.interleaved:
+        return np.stack(np.split(_bits(x), 2, axis=-1), axis=-1).reshape(x.shape).view(x.dtype)
+    if not source.transposed:
+        return x
+    out = np.empty(x.shape[::-1], x.dtype)
+    _transpose_into(_bits(out), _bits(x))
+    return out
+
+
 def new_tensors(
     arrays: Mapping[Names, jax.Array | StoredExperts], shapes: Any, config: ModelConfig, family: str
 ) -> list[NewTensor]:
     """The tensors that transformers expects, layer by layer, each made when it is written."""
-    tensors: list[tuple[tuple[int, int, int], NewTensor]] = []
+    tensors = []
     for parameter in parameters(shapes, config, family):
         array = arrays[parameter.path]
-        check(
-            array.is_fully_addressable, "model", ".".join(parameter.path), "must lie in this process whole to be saved"
-        )
-
-        def data(
-            piece: Piece, parameter: Parameter = parameter, array: jax.Array | StoredExperts = array
-        ) -> np.ndarray:
-            source, layered = parameter.source, bool(parameter.layers)
-            if isinstance(array, StoredExperts):
-                x = array.at(piece, parameter.experts)
-            else:
-                x = _host(array, piece.at[0] if layered else None)[piece.at[layered:]]
-            x = x[..., slice(*piece.columns)]
-            if source.interleaved:
-                halves = np.split(_bits(x), 2, axis=-1)
-                return np.stack(halves, axis=-1).reshape(x.shape).view(x.dtype)
-            if not source.transposed:
-                return x
-            out = np.empty(x.shape[::-1], x.dtype)
-            _transpose_into(_bits(out), _bits(x))
-            return out
-
+        whole = "must lie in this process whole to be saved"
+        check(array.is_fully_addressable, "model", ".".join(parameter.path), whole)
         section, place = _order(parameter, family)
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
-            tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(data, piece))
+            tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(_data, array, parameter, piece))
             tensors.append(((section, layer, place), tensor))
     return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

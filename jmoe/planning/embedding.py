@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import get_args
 
+from jmoe.config.checks import check
 from jmoe.config.parallel import SPLIT_SIZES, EmbeddingChoice, EmbeddingKind
 from jmoe.planning.exchange import MIN_SAVING, Traffic
 
@@ -50,10 +51,6 @@ class Vocabulary:
     num_tokens: int
     activation_bytes: int
     sharded: bool
-
-    @property
-    def table_bytes(self) -> int:
-        return self.vocab_size * self.hidden_size * MASTER_BYTES
 
 
 def round_rows(num_tokens: int, num_devices: int) -> int:
@@ -102,8 +99,7 @@ def plan_embedding(
     into such parts and back in every pass, in rows it lies so already.
     """
     names = ("auto", *get_args(EmbeddingKind))
-    if kind not in names:
-        raise ValueError(f"embedding = {kind!r}: must be one of {', '.join(names)}")
+    check(kind in names, "embedding", kind, f"must be one of {', '.join(names)}")
     devices = num_nodes * devices_per_node
     if devices == 1:
         return EmbeddingPlan("replicated", "one device", num_nodes, devices_per_node, parallel_head=False)
@@ -116,14 +112,10 @@ def plan_embedding(
         plans = [EmbeddingPlan(kind, "as configured", num_nodes, devices_per_node, p) for p in (False, True)]
         return plans[0] if kind == "replicated" else min(plans, key=slow_bytes)
 
-    uneven = [
-        name for name in (() if kind == "auto" else SPLIT_SIZES.get(kind, ())) if getattr(vocabulary, name) % devices
-    ]
-    if uneven:
-        name = uneven[0]
-        constraint = f"must be a multiple of the {devices} devices for embedding = {kind!r}"
-        raise ValueError(f"{name} = {getattr(vocabulary, name)}: {constraint}")
     if kind != "auto":
+        for name in SPLIT_SIZES.get(kind, ()):
+            size, many = getattr(vocabulary, name), f"must be a multiple of the {devices} devices"
+            check(size % devices == 0, name, size, f"{many} for embedding = {kind!r}")
         return of(kind)
     even = [kind for kind, sizes in SPLIT_SIZES.items() if not any(getattr(vocabulary, n) % devices for n in sizes)]
     if not even:

@@ -5,8 +5,6 @@ compute seconds of a layer, s bytes of a layer's experts, s_e bytes of one exper
 A layer's time under a ring is max(c, s / W): its bytes move while other layers compute.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,16 +21,6 @@ def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: flo
     check(0 < k <= num_experts, name, k, f"must be in [1, num_experts = {num_experts}]")
     check(num_tokens >= 0, "num_tokens", num_tokens, "must not be negative")
     return num_experts * (1 - (1 - num_experts_per_tok / num_experts) ** num_tokens)
-
-
-def ring_step_time_s(
-    compute_s: Sequence[float], streamed_bytes: Sequence[float], bandwidth_bytes_per_s: float
-) -> float:
-    """Return seconds of a step whose layers are streamed while others compute: sum over layers of max(c_l, s_l / W)."""
-    check(bandwidth_bytes_per_s > 0, "bandwidth_bytes_per_s", bandwidth_bytes_per_s, "must be greater than 0")
-    if len(compute_s) != len(streamed_bytes):
-        raise ValueError(f"compute_s has {len(compute_s)} layers, streamed_bytes {len(streamed_bytes)}")
-    return math.fsum(max(c, s / bandwidth_bytes_per_s) for c, s in zip(compute_s, streamed_bytes))
 
 
 @dataclass(frozen=True)
@@ -111,10 +99,8 @@ def predict_ring(weights: ExpertWeights, measured: Measured, device_bytes: int) 
     slots = min(RING_SLOTS, num_layers)
     resident = num_layers if fitting == num_layers else max(0, fitting - slots)
     streamed_bytes = (num_layers - resident) * weights.layer_bytes
-    step_s = ring_step_time_s(
-        [measured.compute_s] * num_layers, [streamed_bytes / num_layers] * num_layers, measured.bandwidth_bytes_per_s
-    )
-    return Prediction("ring", fitting >= slots, step_s, float(streamed_bytes))
+    layer_s = max(measured.compute_s, streamed_bytes / num_layers / measured.bandwidth_bytes_per_s)
+    return Prediction("ring", fitting >= slots, num_layers * layer_s, float(streamed_bytes))
 
 
 def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:

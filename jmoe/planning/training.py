@@ -1,11 +1,8 @@
 """Which tier holds what of a model in training, whether it fits, and how long a step takes: numbers in, plan out.
 
-Symbols: D dense parameters, P parameters of an expert, L layers with experts of E experts each, k experts a token, B
-tokens of a step. Of every parameter there are 4 bytes each of weight, gradient and two moments; with all experts off
-the device that is 16 D + what a few layers of experts need on it, and up to 16 L E P below (MoESys, Equation 1:
-GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts too; the plan is then
-of one device and of the host that it is in, and knows nothing of the network between them. Data-parallel replicas of
-such a group of devices share the dense state and the tokens, and repeat the experts.
+Of every parameter there are 4 bytes each of weight, gradient and two moments (MoESys, Equation 1: GPU 16 D + 4 a S / L,
+CPU 16 a S, SSD 12 S). Several devices share all of it out evenly, experts too; the plan is of one device and of its
+host, and knows nothing of the network. Data-parallel replicas share dense state and tokens, and repeat the experts.
 """
 
 import math
@@ -153,13 +150,10 @@ class TrainingPlan:
         return self.bytes_on(tier)
 
     @cached_property
-    def _lacking(self) -> dict[Tier, int]:
-        left = {tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
-        return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
-
     def lacking(self) -> dict[Tier, int]:
         """Return bytes by which a tier is too small; empty if everything fits."""
-        return self._lacking
+        left = {tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
+        return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
 
     @property
     def host_cache_bytes(self) -> int:
@@ -230,7 +224,7 @@ class TrainingPlan:
 
     def advice(self) -> list[str]:
         """Return what to change for it to fit, a line for each tier that is too small; nothing if it fits."""
-        return [self._advice(tier) for tier in self.lacking()]
+        return [self._advice(tier) for tier in self.lacking]
 
     def _advice(self, tier: Tier) -> str:
         sizes = {kind: size for _, kind, _ in self.rows if (size := self._bytes_of(tier, kind))}
@@ -238,7 +232,7 @@ class TrainingPlan:
         remedies = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
         if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
             remedies.append(_LARGER[tier])
-        lack, most = _gigabytes(self.lacking()[tier]), _gigabytes(sizes[by_size[0]])
+        lack, most = _gigabytes(self.lacking[tier]), _gigabytes(sizes[by_size[0]])
         return f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take {', or '.join(remedies)}"
 
     def _bytes_of(self, tier: Tier, kind: str) -> int:
@@ -252,32 +246,31 @@ class TrainingPlan:
         for setting, value, model, place in _changes(self.model, self.placement):
             plan = plan_training(model, place, self.machine)
             saved = self.needed_bytes(tier) - plan.needed_bytes(tier)
-            shrinks = plan._bytes_of(tier, kind) < self._bytes_of(tier, kind) and saved > 0.1 * self.lacking()[tier]
-            harmless = all(lack <= self.lacking().get(where, 0) for where, lack in plan.lacking().items())
+            shrinks = plan._bytes_of(tier, kind) < self._bytes_of(tier, kind) and saved > 0.1 * self.lacking[tier]
+            harmless = all(lack <= self.lacking.get(where, 0) for where, lack in plan.lacking.items())
             # Of the values of one setting, the first that is enough, or else the last.
             enough = setting in remedies and remedies[setting].endswith(_ENOUGH)
             if shrinks and harmless and not enough:
-                remark = _ENOUGH if tier not in plan.lacking() else f" ({_gigabytes(saved)} less)"
+                remark = _ENOUGH if tier not in plan.lacking else f" ({_gigabytes(saved)} less)"
                 remedies[setting] = f"{setting} = {value}{remark}"
         return list(remedies.values())[:3]
 
     def __str__(self) -> str:
         model = self.model
         hosts = model.all_devices // model.devices_per_host
+        table: dict[str, list[str]] = {"": list(TIERS)}
+        for kind in dict.fromkeys(kind for _, kind, _ in self.rows):
+            sizes = [sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS]
+            table[kind] = [_gigabytes(size) if size else "" for size in sizes]
+        table["together"] = [_gigabytes(self.bytes_on(tier)) for tier in TIERS]
+        table["free"] = [_gigabytes(self.machine.free_bytes(tier)) for tier in TIERS]
+        if self.machine.shared:
+            table["free"][TIERS.index("device")] = "of the host"
         lines = [
             f"per device, {model.all_devices} device{'s' * (model.all_devices > 1)}; host and nvme per host, "
             f"{hosts} host{'s' * (hosts > 1)}",
-            f"{'':<34}" + "".join(f"{tier:>14}" for tier in TIERS),
+            *(f"{head:<34}" + "".join(f"{cell:>14}" for cell in row) for head, row in table.items()),
         ]
-        kinds = list(dict.fromkeys(kind for _, kind, _ in self.rows))
-        for kind in kinds:
-            sizes = [sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS]
-            lines.append(f"{kind:<34}" + "".join(f"{_gigabytes(size) if size else '':>14}" for size in sizes))
-        lines.append(f"{'together':<34}" + "".join(f"{_gigabytes(self.bytes_on(tier)):>14}" for tier in TIERS))
-        free = {tier: _gigabytes(self.machine.free_bytes(tier)) for tier in TIERS}
-        if self.machine.shared:
-            free["device"] = "of the host"
-        lines.append(f"{'free':<34}" + "".join(f"{free[tier]:>14}" for tier in TIERS))
         advice = self.advice()
         lines += [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice] if advice else ["it fits"]
         predicted = f"predicted step: {self.step_s():.2f} s"
@@ -324,7 +317,8 @@ def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
     parts = model.micro_batches
     while parts * 2 <= model.max_micro_batches:
         parts *= 2
-        yield Change("gradient_accumulation_steps", parts, _in_parts(model, parts), place)
+        in_parts = _scaled(replace(model, micro_batches=parts), model.micro_batches / parts)
+        yield Change("gradient_accumulation_steps", parts, in_parts, place)
     yield from _changes_of_tiers(model, place)
     if place.checkpoints > LEAST_CHECKPOINTS:
         fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
@@ -365,11 +359,6 @@ def _changes_of_devices(model: TrainedModel, place: Placement) -> Iterator[Chang
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
         yield Change("batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place)
-
-
-def _in_parts(model: TrainedModel, parts: int) -> TrainedModel:
-    """Return the model with its step in so many micro-batches."""
-    return _scaled(replace(model, micro_batches=parts), model.micro_batches / parts)
 
 
 def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
@@ -451,7 +440,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
 def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -> TrainingPlan:
     """Return the first placement that fits; `ValueError` saying what the last one lacks if none does."""
     plans = [plan_training(model, placement, machine) for placement in placements]
-    fitting = [plan for plan in plans if not plan.lacking()]
+    fitting = [plan for plan in plans if not plan.lacking]
     if not fitting:
         raise ValueError("tiers = 'auto': no choice of tiers fits. " + "; ".join(plans[-1].advice()))
     return fitting[0]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jmoe.collectives.exchange import OneDevice, make_exchange
+from jmoe.collectives.exchange import Choices, OneDevice, make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
@@ -51,7 +51,7 @@ def program(kind: str, split: tuple[int, int], k: int, factor: float | None, ful
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
 
         def layer(x: jax.Array, weights: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-            arrived = exchange.dispatch(x, idx, weights, counts_E, full_capacity=full_capacity)
+            arrived = exchange.dispatch(x, Choices(idx, weights, counts_E), full_capacity)
             assert arrived.expected_rows == T * k
             out_MD = experts(arrived.rows_MD, arrived.group_sizes_L, w)
             return exchange.combine(out_MD, arrived.handle), arrived.dropped
@@ -302,7 +302,7 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
 
     def body(idx_TK: jax.Array) -> jax.Array:
         counts_E = (idx_TK.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
-        arrived = exchange.dispatch(jnp.ones((T, D)), idx_TK, jnp.ones(idx_TK.shape), counts_E, full_capacity=True)
+        arrived = exchange.dispatch(jnp.ones((T, D)), Choices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True)
         _, src_M, _ = arrived.handle
         return (src_M.reshape(4, -1) < T).sum(axis=1)[None]  # rows that this device sent to each node
 

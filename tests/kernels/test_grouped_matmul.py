@@ -49,19 +49,6 @@ def assert_same(ours: Any, expected: Any, num_inside: int, tolerance: float, mes
         assert_close(a, b, tolerance, f"{message} {name}")
 
 
-@dtypes
-@pytest.mark.parametrize("name", MODELS)
-def test_named_shapes(name: str, dtype: Any) -> None:
-    """The models' ratios, scaled down, and every routing; all slot counts and both tile sizes come into play."""
-    shape = MODELS[name].scaled(width=32, experts=16, rows=600)
-    n, e = shape.num_rows, shape.num_experts
-    x, w, dy = operands(n, shape.hidden_size, shape.moe_intermediate_size, e, dtype)
-    for routing in ROUTINGS:
-        sizes = jnp.asarray(group_sizes(routing, n, e))
-        ours, expected = (run(i, False, x, w, dy, sizes) for i in (None, ORACLE))
-        assert_same(ours, expected, n, TOLERANCE[dtype], routing)
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def run_tokens(
     implementation: Any,
@@ -93,17 +80,22 @@ def tokens_of(rows: RowMap, d: int, dtype: Any) -> jax.Array:
 
 @dtypes
 @pytest.mark.parametrize("name", MODELS)
-def test_named_shapes_of_tokens(name: str, dtype: Any) -> None:
-    """Rows that are not written; every routing."""
+def test_named_shapes(name: str, dtype: Any) -> None:
+    """The models' ratios, scaled down, and every routing: rows that are written, and tokens that are gathered.
+
+    All slot counts and both tile sizes come into play.
+    """
     shape = MODELS[name].scaled(width=32, experts=16, rows=600)
     n, e = shape.num_rows, shape.num_experts
-    _, w, dy = operands(n, shape.hidden_size, shape.moe_intermediate_size, e, dtype)
+    x_ND, w, dy = operands(n, shape.hidden_size, shape.moe_intermediate_size, e, dtype)
     rows = random_row_map(shape.num_tokens, shape.num_experts_per_tok, n, n)
     x = tokens_of(rows, shape.hidden_size, dtype)
     for routing in ROUTINGS:
         sizes = jnp.asarray(group_sizes(routing, n, e))
-        ours, expected = (run_tokens(i, False, False, x, w, dy, sizes, rows) for i in ("xla", ORACLE))
+        ours, expected = (run(i, False, x_ND, w, dy, sizes) for i in (None, ORACLE))
         assert_same(ours, expected, n, TOLERANCE[dtype], routing)
+        ours, expected = (run_tokens(i, False, False, x, w, dy, sizes, rows) for i in ("xla", ORACLE))
+        assert_same(ours, expected, n, TOLERANCE[dtype], f"{routing}, tokens")
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -25,6 +25,8 @@ from jmoe.layers.router import (
     updated_bias,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 T, D, E = 96, 24, 16
 CASES = {
     "switch": (1, RouterConfig(kind="switch")),
@@ -191,7 +193,7 @@ def test_not_a_number_gives_valid_experts() -> None:
 
 
 def test_group_limit_is_obeyed() -> None:
-    k, config = CASES["group_limited"]
+    config = CASES["group_limited"][1]
     size = E // config.n_group
     for seed in range(5):
         router, x_TD = make("group_limited", seed)
@@ -199,9 +201,6 @@ def test_group_limit_is_obeyed() -> None:
         assert max(len(set(row)) for row in groups_TK.tolist()) <= config.topk_group
         allowed = reference(router, x_TD)["open"]
         assert all(set(row) <= set(ok) for row, ok in zip(groups_TK.tolist(), allowed.tolist(), strict=True))
-    # a bias below -1 makes every biased score negative; closed groups must stay closed
-    routing = route(jnp.zeros((4, E)), k, config, jnp.linspace(-3.0, -2.0, E))
-    assert (routing.topk_idx_TK >= E - config.topk_group * size).all()
 
 
 def test_closed_groups_stay_closed_below_zero() -> None:
@@ -282,23 +281,6 @@ def global_losses(x_TD: jax.Array, kernel_DE: jax.Array, k: int) -> jax.Array:
     return E * jnp.sum(share_E * probs_TE.mean(0)) + jnp.mean(jax.nn.logsumexp(logits_TE, 1) ** 2)
 
 
-def test_local_losses_of_shards_sum_to_the_global_loss_and_gradient() -> None:
-    router, x_TD = make("softmax")
-    x, kernel, k, shards = jnp.asarray(x_TD), router.kernel[...], 3, 4
-    counts_E = route(x @ kernel, k).counts_E  # what the psum over devices gives
-
-    def local(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
-        routing = route(x_TD @ kernel_DE, k)
-        return balance_loss_local(routing.probs_sum_E, counts_E, T, E, k) + routing.z_sum / T
-
-    step = jax.jit(jax.value_and_grad(local, (0, 1)))
-    parts = [step(part, kernel) for part in jnp.split(x, shards)]
-    value, (d_x, d_kernel) = jax.jit(jax.value_and_grad(global_losses, (0, 1)), static_argnums=2)(x, kernel, k)
-    np.testing.assert_allclose(sum(part[0] for part in parts), value, rtol=1e-5)
-    np.testing.assert_allclose(jnp.concatenate([part[1][0] for part in parts]), d_x, rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(sum(part[1][1] for part in parts), d_kernel, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_losses_under_shard_map(check_vma: bool) -> None:
     router, x_TD = make("softmax")
@@ -362,18 +344,6 @@ def test_jit_scan_remat_and_vmap_agree_with_a_plain_call(name: str) -> None:
 
     gradients = [jax.jit(jax.grad(loss), static_argnums=1)(x_LTD, remat) for remat in (False, True)]
     np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
-
-
-def test_stacked_layers_run_in_a_scan() -> None:
-    """Layers made with vmap, their parameters scanned: how the decoder runs them."""
-    config = RouterConfig(kind="sigmoid")
-    keys = jax.random.split(jax.random.key(0), 3)
-    graph, states = nnx.split(nnx.vmap(lambda key: Router(D, E, 2, config, rngs=nnx.Rngs(params=key)))(keys))
-    x = jax.random.normal(jax.random.key(1), (T, D))
-    _, out = lax.scan(lambda c, state: (c, nnx.merge(graph, state)(x)), 0, states)
-    assert out.topk_idx_TK.shape == (3, T, 2)
-    assert out.counts_E.sum(1).tolist() == [2 * T] * 3
-    assert not (out.probs_sum_E[0] == out.probs_sum_E[1]).any()
 
 
 def test_low_precision_inputs_are_routed_in_float32() -> None:

@@ -39,11 +39,8 @@ LATENT = {"kv_lora_rank": 10, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "gpt": {"norm": "layernorm", "position": "learned", "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
-    "grouped queries": {"num_key_value_heads": 2, "head_dim": 6, "qk_norm": "head"},
     "one key/value head": {"num_key_value_heads": 1, "qk_norm": "full", "tie_word_embeddings": True},
-    "dense first": {"num_hidden_layers": 3, "first_k_dense_replace": 2},
     "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts_per_tok": 1},
-    "shared expert": {"shared_expert_intermediate_size": 20, "mlp_bias": True},
     "no experts": {"num_experts": 0},
     "dense in between": {"num_hidden_layers": 7, "mlp_only_layers": (1, 4), "qkv_bias": True},
     "gated shared expert": {"shared_expert_intermediate_size": 20, "shared_expert_gate": True},
@@ -76,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "qk_norm": "head",
         "num_key_value_heads": 2,
+        "head_dim": 6,
         "tie_word_embeddings": True,
         "router": RouterConfig(kind="group_limited", n_group=2, topk_group=1, routed_scaling_factor=2.5),
     },
@@ -196,9 +194,13 @@ def feed_forward(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
     return a @ p["w_down"] + p.get("b_down", 0.0)
 
 
-def mixture(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
-    """Every expert computes every token. Selection and weights are the router's own, tested beside it."""
+def mixture(config: ModelConfig, p: Any, x: jax.Array, seen: list[jax.Array]) -> jax.Array:
+    """Every expert computes every token. Selection and weights are the router's own, tested beside it.
+
+    seen: gets the router's logits.
+    """
     logits = (x @ p["router"]["kernel"] + p["router"].get("bias", 0.0)).reshape(B * S, -1)
+    seen.append(logits)
     bias = p["router"].get("e_score_correction_bias")
     routing = route(logits, config.num_experts_per_tok, config.router, bias)
     onehot = jax.nn.one_hot(routing.topk_idx_TK, config.num_experts)
@@ -207,7 +209,9 @@ def mixture(config: ModelConfig, p: Any, x: jax.Array) -> jax.Array:
     return jnp.einsum("bse,ebsd->bsd", weights, y_EBSD)
 
 
-def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> jax.Array:
+def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """(logits, those of the router in each layer with experts)."""
+    seen: list[jax.Array] = []
     x = params["embedding"][tokens_BS]
     if config.position == "learned":
         x = x + params["positions"][:S]
@@ -221,12 +225,12 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> jax.
         used[stack] += 1
         x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x), i)
         h = norm(config, p["feed_forward_norm"], x)
-        x = x + (mixture(config, p["moe"], h) if sparse else feed_forward(config, p["mlp"], h))
+        x = x + (mixture(config, p["moe"], h, seen) if sparse else feed_forward(config, p["mlp"], h))
         if "shared_expert" in p:
             gate = jax.nn.sigmoid(h @ p["shared_expert_gate"]) if "shared_expert_gate" in p else 1.0
             x = x + gate * feed_forward(config, p["shared_expert"], h)
     head = params["embedding"].T if config.tie_word_embeddings else params["head"]
-    return norm(config, params["norm"], x) @ head
+    return norm(config, params["norm"], x) @ head, seen
 
 
 # ---- tests
@@ -244,7 +248,7 @@ def test_every_option_agrees_with_a_plain_decoder(name: str) -> None:
         return (logits * g).sum(), logits
 
     def plain(params: Any) -> tuple[jax.Array, jax.Array]:
-        logits = plain_logits(config, params, tokens_BS)
+        logits, _ = plain_logits(config, params, tokens_BS)
         return (logits * g).sum(), logits
 
     (_, logits), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(state)
@@ -374,17 +378,7 @@ def test_statistics_of_irregular_layers_are_in_order() -> None:
     )
     assert stats is not None and stats.routing is not None
     assert stats.counts_E.shape == (6, 4) and stats.routing.logits_TE.shape == (6, B * S, 4)
-    x, seen = nnx.to_pure_dict(state)["embedding"][tokens_of(config)], []
-    params, used = nnx.to_pure_dict(state), {"dense_layers": 0, "moe_layers": 0}
-    for i in range(8):
-        stack = "dense_layers" if i in (1, 5) else "moe_layers"
-        p = jax.tree.map(lambda w, n=used[stack]: w[n], params[stack])
-        used[stack] += 1
-        x = x + attention(config, p["attention"], norm(config, p["attention_norm"], x), i)
-        h = norm(config, p["feed_forward_norm"], x)
-        if stack == "moe_layers":
-            seen.append((h @ p["moe"]["router"]["kernel"]).reshape(B * S, -1))
-        x = x + (mixture(config, p["moe"], h) if stack == "moe_layers" else feed_forward(config, p["mlp"], h))
+    _, seen = plain_logits(config, nnx.to_pure_dict(state), tokens_of(config))
     np.testing.assert_allclose(stats.routing.logits_TE, jnp.stack(seen), rtol=0, atol=1e-4)
 
 

@@ -117,7 +117,8 @@ def in_memory_name(name: str) -> str:
     return f"{head}{experts}{kinds[parts[1]]}" if experts and len(parts) == 3 else name
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Packed experts are dequantised when they are loaded: from there on it is the training of gpt_oss.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt_oss_mxfp4"])
 def test_training(name: str) -> None:
     """The loss with the balance loss, the gradient of every tensor, and five steps of AdamW."""
     ref, model = reference(name), loaded(name)

@@ -12,7 +12,6 @@ from jmoe.planning.roofline import (
     predict_experts,
     predict_resident,
     predict_ring,
-    ring_step_time_s,
 )
 
 # 8 layers of 64 experts of 1 MB, top-2; a link of 1 GB/s: a layer takes 64 ms, an expert 1 ms.
@@ -27,11 +26,6 @@ def test_distinct_experts() -> None:
     assert distinct_experts(8, 2, 2) == pytest.approx(3.5)  # 8 (1 - (3/4)^2)
     assert distinct_experts(64, 2, 100_000) == pytest.approx(64)
     assert distinct_experts(4, 4, 1) == 4
-
-
-def test_step_times() -> None:
-    compute_s, streamed_bytes = [1.0, 2.0, 3.0], [200.0, 100.0, 500.0]
-    assert ring_step_time_s(compute_s, streamed_bytes, 100.0) == 2 + 2 + 5
 
 
 def test_resident() -> None:
@@ -77,8 +71,7 @@ def test_expert_granular() -> None:
     [
         (lambda: distinct_experts(8, 9, 1), r"num_experts_per_tok = 9: must be in \[1, num_experts = 8\]"),
         (lambda: distinct_experts(8, 2, -1), "num_tokens = -1"),
-        (lambda: ring_step_time_s([1.0], [1.0], 0), "bandwidth_bytes_per_s = 0"),
-        (lambda: ring_step_time_s([1.0], [], 1), "compute_s has 1 layers, streamed_bytes 0"),
+        (lambda: Measured(0, 0.1, 1), "bandwidth_bytes_per_s = 0"),
         (lambda: ExpertWeights(0, 1, 1, 1), "num_layers = 0"),
         (lambda: ExpertWeights(1, 2, 3, 1), "num_experts_per_tok = 3"),
         (lambda: Measured(1e9, 0.1, 1, hit_rate=1.5), "hit_rate = 1.5"),

@@ -35,7 +35,7 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
     assert roomy.tiers.on_device
     tight = run(device_bytes=100_000_000, host_bytes=10**12)
     assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
-    assert training_plan(tight).lacking() == {}
+    assert training_plan(tight).lacking == {}
     with pytest.raises(ValueError, match="tiers = 'auto'"):
         run(device_bytes=10**6)
 
