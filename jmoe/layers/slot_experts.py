@@ -99,9 +99,10 @@ def table_mlp(
 
 
 def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
-    names = [name for name in MLPWeights._fields if name in slots]
-    rows = {name: lax.dynamic_index_in_dim(slots[name], slot, 0, keepdims=False) for name in names}
-    return MLPWeights(**{name: lax.bitcast_convert_type(row, dtype) for name, row in rows.items()})
+    def pick(values: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(lax.dynamic_index_in_dim(values, slot, 0, keepdims=False), dtype)
+
+    return MLPWeights(**{name: pick(slots[name]) for name in MLPWeights._fields if name in slots})
 
 
 # From the arrays of single experts, a bundle at a time

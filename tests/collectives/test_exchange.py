@@ -30,8 +30,10 @@ DEVICES = 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def planned(kind: Any, split: tuple[int, int], k: int) -> ExchangePlan:
-    return plan_exchange(kind, num_nodes=split[0], devices_per_node=split[1], num_experts=E, num_experts_per_tok=k)
+def planned(kind: Any, split: tuple[int, int], k: int, **groups: int) -> ExchangePlan:
+    nodes, inside = split
+    sizes = {"num_nodes": nodes, "devices_per_node": inside, "num_experts": E, "num_experts_per_tok": k}
+    return plan_exchange(kind, **sizes, **groups)
 
 
 def experts(rows_MD: jax.Array, group_sizes_L: jax.Array, w_LD: jax.Array) -> jax.Array:
@@ -287,15 +289,7 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(T * DEVICES, E)), jnp.float32)
     idx = np.asarray(route(logits, k, config).topk_idx_TK)
     mesh = jax.make_mesh(split, AXES, axis_types=(AxisType.Auto,) * 2)
-    plan = plan_exchange(
-        "auto",
-        num_nodes=4,
-        devices_per_node=2,
-        num_experts=E,
-        num_experts_per_tok=k,
-        n_group=4,
-        topk_group=topk_group,
-    )
+    plan = planned("auto", split, k, n_group=4, topk_group=topk_group)
     assert plan.kind == "dedup"
     assert plan.nodes_per_token <= topk_group
     exchange = make_exchange(plan, AXES, None)

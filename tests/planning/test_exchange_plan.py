@@ -77,23 +77,19 @@ def test_the_choice_and_its_reason(options: dict[str, Any], kind: str, reason: s
 
 
 def test_traffic_by_hand() -> None:
-    shape: dict[str, Any] = {
-        "num_tokens": 112,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "row_bytes": 1000,
-        "capacity_factor": 1.0,
-    }
+    sizes: dict[str, Any] = {"num_tokens": 112, "num_experts": 8, "num_experts_per_tok": 2}
+
+    def sent(kind: str, **options: bool) -> tuple[int, int]:
+        found = exchange_traffic(plan(kind), **sizes, row_bytes=1000, capacity_factor=1.0, **options)
+        return found.across_bytes, found.inside_bytes
+
     # 224 assignments over 4 devices: 56 rows each, there and back, and the sizes of 2 experts' groups
     block = 56 * 2000 + 8
-    assert exchange_traffic(plan("flat"), **shape).across_bytes == 2 * block
-    assert exchange_traffic(plan("flat"), **shape).inside_bytes == block
-    assert exchange_traffic(plan("hierarchical"), **shape).across_bytes == 2 * block
-    assert exchange_traffic(plan("hierarchical"), **shape).inside_bytes == 2 * block
+    assert sent("flat") == (2 * block, block)
+    assert sent("hierarchical") == (2 * block, 2 * block)
     # 112 tokens x 11/14 go to a node: 88 rows, each with two weights (4 bytes) and two experts of 4 (1 byte)
-    assert exchange_traffic(plan("dedup"), **shape).across_bytes == 88 * (2000 + 8 + 2)
-    assert exchange_traffic(plan("dedup"), **shape, backward=True).across_bytes == 88 * (4000 + 16 + 2)
-    assert exchange_traffic(plan("dedup"), **shape).inside_bytes == 112 * 2000 + 8
+    assert sent("dedup") == (88 * (2000 + 8 + 2), 112 * 2000 + 8)
+    assert sent("dedup", backward=True)[0] == 88 * (4000 + 16 + 2)
 
 
 def test_buffer_rows() -> None:
