@@ -21,7 +21,7 @@ from jmoe.serving.service import Service
 
 PING_S = 15
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # no schema fits a stream
 Body = TypeVar("Body", bound=GenerationBody)
 Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
