@@ -13,7 +13,7 @@ from pathlib import Path
 from jmoe.command_line import answer_early, parse_serve
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
-from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
+from jmoe.runtime import end_at_once_on_interrupt, program_name, reexec_with_env
 
 say = partial(print, flush=True)
 
@@ -75,7 +75,7 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except (ValueError, OSError) as error:
-        sys.exit(f"serve.py: {error}")
+        sys.exit(f"{program_name()}: {error}")
 
 
 if __name__ == "__main__":

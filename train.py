@@ -4,7 +4,7 @@ import sys
 
 from jmoe.command_line import answer_early, parse_train
 from jmoe.configs import PRESETS
-from jmoe.runtime import closing, end_at_once_on_interrupt, reexec_with_env
+from jmoe.runtime import closing, end_at_once_on_interrupt, program_name, reexec_with_env
 
 if __name__ == "__main__":
     reexec_with_env()  # before JAX is imported
@@ -175,4 +175,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(f"{program_name()}: {error}")

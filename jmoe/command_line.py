@@ -13,11 +13,12 @@ import tyro
 
 from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig
 from jmoe.config.serving import ServeConfig
+from jmoe.runtime import program_name
 
 T = TypeVar("T")
 Unsettable = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
-TRAIN = "Train a Mixture-of-Experts language model: python train.py PRESET [--section.field VALUE ...]."
-SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option VALUE ...].
+TRAIN = "Train a Mixture-of-Experts language model: {program} PRESET [--section.field VALUE ...]."
+SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: {program} MODEL [--option VALUE ...].
 
 MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 """
@@ -52,13 +53,14 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):
         listed = "".join(f"  {preset:{max(map(len, presets))}}  {line}\n" for preset, (line, _) in presets.items())
-        print(f"{TRAIN}\n\npresets:\n{listed}\ntrain.py PRESET --help shows every option with the preset's value,")
-        print("train.py PRESET --plan what memory the run needs, by tier, and how long a step takes.")
+        print(f"{TRAIN.format(program=program_name())}\n\npresets:\n{listed}")
+        print(f"{program_name()} PRESET --help shows every option with the preset's value,")
+        print(f"{program_name()} PRESET --plan what memory the run needs, by tier, and how long a step takes.")
         sys.exit(0 if name else 2)
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=1, cutoff=0.3)
         hint = f" Did you mean {near[0]}?" if near else ""
-        sys.exit(f"train.py: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
+        sys.exit(f"{program_name()}: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}")
     line, preset = presets[name]
     options = list(arguments[1:])
     options_set = dict(_options(options))
@@ -68,7 +70,7 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
         TrainConfig,
         default=dataclasses.replace(preset, comm=_Comm(**vars(preset.comm))),
         args=options,
-        prog=f"train.py {name}",
+        prog=f"{program_name()} {name}",
         description=line,
         config=(tyro.conf.AvoidSubcommands,),
     )
@@ -92,8 +94,8 @@ def _check_model_options(options_set: Iterable[str]) -> None:
     refused = [option for option in options_set if option.startswith("--model.") and option not in allowed]
     if refused:
         sys.exit(
-            f"train.py: {', '.join(refused)}: must not be given with --init-from, whose config.json says it; of the "
-            f"model only {', '.join(sorted(allowed))} may be"
+            f"{program_name()}: {', '.join(refused)}: must not be given with --init-from, whose config.json says it; "
+            f"of the model only {', '.join(sorted(allowed))} may be"
         )
 
 
@@ -102,8 +104,8 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
     return tyro.cli(
         ServeConfig,
         args=arguments,
-        prog="serve.py",
-        description=SERVE,
+        prog=program_name(),
+        description=SERVE.format(program=program_name()),
         config=(
             tyro.conf.PositionalRequiredArgs,
             tyro.conf.AvoidSubcommands,

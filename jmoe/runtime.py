@@ -10,11 +10,17 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
 MARK = "JMOE_RUNTIME"  # set in a process that was run again, so that it is not run once more
 FAKE_DEVICES = "NPROC"  # XLA's thread pool: collectives between fake devices deadlock on fewer threads
+
+
+def program_name() -> str:
+    """Return the name that this program was started by, `train.py` or `jmoe-train`, for its help and its errors."""
+    return Path(sys.argv[0]).name
 
 
 def environment(current: Mapping[str, str]) -> dict[str, str]:
@@ -61,6 +67,6 @@ def closing(close: Callable[[], None]) -> Callable[..., None]:
         except OSError as later:
             if error is None:
                 raise
-            print(f"train.py: while ending: {later}", file=sys.stderr, flush=True)
+            print(f"{program_name()}: while ending: {later}", file=sys.stderr, flush=True)
 
     return leave

@@ -27,7 +27,8 @@ FLOORS = (
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 # All that these may import beside the standard library and themselves: what runs before JAX does, and pure functions.
 ONLY: dict[str, set[str]] = {unit: set() for unit in ("jmoe.config", "jmoe.status", "jmoe.runtime")}
-ONLY |= {"jmoe.planning": {"jmoe.config", "numpy"}, "jmoe.command_line": {"jmoe.config", "tyro"}}
+ONLY |= {"jmoe.planning": {"jmoe.config", "numpy"}}
+ONLY |= {"jmoe.command_line": {"jmoe.config", "jmoe.runtime", "tyro"}}
 ONLY |= {"jmoe.configs": {"jmoe.config"}, "kernels_pallas": {"jax", "numpy"}}
 ONLY |= {"jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "jmoe.inference", "numpy"}}
 KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.command_line",)}

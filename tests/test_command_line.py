@@ -1,8 +1,10 @@
 """Command lines as configurations."""
 
+import sys
+
 import pytest
 
-from jmoe.command_line import parse_train
+from jmoe.command_line import parse_serve, parse_train
 from jmoe.config import CommConfig
 from jmoe.configs import PRESETS
 
@@ -60,3 +62,20 @@ def test_help_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_needs_no_options(name: str) -> None:
     assert parse_train([name], PRESETS).output_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(("train", "serve"), [("train.py", "serve.py"), ("jmoe-train", "jmoe-serve")])
+def test_help_and_mistakes_have_the_name_that_was_started(
+    train: str, serve: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{train}"])
+    for arguments, expected in ((["--help"], f"\n{train} PRESET --plan"), (["tiny", "--help"], f"usage: {train} tiny")):
+        with pytest.raises(SystemExit, match="0"):
+            parse_train(arguments, PRESETS)
+        assert expected in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=f"{train}: no preset is named 'tinny'"):
+        parse_train(["tinny"], PRESETS)
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{serve}"])
+    with pytest.raises(SystemExit, match="0"):
+        parse_serve(["--help"])
+    assert f"usage: {serve} " in capsys.readouterr().out

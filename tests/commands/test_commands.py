@@ -58,4 +58,7 @@ def test_the_wheel_works_outside_of_the_checkout(tmp_path: Path) -> None:
     options = ("--num-steps", 5, "--evaluation.sample-tokens", 4)
     assert "held-out loss after 5 steps" in run(bin_ / "jmoe-train", "tiny", *options, cwd=elsewhere)
     assert (elsewhere / "runs" / "tiny" / "checkpoints" / "5").is_dir()
-    assert "--max-batch" in run(bin_ / "jmoe-serve", "--help", cwd=elsewhere)
+    for command, option in ((("jmoe-serve",), "--max-batch"), (("jmoe-train", "tiny"), "--num-steps")):
+        shown = run(bin_ / command[0], *command[1:], "--help", cwd=elsewhere)
+        assert f"usage: {' '.join(command)} " in shown and option in shown
+    assert "jmoe-train PRESET --plan" in run(bin_ / "jmoe-train", "--help", cwd=elsewhere)
