@@ -8,6 +8,9 @@ from typing import Literal
 from jmoe.config.checks import check_field, positive
 
 Policy = Literal["auto", "resident", "ring", "experts"]
+# Of experts over devices. even: each once, in order; lina: devices in proportion to popularity, unpopular ones packed;
+# eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
+PlacementPolicy = Literal["even", "lina", "eplb"]
 
 
 @dataclass(frozen=True)
