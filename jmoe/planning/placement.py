@@ -4,7 +4,6 @@ Legend: E experts (logical), N devices, S slots of a device, C = CYCLE rows afte
 physical number is device * S + slot.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -12,11 +11,9 @@ import numpy as np
 
 from jmoe.config.checks import check
 from jmoe.config.engine import PlacementPolicy
+from jmoe.planning.placement_policies import CYCLE, ROUNDING, ExpertParts, apportion, eplb, lina
 
-# Rows of tokens after which an expert's replicas take turns anew: a quota is a multiple of 1 / CYCLE of an expert.
-CYCLE = 64
 EMPTY = -1
-NO_WORSE = 1 + 1e-9  # of one sum of floats against another
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +105,40 @@ def place(
     num_groups: int = 1,
     policy: PlacementPolicy = "lina",
 ) -> Placement:
-    """Return where the experts of a layer should be; the even placement if the policy's makes the largest load larger.
+    """Return where the experts of a layer should be; the even placement where the policy's has a larger largest load.
 
     popularity_E: tokens that each expert will get, or any multiple of it; 0 for an expert without an estimate.
     max_packed: the most experts of a device. nodes, num_groups: of eplb: where the groups of neighbouring experts
-    divide by the nodes, the replicas of a group stay on one node.
+    divide by the nodes, the replicas of a group stay on one node. Raise `ValueError` if the experts do not fit once.
     """
-    raise NotImplementedError
+    popularity_E = np.asarray(popularity_E, np.float64)
+    size, capacity = len(popularity_E), min(slots_per_device, max_packed)
+    check(
+        policy in get_args(PlacementPolicy), "policy", policy, f"must be one of {', '.join(get_args(PlacementPolicy))}"
+    )
+    usable = popularity_E.ndim == 1 and size > 0 and bool(np.all(np.isfinite(popularity_E) & (popularity_E >= 0)))
+    check(usable, "popularity", popularity_E, "must be finite numbers that are not negative, one an expert")
+    check(0 < num_devices <= CYCLE, "num_devices", num_devices, f"must be in [1, {CYCLE}]")
+    for name, slots in (("slots_per_device", slots_per_device), ("max_packed", max_packed)):
+        enough = f"must be at least {-(-size // num_devices)} for {size} experts on {num_devices} devices"
+        check(slots * num_devices >= size, name, slots, enough)
+    num_nodes = 1 if nodes is None else nodes
+    check(num_nodes > 0 and num_devices % num_nodes == 0, "nodes", nodes, f"must divide num_devices = {num_devices}")
+    check(num_groups > 0 and size % num_groups == 0, "num_groups", num_groups, f"must divide the {size} experts")
+
+    shape, in_order = (num_devices, slots_per_device), np.arange(size) * num_devices // size
+    largest = np.bincount(in_order, popularity_E).max()
+    if policy != "even" and popularity_E.any():
+        if policy == "lina":
+            parts, devices = lina(popularity_E, num_devices, capacity)
+        else:
+            split = num_nodes if num_groups % num_nodes == 0 else 1
+            parts, devices = eplb(popularity_E, num_devices, capacity, split, num_groups)
+        planned = _placement(parts, devices, shape, popularity_E)
+        if planned.loads.max() <= largest * (1 + ROUNDING):
+            return planned
+    parts = ExpertParts(np.arange(size), np.full(size, CYCLE), popularity_E)
+    return _placement(parts, in_order, shape, popularity_E)
 
 
 def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Placement:
@@ -123,7 +147,19 @@ def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Place
     physical_to_logical: integers [N, S], EMPTY for an empty slot. Raise `ValueError` unless every expert is there and
     none twice on a device.
     """
-    raise NotImplementedError
+    experts_NS, size = np.asarray(physical_to_logical, np.int32), len(popularity_E)
+    known = bool(np.all((experts_NS >= EMPTY) & (experts_NS < size)))
+    check(known, "physical_to_logical", physical_to_logical, f"must be below {size}, or {EMPTY} for an empty slot")
+    devices, slots = np.nonzero(experts_NS != EMPTY)
+    experts = experts_NS[devices, slots]
+    copies = np.bincount(experts, minlength=size)
+    check(bool(copies.all()), "physical_to_logical", physical_to_logical, f"must have each of {size} experts")
+    once = len(np.unique(devices * size + experts)) == len(experts)
+    check(once, "physical_to_logical", physical_to_logical, "must have no expert twice on a device")
+    turns_NS = np.zeros(experts_NS.shape, np.int64)
+    for expert in range(size):
+        turns_NS[experts_NS == expert] = apportion(np.ones(copies[expert]))
+    return Placement(experts_NS, _take_turns(experts_NS, turns_NS, size), np.asarray(popularity_E, np.float64))
 
 
 def changes(held: np.ndarray, new: Placement) -> Changes:
@@ -131,6 +167,48 @@ def changes(held: np.ndarray, new: Placement) -> Changes:
 
     held: integers [N, S], the expert that each slot's weights are of, EMPTY for none: `old.physical_to_logical` at
     first. The new placement's slots are reordered within their device: an expert that is there already stays in its
-    slot.
+    slot, others come into slots that hold nothing before they replace one.
     """
-    raise NotImplementedError
+    wanted_NS = new.physical_to_logical
+    check(held.shape == wanted_NS.shape, "held", held.shape, f"must have the shape {wanted_NS.shape} of the placement")
+    slots = new.slots_per_device
+    ordered_NS = np.full_like(wanted_NS, EMPTY)
+    moved_to = np.arange(wanted_NS.size, dtype=np.int32)  # a replica's physical number after reordering
+    fills = []
+    for device, (there, wanted) in enumerate(zip(held.tolist(), wanted_NS.tolist(), strict=True)):
+        places = {expert: there.index(expert) for expert in wanted if expert != EMPTY and expert in there}
+        free = iter(sorted(set(range(slots)) - set(places.values()), key=lambda slot: (there[slot] != EMPTY, slot)))
+        for slot, expert in enumerate(wanted):
+            if expert == EMPTY:
+                continue
+            if expert not in places:
+                places[expert] = next(free)
+                fills.append(Fill(device, places[expert], expert))
+            ordered_NS[device, places[expert]] = expert
+            moved_to[device * slots + slot] = device * slots + places[expert]
+    return Changes(Placement(ordered_NS, moved_to[new.turns], new.popularity_E), tuple(fills))
+
+
+def _placement(parts: ExpertParts, device_I: np.ndarray, shape: tuple[int, int], popularity_E: np.ndarray) -> Placement:
+    """Return the placement of parts on devices, each device's experts in ascending order."""
+    experts_NS, turns_NS = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int64)
+    order = np.lexsort((parts.experts, device_I))
+    slots = np.arange(len(order)) - np.searchsorted(device_I[order], device_I[order])
+    experts_NS[device_I[order], slots] = parts.experts[order]
+    turns_NS[device_I[order], slots] = parts.turns[order]
+    return Placement(experts_NS, _take_turns(experts_NS, turns_NS, len(popularity_E)), popularity_E)
+
+
+def _take_turns(experts_NS: np.ndarray, turns_NS: np.ndarray, num_experts: int) -> np.ndarray:
+    """Return int32 [E, C], the replica of each turn, every replica's turns at equal distances (about)."""
+    experts, turns = experts_NS.ravel(), turns_NS.ravel()
+    replica_EC = np.zeros((num_experts, CYCLE), np.int32)
+    alone = np.flatnonzero(turns == CYCLE)
+    replica_EC[experts[alone]] = alone[:, None]
+    shared = np.flatnonzero((turns > 0) & (turns < CYCLE))
+    replica = np.repeat(shared, turns[shared])
+    ends = np.cumsum(turns[shared])
+    number = np.arange(len(replica)) - np.repeat(ends - turns[shared], turns[shared])
+    order = np.lexsort((replica, (number + 0.5) / turns[replica], experts[replica]))
+    replica_EC[np.unique(experts[shared])] = replica[order].reshape(-1, CYCLE)
+    return replica_EC

@@ -115,7 +115,7 @@ class ExpertTraffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """Where each kind of state is; the last three as in the configuration. host_cache_bytes: None: a quarter."""
 
     experts: Tier
@@ -135,7 +135,7 @@ class TrainingPlan:
     """rows: (tier, kind, bytes)."""
 
     model: TrainedModel
-    placement: Placement
+    placement: StatePlacement
     machine: Machine
     rows: tuple[tuple[Tier, str, int], ...]
 
@@ -303,14 +303,14 @@ class Change(NamedTuple):
     setting: str
     value: object
     model: TrainedModel
-    placement: Placement
+    placement: StatePlacement
 
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
+def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     """Yield each change that may save memory, the mildest first."""
     if model.kept_bytes:
         yield Change("remat", "layer", replace(model, kept_bytes=0), place)
@@ -326,7 +326,7 @@ def _changes(model: TrainedModel, place: Placement) -> Iterator[Change]:
     yield from _changes_of_devices(model, place)
 
 
-def _changes_of_tiers(model: TrainedModel, place: Placement) -> Iterator[Change]:
+def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.streamed:
         yield Change("tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place)
     for experts, optimizer in candidates("auto", "auto"):
@@ -348,7 +348,7 @@ def _changes_of_tiers(model: TrainedModel, place: Placement) -> Iterator[Change]
             yield Change("tiers.host_cache_bytes", cache_bytes, model, replace(place, host_cache_bytes=cache_bytes))
 
 
-def _changes_of_devices(model: TrainedModel, place: Placement) -> Iterator[Change]:
+def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     hosts = model.num_devices // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
@@ -378,19 +378,19 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
     )
 
 
-def plan_training(model: TrainedModel, placement: Placement, machine: Machine) -> TrainingPlan:
+def plan_training(model: TrainedModel, placement: StatePlacement, machine: Machine) -> TrainingPlan:
     """Return the bytes of every kind on every tier."""
     plan = TrainingPlan(model, placement, machine, ())
     return replace(plan, rows=tuple((tier, kind, size) for tier, kind, size in _rows(plan) if size))
 
 
-def _record_bytes(model: TrainedModel, place: Placement) -> int:
+def _record_bytes(model: TrainedModel, place: StatePlacement) -> int:
     """Return bytes on the tier nvme of each parameter of an expert."""
     kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
     return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
 
 
-def _saved_bytes(model: TrainedModel, place: Placement) -> int:
+def _saved_bytes(model: TrainedModel, place: StatePlacement) -> int:
     """Return host memory of a device's part of a save: a copy of its arrays, and a few records of experts off it."""
     dense = 12 * model.dense_parameters // model.dense_shards
     return dense + 12 * (SAVED_AT_ONCE * model.expert_parameters if place.streamed else model.device_parameters)
@@ -437,7 +437,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         yield "host", "cache of records on nvme", plan.host_cache_bytes * per_host
 
 
-def choose(model: TrainedModel, machine: Machine, placements: list[Placement]) -> TrainingPlan:
+def choose(model: TrainedModel, machine: Machine, placements: list[StatePlacement]) -> TrainingPlan:
     """Return the first placement that fits; `ValueError` saying what the last one lacks if none does."""
     plans = [plan_training(model, placement, machine) for placement in placements]
     fitting = [plan for plan in plans if not plan.lacking]

@@ -14,7 +14,15 @@ from jmoe.layers.experts import up_columns
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
-from jmoe.planning.training import Machine, Placement, TrainedModel, TrainingPlan, candidates, choose, plan_training
+from jmoe.planning.training import (
+    Machine,
+    StatePlacement,
+    TrainedModel,
+    TrainingPlan,
+    candidates,
+    choose,
+    plan_training,
+)
 from jmoe.run.metrics import MetricsLog, read_metrics
 
 
@@ -97,9 +105,9 @@ def machine(config: TrainConfig) -> Machine:
     )
 
 
-def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> Placement:
+def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacement:
     tiers = config.tiers
-    return Placement(
+    return StatePlacement(
         experts=experts,
         optimizer=optimizer,
         gradients=tiers.gradients,

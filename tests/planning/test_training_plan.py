@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jmoe.config.tiers import TIERS
-from jmoe.planning.training import Machine, Placement, TrainedModel, candidates, choose, plan_training
+from jmoe.planning.training import Machine, StatePlacement, TrainedModel, candidates, choose, plan_training
 
 GB = 10**9
 # 1 billion parameters in 16 x 64 experts
@@ -23,7 +23,7 @@ MODEL = TrainedModel(
     gradient_bytes=4,
 )
 MACHINE = Machine(8 * GB, 16 * GB, 100 * GB, False, 1e12, 1e10, 2e9, 1e9, 1e11)
-NVME = Placement("nvme", "nvme", "nvme", 2, 0, 1)
+NVME = StatePlacement("nvme", "nvme", "nvme", 2, 0, 1)
 
 
 def test_bytes_by_tier() -> None:
@@ -43,7 +43,7 @@ def test_bytes_by_tier() -> None:
 def test_what_a_save_takes() -> None:
     """A copy of what is on the device; experts elsewhere are saved as records, a few at a time."""
 
-    def copies(place: Placement) -> int:
+    def copies(place: StatePlacement) -> int:
         return sum(n for _, kind, n in plan_training(MODEL, place, MACHINE).rows if kind == "copies for a save")
 
     host = replace(NVME, experts="host", optimizer="host", gradients="host")
@@ -54,7 +54,7 @@ def test_what_a_save_takes() -> None:
 def test_what_is_kept_for_the_backward_pass() -> None:
     """A streamed step runs a layer for all micro-batches at once, and so keeps what all of them need."""
 
-    def kept(place: Placement) -> int:
+    def kept(place: StatePlacement) -> int:
         return sum(n for _, kind, n in plan_training(spread, place, MACHINE).rows if kind.startswith("kept for"))
 
     spread = replace(MODEL, num_devices=2, kept_bytes=2 * GB, micro_batches=4)
