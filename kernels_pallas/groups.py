@@ -17,7 +17,7 @@ from kernels_pallas.token_permute.reference import take_mapped_rows
 
 
 class Layout(NamedTuple):
-    """Where each row goes."""
+    """The destination of each row."""
 
     rows_LC: jax.Array  # the row in each slot, N where empty
     slot_N: jax.Array  # the slot of each row, L * C where it has none

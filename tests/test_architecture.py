@@ -35,6 +35,7 @@ KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.comm
 # What the field calls otherwise (docs/architecture.md, glossary).
 FORBIDDEN = {"keeping", "pulled", "Arrived", "Beside", "Ahead", "Sums", "worst_case", "two_level", "levels", "settle"}
 FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "start_anew", "FORGET_FROM", "STEP_SAYS"}
+FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress deploy.export inference.stats kernels.groups kernels.saved
 layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names offload.residency offload.saved_experts

@@ -86,7 +86,7 @@ class TrainRuns:
         """What a run says that ends with a mistake."""
         done = self.run(output_dir, *options, data=data, devices=devices)
         assert done.returncode == 1, done.stdout
-        assert "Traceback" not in done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
         return done.stderr
 
     def run(

@@ -148,7 +148,7 @@ class _Program:
         return used[::-1]
 
     def places(self) -> dict[int, list[int]]:
-        """Where work may run, in front of these lines and at the end: the lines with products that hide it there."""
+        """Return where work may run, in front of these lines and at the end: the lines whose products hide it."""
         place, begin = 0, 0
         places: dict[int, list[int]] = {place: []}
         left = {i for i, line in enumerate(self.lines) if _products(line.eqn)}

@@ -22,7 +22,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from.
+    """The source of the text.
 
     path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`), or token shards (`.bin`); empty: the source
     code of the Python standard library on this machine. Files are split into train and held-out by file; a single

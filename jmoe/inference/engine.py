@@ -220,7 +220,7 @@ class Engine(Closing):
 
     @property
     def plan(self) -> StreamingPlan:
-        """Where the experts are, how steps get them, and why."""
+        """Return where the experts are, how steps get them, and why."""
         return self._collector.plan
 
     def scheduler_stats(self) -> SchedulerStats:

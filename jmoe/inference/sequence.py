@@ -71,7 +71,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step added to a sequence; `finish_reason` is None until its end.
+    """The tokens and text that one step added to a sequence; `finish_reason` is None until its end.
 
     finish_reason: "error", without a token, where the model's logits were not finite. prompt_logprobs: of all the
     prompt, with the first token; empty after it.

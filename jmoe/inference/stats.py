@@ -30,7 +30,7 @@ class PhaseStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine did and what it moved.
+    """Counters of the engine's work and of the bytes that it moved.
 
     tokens: run through the model, of prompts and outputs. streamed_bytes, streamed_s: copied from host memory to the
     device, and the wall time in which a copy was under way. nvme_bytes, nvme_s: read from NVMe. waited_s: time in

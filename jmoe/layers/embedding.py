@@ -62,7 +62,7 @@ class _Rounds:
         return make_all_to_all(self.axes)
 
     def slots(self, owner_T: jax.Array, place_T: jax.Array, i: jax.Array) -> jax.Array:
-        """Where each token's row lies in the buffer of round i; beyond its end if not in this round."""
+        """Return where each token's row lies in the buffer of round i; beyond its end if not in this round."""
         place_T = place_T - i * self.rows
         here_T = (place_T >= 0) & (place_T < self.rows)
         return jnp.where(here_T, owner_T * self.rows + place_T, self.num_devices * self.rows)

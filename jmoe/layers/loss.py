@@ -112,7 +112,7 @@ class VocabularyShard:
     striped: bool
 
     def index(self, ids: jax.Array, size: int) -> jax.Array:
-        """Where ids lie in this device's `size` entries; outside [0, size) for those of other devices."""
+        """Return where ids lie in this device's `size` entries; outside [0, size) for those of other devices."""
         rank = lax.axis_index(self.axes).astype(ids.dtype)
         if not self.striped:
             return ids - rank * size

@@ -30,7 +30,7 @@ ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEStats:
-    """What a layer knows of its routing on this device; sums over devices give the global values."""
+    """A layer's statistics of its routing on this device; sums over devices give the global values."""
 
     counts_E: jax.Array  # int32, assignments per expert
     probs_sum_E: jax.Array  # float32, router probability per expert, summed over tokens; differentiable

@@ -27,7 +27,7 @@ class RouterBias(nnx.Variable[jax.Array]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """What a router decided for T local tokens. Sums are over the local tokens, so devices' values add up.
+    """A router's decisions for T local tokens. Sums are over the local tokens, so devices' values add up.
 
     topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id.
     topk_weights_TK: float32, the factor of each expert's output.

@@ -14,7 +14,7 @@ SLACK_S = 0.005
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What went over a link so far; seconds: in which at least one transfer was under way (overlapping ones once)."""
+    """The traffic of a link so far; seconds: in which at least one transfer was under way (overlapping ones once)."""
 
     transfers: int = 0
     num_bytes: int = 0

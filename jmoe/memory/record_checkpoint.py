@@ -32,7 +32,7 @@ ITEM = "records"  # of a step; also the folder's name
 
 @dataclass(frozen=True)
 class StepRecords:
-    """What `find` says of a process's records of a step. files: one that is whole, of every record, by store.
+    """The answer of `find` about a process's records of a step. files: one that is whole, of every record, by store.
 
     damaged: a sentence for every file that is not what was written. missing: records without a whole file.
     """

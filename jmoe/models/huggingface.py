@@ -355,7 +355,7 @@ def _written(config: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def _canonical(config: ModelConfig) -> dict[str, Any]:
-    """What decides the decoder's output, in one form for each output."""
+    """Return what decides the decoder's output, in one form for each output."""
     router = config.router
     kind = {"switch": "softmax", "gshard": "softmax", "sigmoid": "group_limited"}.get(router.kind, router.kind)
     values = dataclasses.asdict(config) | {

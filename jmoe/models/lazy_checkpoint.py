@@ -29,7 +29,7 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 
 class EmbedAndHead(nnx.Module):
-    """What comes before the first layer and after the last one."""
+    """The modules before the first layer and after the last one."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.embedding, self.positions = decoder.embedding, decoder.positions

@@ -33,7 +33,7 @@ STAGING_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies on disk. `dtype` is the format's name, e.g. BF16."""
+    """The place of a tensor on disk. `dtype` is the format's name, e.g. BF16."""
 
     name: str
     file: Path

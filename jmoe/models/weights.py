@@ -235,7 +235,7 @@ class Loader:
 
 
 def _columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:
-    """Where `count` neighbouring stored rows go; interleaved: every second one, to the two halves."""
+    """Return where `count` neighbouring stored rows go; interleaved: every second one, to the two halves."""
     if not interleaved:
         return [slice(first, first + count)]
     return [slice(first // 2 + half, (first + count) // 2 + half) for half in (0, total // 2)]
@@ -256,7 +256,7 @@ def load_arrays(folder: Path, config: ModelConfig, family: str, shapes: Any, dty
 
 
 def _order(parameter: Parameter, family: str) -> tuple[int, int]:
-    """Where transformers writes it: embeddings, layers, norm, head."""
+    """Return the parameter's place in transformers' order: embeddings, layers, norm, head."""
     if not parameter.layers:
         return {"embedding": 0, "norm.scale": 2, "head": 3}[".".join(parameter.path)], 0
     return 1, list(LAYER | FAMILIES[family]).index(".".join(parameter.path[1:]))

@@ -30,7 +30,7 @@ def decays(path: tuple[Any, ...], w: jax.Array) -> bool:
 
 
 class StepValues(NamedTuple):
-    """What all parameters share in a step: gradients are scaled by `clip`, and nothing changes unless `ok`."""
+    """Scalars that all parameters share in a step: gradients are scaled by `clip`; nothing changes unless `ok`."""
 
     lr: jax.Array
     step: jax.Array

@@ -39,7 +39,7 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is split, and the tokens of a device in one pass.
+    """The table to split, and the tokens of a device in one pass.
 
     activation_bytes: of a number in the compute dtype. sharded: dense parameters are split at rest (ZeRO-3), so a whole
     one is gathered, and its gradient scattered, in every pass; else its gradient is summed over all devices.

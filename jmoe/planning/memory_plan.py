@@ -41,7 +41,7 @@ class FreeMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the bytes go.
+    """The place of every byte.
 
     policy: `auto` where experts are streamed and each step goes the way that measurement will say. expert_tier: where
     they come from; None if nothing is streamed. expert_slots: on the device, for one expert each; ring_slots: for a
@@ -123,7 +123,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
 
 
 def _device_room(model: ModelBytes, free: FreeMemory) -> int:
-    """What free memory leaves for experts on the device."""
+    """Return what free memory leaves for experts on the device."""
     return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
 
 

@@ -25,7 +25,7 @@ def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: flo
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """What is streamed: `num_layers` layers with `num_experts` experts of `expert_bytes` each."""
+    """The weights to stream: `num_layers` layers with `num_experts` experts of `expert_bytes` each."""
 
     num_layers: int
     num_experts: int
@@ -48,7 +48,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of the machine and of one phase (prefill or decode).
+    """Measurements of the machine and of one phase (prefill or decode).
 
     bandwidth_bytes_per_s: of the tier that holds the weights to the device. compute_s: one layer's, with its weights
     there. sync_s: to read the router's choice back, per layer. num_tokens: of a step. active_experts: distinct ones
@@ -75,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one policy would do: whether its slots fit the device, how long a step takes and how many bytes it moves."""
+    """Forecast for one policy: whether its slots fit the device, seconds and bytes moved of a step."""
 
     policy: Policy
     fits: bool

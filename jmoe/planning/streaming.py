@@ -20,7 +20,7 @@ from jmoe.planning.roofline import (
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of machine and model at the start.
+    """Measurements of machine and model at the start.
 
     step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes. rest_s: of a step,
     beside its layers. sync_s: to read a layer's choices back. bandwidth_bytes_per_s: from host memory into slots;
@@ -37,7 +37,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """What recent steps of at most `max_tokens` tokens, on average `num_tokens`, told of routing; means over layers.
+    """Routing of recent steps of at most `max_tokens` tokens, on average `num_tokens`; means over layers.
 
     active_experts: distinct ones that a layer's tokens chose. hit_rate: share of these that were on the device.
     early_fraction: share of the others that were guessed.
@@ -52,7 +52,7 @@ class RoutingStats:
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """Where the experts are and how steps get them.
+    """The places of the experts and how steps get them.
 
     calibration: None where the policy was given, so that nothing had to be measured. routing: of steps that ran; None:
     taken as uniform.
@@ -89,7 +89,7 @@ class StreamingPlan:
         )
 
     def policy(self, num_tokens: int) -> Policy:
-        """What a step of so many tokens does: with the memory plan's policy `auto`, the faster one of two.
+        """Return what a step of so many tokens does: with the memory plan's policy `auto`, the faster one of two.
 
         `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose.
         """

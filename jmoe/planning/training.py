@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What is trained, on how many devices, in hosts of how many, that share the experts out.
+    """The model to train, on how many devices, in hosts of how many, that share the experts out.
 
     step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its micro-batches, on
     all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer has in use at once; kept_bytes,
@@ -116,7 +116,7 @@ class ExpertTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where each kind of state is; the last three as in the configuration. host_cache_bytes: None: a quarter."""
+    """The tier of each kind of state; the last three as in the configuration. host_cache_bytes: None: a quarter."""
 
     experts: Tier
     optimizer: Tier

@@ -314,7 +314,7 @@ def _printable(text: str, encoding: str) -> str:
 
 
 class HeldOut(NamedTuple):
-    """What the held-out text costs: nats per token, and bits per byte, nan where the text is unknown."""
+    """Cost of the held-out text: nats per token, and bits per byte, nan where the text is unknown."""
 
     loss: float
     bits_per_byte: float
@@ -322,7 +322,7 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has learned."""
+    """Results of a run."""
 
     before: HeldOut | None  # None: not measured
     after: HeldOut

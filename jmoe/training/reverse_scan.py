@@ -53,7 +53,7 @@ class _Unit:
     start: dict[LayerKind, int]
 
     def index(self, position: int, repeat: Any) -> Any:
-        """Where the layer at `position` of a repeat is in the stack of its kind."""
+        """Return where the layer at `position` of a repeat is in the stack of its kind."""
         kind = self.kinds[position]
         return self.start[kind] + self.kinds[:position].count(kind) + repeat * self.kinds.count(kind)
 
@@ -85,7 +85,7 @@ class _Bucket:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Kept:
-    """What the backward pass needs of the forward pass."""
+    """The part that the backward pass needs of the forward pass."""
 
     flat: dict[LayerKind, jax.Array]  # [N, C]
     rest: dict[LayerKind, list[jax.Array]]

@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Session:
-    """What stays the same from the first step to the last."""
+    """Everything that stays the same from the first step to the last."""
 
     config: TrainConfig
     resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint

@@ -76,7 +76,7 @@ class ShardedDecoder:
 
     @property
     def notes(self) -> list[str]:
-        """What was planned, and why: which exchange takes tokens to other devices, how the embedding is split."""
+        """The plan, and its reasons: which exchange takes tokens to other devices, how the embedding is split."""
         notes, layers = [], self.abstract.moe_layers
         if layers is not None and layers.moe.exchange_plan.num_devices > 1:
             notes.append(f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}")
@@ -176,7 +176,7 @@ class ShardedDecoder:
 
     @property
     def state_specs(self) -> TrainState:
-        """Where every array of the state lies."""
+        """Return where every array of the state lies."""
         bias: Any = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
         step: Any = REPLICATED
         return TrainState(self.specs, self.specs, self.specs, bias, step)
@@ -212,7 +212,7 @@ class ShardedDecoder:
 
     @property
     def saved_shape(self) -> TrainState:
-        """What a checkpoint holds, the same whatever the mesh."""
+        """Return what a checkpoint holds, the same whatever the mesh."""
         shape, form = self.state_shape, self._saved_form
         return shape if form is None else shape.map_table(lambda _: form[2])
 

@@ -87,7 +87,7 @@ class NextLayer(NamedTuple):
 
 
 class NeighborWork(NamedTuple):
-    """What a program does for neighbouring layers beside its own work."""
+    """The work that a program does for neighbouring layers beside its own work."""
 
     next_layer: NextLayer | None = None  # to be gathered
     pending_RG: jax.Array | None = None  # the last layer's gradients, to be summed over devices
@@ -110,7 +110,7 @@ class GradAccumulator(NamedTuple):
 
 
 class ForBackward(NamedTuple):
-    """What a layer's backward pass is given of its forward pass, and the gradient of its output."""
+    """The values that a layer's backward pass is given of its forward pass, and the gradient of its output."""
 
     x_BSD: jax.Array
     dy_BSD: jax.Array
@@ -119,7 +119,7 @@ class ForBackward(NamedTuple):
 
 
 class StepResults(NamedTuple):
-    """What the parts of a step hand to its end. counts_NAE, dropped_N: of `LayerPrograms.totals`."""
+    """The values that the parts of a step hand to its end. counts_NAE, dropped_N: of `LayerPrograms.totals`."""
 
     grads: StreamedGradients
     expert_squares: Sequence[jax.Array]  # of each layer's experts' gradients

@@ -102,7 +102,7 @@ def _snake(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Ar
 def _copying(
     num_mine: jax.Array, steps_of: Callable[[jax.Array], Any], copy: Callable[..., None], full: Any, empty: Any
 ) -> None:
-    """What the copying warpgroup does: all steps of all tiles of this block, as far ahead as there are stages."""
+    """Run the copying warpgroup: all steps of all tiles of this block, as far ahead as there are stages."""
     num_stages = full.shape[0]
     plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
@@ -133,7 +133,7 @@ def _multiplying(
     full: Any,
     empty: Any,
 ) -> None:
-    """What a multiplying warpgroup does: wait for a step, multiply, and hand the step before it back.
+    """Run a multiplying warpgroup: wait for a step, multiply, and hand the step before it back.
 
     multiply starts one product for each of `sums_shapes`.
     """
@@ -220,7 +220,7 @@ def _widened(w: jax.Array, dtype: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is done to float32 sums before they are stored.
+    """The operation on float32 sums before they are stored.
 
     bias_EF: added to the columns. activate: with `gated`, of (gate, up), the columns' halves: [N, F / 2].
     """

@@ -47,7 +47,7 @@ _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 
 class _Operands(NamedTuple):
-    """What is differentiated."""
+    """The operands to differentiate by."""
 
     x_ND: jax.Array
     weights: MLPWeights
