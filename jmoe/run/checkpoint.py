@@ -16,7 +16,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -375,6 +376,8 @@ class Checkpoints:
         if self._records is not None:
             handlers[ITEM] = RecordsHandler()
         logging.getLogger("absl").addFilter(_is_news)
+        if getattr(sys.unraisablehook, "func", None) is not _report_unraisable:
+            sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_names=tuple(handlers), item_handlers=handlers
         )
@@ -498,6 +501,15 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Return whether to log what Orbax logs: not the tracebacks of errors that the next call raises."""
     raised = record.exc_info is not None and record.filename in ("async_checkpointer.py", "checkpoint_manager.py")
     return not raised and "_SignalingThread.run() raised an exception" not in record.getMessage()
+
+
+def _report_unraisable(report: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs) -> None:
+    """Report an error that nobody can catch, but not of writes that end after the first that failed.
+
+    That one closes the event loop of its save, and every later one would print a traceback; `_fail` raises the error.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        report(unraisable)
 
 
 def _root(error: BaseException) -> BaseException:

@@ -6,9 +6,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -315,8 +317,6 @@ print("steps", checkpoints.steps(), sorted(path.name for path in folder.iterdir(
 @pytest.mark.parametrize("how", ["full", "limited"])
 def test_a_full_disk_is_an_error_and_the_older_step_stays(tmp_path: Path, how: str) -> None:
     """A file system of 8 MB (where this user may mount one), or a limit on the size of files."""
-    import sys
-
     folder = tmp_path / "disk"
     folder.mkdir()
     command = [sys.executable, "-c", FILL, str(folder), how]
@@ -334,6 +334,19 @@ def test_a_full_disk_is_an_error_and_the_older_step_stays(tmp_path: Path, how: s
     assert lines[1].endswith("; step 1 is complete")
     assert ("No space left" if how == "full" else "File too large") in lines[1]
     assert lines[2] == "steps [1, 3] ['1', '3']"
+
+
+def test_writes_that_end_after_the_first_failed_are_not_reported(
+    open_checkpoints: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They find the event loop of their save closed; whatever else nobody can catch is reported as before."""
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    open_checkpoints().save(1, {"w": jnp.zeros(2)}, None, "{}")
+    late, other = (SimpleNamespace(exc_value=RuntimeError(text)) for text in ("Event loop is closed", "other"))
+    for unraisable in (late, other):
+        sys.unraisablehook(unraisable)  # type: ignore[arg-type]
+    assert reported == [other]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
