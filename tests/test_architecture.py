@@ -21,7 +21,7 @@ FLOORS = (
     ("jmoe.run",),
     ("jmoe.training", "jmoe.inference"),
     ("jmoe.serving", "jmoe.deploy"),
-    ("jmoe", "jmoe.inference.generate"),  # jmoe: what a researcher imports
+    ("jmoe", "jmoe.inference.generate", "jmoe.inference.profile"),  # jmoe: what a researcher imports
     ("train", "serve", "jmoe.commands"),
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

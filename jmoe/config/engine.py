@@ -28,9 +28,9 @@ class EngineConfig:
     host_cache_bytes: int | None = None  # host memory for experts of the tier nvme; None: a quarter of their bytes
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
     dtype: Literal["float32", "bfloat16"] | None = None  # of weights, keys and values, and computation; None: as stored
-    # how experts are guessed a layer ahead, to be copied early: by the next layer's router, or by what recent steps
-    # used most; None: not at all
-    estimator: Literal["router", "counts"] | None = "router"
+    # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what recent steps used
+    # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all
+    estimator: Literal["router", "counts", "paths"] | None = "router"
     prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
     max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks
 
@@ -38,7 +38,8 @@ class EngineConfig:
         positive(self, "max_batch", "prefill_chunk_tokens")
         enough = self.max_seq_len is None or self.max_seq_len >= 2
         check_field(enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output")
-        check_field(self.estimator in ("router", "counts", None), self, "estimator", "must be router, counts or None")
+        known = self.estimator in ("router", "counts", "paths", None)
+        check_field(known, self, "estimator", "must be router, counts, paths or None")
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
         fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
         check_field(fits, self, "max_prefill_tokens", f"must be at least {chunk}, a chunk of one prompt")

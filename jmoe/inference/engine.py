@@ -21,6 +21,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampler import NOT_FINITE, Draw, Sampler
@@ -66,6 +67,8 @@ class Engine(Closing):
         with LazyCheckpoint(folder, options.dtype) as checkpoint:
             _keep_compiled_programs()
             options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+            paths = options.estimator == "paths"
+            table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             memory = plan_engine_memory(checkpoint, options)
             self._scheduler = Scheduler(options, checkpoint.eos_token_ids)
             self.residency, self._store = open_experts(
@@ -81,7 +84,7 @@ class Engine(Closing):
         # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
         caches = empty_caches(self.config, self.max_batch, self.max_seq_len, checkpoint.dtype)
         caches = jax.device_put(caches, jax.devices()[0])
-        estimator = make_estimator(options.estimator, self.residency, layers, self.config.num_experts)
+        estimator = make_estimator(options.estimator, self.residency, layers, self.config.num_experts, table)
         self._runner = ModelRunner(self.config, ends, layers, self.residency, caches, checkpoint.dtype, estimator)
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
         tokenizer = checkpoint.folder / "tokenizer.json"
@@ -234,6 +237,10 @@ class Engine(Closing):
     def expert_use(self) -> np.ndarray:
         """Return int64 [layers with experts, experts]: tokens that each got in the last steps; reads the device now."""
         return self._runner.expert_use()
+
+    def last_choices(self) -> list[np.ndarray]:
+        """Return int32 [tokens, choices] of each layer with experts: what the last step's tokens chose, E for none."""
+        return self._runner.last_choices()
 
     def close(self) -> None:
         """Stop the threads that copy experts; log what was predicted beside what was measured."""

@@ -11,13 +11,14 @@ from typing import Literal
 import jax
 import numpy as np
 
+from jmoe.inference.path_table import PathTable
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
 from jmoe.models.block import Block
 from jmoe.models.functional import Structure, split
 from jmoe.offload.policies import Residency
 
-EstimatorName = Literal["router", "counts"]
+EstimatorName = Literal["router", "counts", "paths"]
 RECENT = 0.9  # what a step's number of experts keeps of its weight a step later
 
 
@@ -90,11 +91,28 @@ class CountEstimator(Estimator):
         return most_used[scores_E[most_used] > 0]
 
 
+class PathEstimator(Estimator):
+    """The experts that tokens with the same path chose most often in a profile; nothing to read back."""
+
+    def __init__(self, table: PathTable) -> None:
+        self._table = table
+
+    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+        return self._table.likely(path)
+
+
 def make_estimator(
-    name: EstimatorName | None, residency: Residency, layers: Sequence[Block], num_experts: int
+    name: EstimatorName | None,
+    residency: Residency,
+    layers: Sequence[Block],
+    num_experts: int,
+    table: PathTable | None,
 ) -> Estimator | None:
-    """Return the estimator of a name; None without one, or where nobody would listen to it."""
+    """Return the estimator of a name; None without one, or where nobody would listen to it. table: of `paths`."""
     routers = [moe.router for layer in layers if (moe := layer.moe) is not None and isinstance(moe.router, Router)]
     if name is None or not residency.takes_guesses:
         return None
+    if name == "paths":
+        assert table is not None
+        return PathEstimator(table)
     return RouterEstimator(routers, num_experts) if name == "router" else CountEstimator(len(routers), num_experts)

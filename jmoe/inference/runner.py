@@ -211,6 +211,14 @@ class ModelRunner:
                     use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_NE[:, :-1]
 
+    def last_choices(self) -> list[np.ndarray]:
+        """Return int32 [T, K] of each layer, what the tokens of the last step chose; E for padding. Reads the device.
+
+        Every layer has the tokens of all groups in the same order.
+        """
+        layers: list[list[np.ndarray]] = jax.device_get(self.recent_choices[-1]) if self.recent_choices else []
+        return [np.concatenate(indices) for indices in layers]
+
     def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:
             jax.block_until_ready(held[1])

@@ -143,6 +143,16 @@ class LazyCheckpoint(Closing):
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
         return hashlib.sha256(json.dumps([self.fields, seen, dtypes], sort_keys=True).encode()).hexdigest()
 
+    @property
+    def routing_fingerprint(self) -> str:
+        """Return a SHA-256 of the routers as they are stored: copies of a checkpoint have the same, in any dtype."""
+        digest = hashlib.sha256(str(self.config.num_experts_per_tok).encode())
+        for p in (p for p in self._parameters if "router" in p.path):
+            digest.update(json.dumps([p.path, p.shape]).encode())
+            whole = (slice(None),) * len(p.shape)
+            digest.update(self._loader.region(p, np.dtype(np.float32), whole).tobytes())
+        return digest.hexdigest()
+
     def fill_expert(self, layer: int, expert: int, views: dict[str, np.ndarray]) -> None:
         """Read an expert of a layer with experts into arrays of `expert_fields`."""
         for name, parameter in self._experts.items():

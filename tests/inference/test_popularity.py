@@ -1,5 +1,6 @@
 """Guesses about the next layer: what they are, and that no guess changes a token."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engines import tiny_engine
+from tiny_engines import CHECKPOINTS, tiny_engine
 
+from jmoe.inference.path_table import PATHS_FILE
 from jmoe.inference.popularity import CountEstimator, RouterEstimator
+from jmoe.inference.profile import count_paths
 from jmoe.inference.sequence import Completion
 from jmoe.layers.router import Router
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22]]
@@ -79,6 +83,39 @@ def test_a_guess_changes_no_token(name: str, tier: str, tmp_path: Path) -> None:
         assert guesses > 0 or name == "mixtral", "whose slots have no room beside what a batch chose"
 
 
+def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / "gpt_oss", tmp_path / "gpt_oss")
+
+    def answers(**options: Any) -> tuple[list[Any], Any]:
+        with tiny_engine(folder, **options) as engine:
+            found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
+            return [(c.token_ids, c.logprobs) for c in found], engine.stats()
+
+    with pytest.raises(ValueError, match=f"{PATHS_FILE}: no such file; make one with `python -m jmoe.inference.profi"):
+        tiny_engine(folder, estimator="paths")
+    expected, stats = answers(policy="resident")
+    options: dict[str, Any] = {"policy": "experts", "device_bytes": stats.device_expert_bytes // 2}
+    # a profile of these very sequences, so that every path was seen
+    with tiny_engine(folder, policy="resident") as engine, LazyCheckpoint(folder) as checkpoint:
+        sequences = [[*prompt, *token_ids[:-1]] for prompt, (token_ids, _) in zip(PROMPTS, expected, strict=True)]
+        config, fingerprint = engine.config, checkpoint.routing_fingerprint
+        table = count_paths(engine, sequences, path_length=2).table(fingerprint, config.num_experts)
+        assert table.header.tokens == sum(map(len, sequences))
+        chosen = engine.last_choices()[0]
+        popularity_E, without_share = table.popularity([chosen])
+        real = np.count_nonzero(chosen < config.num_experts)
+        assert (popularity_E.sum(), without_share) == (pytest.approx(real), 0)
+        table.save(folder)
+    streamed, stats = answers(estimator="paths", **options)
+    assert streamed == expected
+    assert 0 < stats.guessed_right <= stats.guessed
+    with LazyCheckpoint(folder, "bfloat16") as checkpoint:
+        assert checkpoint.routing_fingerprint == fingerprint, "whatever the dtype that was asked for"
+    shutil.copy(folder / PATHS_FILE, shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "mixtral"))
+    with pytest.raises(ValueError, match="was made for another model"):
+        tiny_engine(tmp_path / "mixtral", estimator="paths")
+
+
 def test_unknown_estimator() -> None:
-    with pytest.raises(ValueError, match="estimator = 'oracle': must be router, counts or None"):
+    with pytest.raises(ValueError, match="estimator = 'oracle': must be router, counts, paths or None"):
         run("mixtral", estimator="oracle")

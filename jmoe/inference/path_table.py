@@ -1,0 +1,243 @@
+"""Which experts tokens choose next after those they chose before: Lina's estimate of popularity (section 5.1).
+
+Legend: T tokens, K choices a token by falling score, E experts of a layer, N layers, G digits of a path, R paths, M
+experts that are kept of a path, U distinct paths of a step.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jmoe.config import check
+from jmoe.data.shards import write_atomic
+
+PATHS_FILE = "expert_paths.table"  # beside the checkpoint
+VERSION = 1
+DIGEST_BYTES = 32
+MAX_KEY = 2**63
+
+
+class LayerEstimate(NamedTuple):
+    """popularity_E: float64, the tokens that each expert of a layer will probably get; 0 where nothing is known.
+
+    without_share: of the tokens, those without an estimate, which add nothing.
+    """
+
+    popularity_E: np.ndarray
+    without_share: float
+
+
+@dataclass(frozen=True)
+class TableHeader:
+    """What a table was made for. fingerprint: of the model. kept: experts of a path, E or fewer."""
+
+    num_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    path_length: int
+    kept: int
+    fingerprint: str
+    tokens: int  # that were counted
+
+    def __post_init__(self) -> None:
+        length, experts = self.path_length, self.num_experts
+        longest = next(g for g in range(64) if experts ** (g + 3) >= MAX_KEY) if experts > 1 else 64
+        check(1 <= length <= longest, "path_length", length, f"must be in [1, {longest}] with {experts} experts")
+        inside = self.num_experts_per_tok <= self.kept <= experts
+        check(inside, "kept", self.kept, f"must be in [{self.num_experts_per_tok}, {experts}]")
+
+    def digits(self, layer: int) -> int:
+        """Return how many choices the longest path up to a layer has."""
+        return min(self.path_length, layer + 1) + (self.num_experts_per_tok > 1)
+
+    def choice(self, digit: int) -> tuple[int, int]:
+        """Return (layers back, place among a token's choices) of a digit of a path, the one that matters most first.
+
+        These are the first and the second choice of the last layer, then the first ones of those before.
+        """
+        if self.num_experts_per_tok == 1:
+            return digit, 0
+        return (0, digit) if digit < 2 else (digit - 1, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PathTable:
+    """For every layer and path, the experts of the next layer that tokens chose most often, and how often.
+
+    A token's path is the expert with the highest score in each of the last `path_length` layers, and the second best
+    of the last of them (`TableHeader.choice`): whole sets of K experts are hardly ever seen twice. A path that was
+    never seen is shortened from its far end; one of a single expert that was never seen has no estimate.
+
+    starts: int64 [N - 1, G + 1]: the paths of g digits up to layer n are rows starts[n, g - 1] to starts[n, g]. keys:
+    int64 [R], ascending in each of these parts: the sum of digit d times E^d. tokens: int64 [R], with this path.
+    experts, counts: int32 and int64 [R, M], by falling count; a count of 0 fills up.
+    """
+
+    header: TableHeader
+    starts: np.ndarray
+    keys: np.ndarray
+    tokens: np.ndarray
+    experts: np.ndarray
+    counts: np.ndarray
+
+    def popularity(self, path: Sequence[np.ndarray]) -> LayerEstimate:
+        """Return how many of a step's tokens will choose each expert of layer len(path); see `Estimator.estimate`.
+
+        A sum over tokens: those of several devices add up.
+        """
+        experts = self.header.num_experts
+        rows_U, tokens_U = self._find(path)
+        known = rows_U >= 0
+        rows, total = rows_U[known], int(tokens_U.sum())
+        weights = self.counts[rows] * (tokens_U[known] / self.tokens[rows])[:, None]
+        popularity_E = np.bincount(self.experts[rows].ravel(), weights.ravel(), minlength=experts)
+        return LayerEstimate(popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0)
+
+    def likely(self, path: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the K experts that each path's tokens chose most often, of all a step's paths, more than once."""
+        rows_U, _ = self._find(path)
+        rows, k = rows_U[rows_U >= 0], self.header.num_experts_per_tok
+        return self.experts[rows, :k][self.counts[rows, :k] > 0]
+
+    def _find(self, path: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of a step's distinct paths, -1 for none, and how many tokens have each."""
+        layer, experts = len(path) - 1, self.header.num_experts
+        real_T, digits = path[-1][:, 0] < experts, self.header.digits(layer)
+        keys_T = np.zeros(np.count_nonzero(real_T), np.int64)
+        for digit in range(digits):
+            back, place = self.header.choice(digit)
+            keys_T += path[layer - back][real_T, place].astype(np.int64) * experts**digit
+        keys_U, tokens_U = np.unique(keys_T, return_counts=True)
+        rows_U = np.full(len(keys_U), -1)
+        if layer < len(self.starts):
+            for digit in reversed(range(digits)):
+                begin, end = self.starts[layer, digit : digit + 2]
+                open_U = np.flatnonzero(rows_U < 0)
+                wanted, there = keys_U[open_U] % experts ** (digit + 1), self.keys[begin:end]
+                at = np.searchsorted(there, wanted)
+                found = np.flatnonzero(at < len(there))
+                found = found[there[at[found]] == wanted[found]]
+                rows_U[open_U[found]] = begin + at[found]
+        return rows_U, tokens_U
+
+    def save(self, folder: Path) -> Path:
+        """Write the table beside a checkpoint, all or nothing; return its file: a SHA-256 of the npz that follows."""
+        content = io.BytesIO()
+        header = json.dumps(vars(self.header) | {"version": VERSION})
+        arrays = {name: getattr(self, name) for name in ("starts", "keys", "tokens", "experts", "counts")}
+        np.savez_compressed(content, header=np.array(header), **arrays)
+        write_atomic(folder / PATHS_FILE, hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+        return folder / PATHS_FILE
+
+    @classmethod
+    def load(cls, folder: Path, fingerprint: str) -> "PathTable":
+        """Read the table beside a checkpoint; `ValueError` if there is none, or it is damaged or of another model."""
+        file = folder / PATHS_FILE
+        make = f"make one with `python -m jmoe.inference.profile {folder} --text FILE`"
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file; {make}")
+        content = file.read_bytes()
+        if hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
+            raise ValueError(f"{file}: is damaged; {make}")
+        with np.load(io.BytesIO(content[DIGEST_BYTES:]), allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        fields = json.loads(str(arrays.pop("header")))
+        version = fields.pop("version")
+        if version != VERSION:
+            raise ValueError(f"{file}: has version {version}, this is version {VERSION}; {make}")
+        table = cls(TableHeader(**fields), **arrays)
+        if table.header.fingerprint != fingerprint:
+            raise ValueError(f"{file}: was made for another model; {make}")
+        return table
+
+
+class PathCounter:
+    """Counts, layer by layer, which experts tokens chose after which paths."""
+
+    def __init__(self, num_layers: int, num_experts: int, num_experts_per_tok: int, path_length: int) -> None:
+        sizes = (num_layers, num_experts, num_experts_per_tok, path_length)
+        self._header = TableHeader(*sizes, kept=num_experts, fingerprint="", tokens=0)
+        self._tokens = 0
+        layers = range(num_layers - 1)
+        self._parts = [[_Tally() for _ in range(self._header.digits(layer))] for layer in layers]
+
+    def add(self, choices: Sequence[np.ndarray]) -> None:
+        """Count the tokens of a step. choices: int32 [T, K] of each layer, E for none (padding)."""
+        experts = self._header.num_experts
+        real_T = choices[0][:, 0] < experts
+        chosen = [idx_TK[real_T].astype(np.int64) for idx_TK in choices]
+        self._tokens += len(chosen[0])
+        for layer, parts in enumerate(self._parts):
+            keys_T = np.zeros(len(chosen[0]), np.int64)
+            for digit, part in enumerate(parts):
+                back, place = self._header.choice(digit)
+                keys_T = keys_T + chosen[layer - back][:, place] * experts**digit
+                part.add((keys_T[:, None] * experts + chosen[layer + 1]).ravel())
+
+    def table(self, fingerprint: str, kept: int | None = None) -> PathTable:
+        """Return what was counted. kept: experts of a path, K by default; E: the whole distribution."""
+        h = self._header
+        kept = h.num_experts_per_tok if kept is None else kept
+        sizes = (h.num_layers, h.num_experts, h.num_experts_per_tok, h.path_length)
+        header = TableHeader(*sizes, kept=kept, fingerprint=fingerprint, tokens=self._tokens)
+        starts = np.zeros((h.num_layers - 1, h.digits(h.num_layers) + 1), np.int64)
+        parts, rows = [_rows_of(*_Tally().sums, header)], 0
+        for layer, tallies in enumerate(self._parts):
+            starts[layer] = rows
+            for digit, tally in enumerate(tallies):
+                parts.append(_rows_of(*tally.sums, header))
+                rows += len(parts[-1][0])
+                starts[layer, digit + 1 :] = rows
+        return PathTable(header, starts, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+class _Tally:
+    """How often numbers came, added up whenever as many new ones wait as there are old ones."""
+
+    def __init__(self) -> None:
+        self._codes, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
+        self._waiting_size = 0
+
+    def add(self, codes: np.ndarray) -> None:
+        self._waiting.append(np.unique(codes, return_counts=True))
+        self._waiting_size += len(self._waiting[-1][0])
+        if self._waiting_size > len(self._codes):
+            self._add_up()
+
+    @property
+    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers, ascending, and how often each came."""
+        self._add_up()
+        return self._codes, self._counts
+
+    def _add_up(self) -> None:
+        codes = np.concatenate([self._codes, *(codes for codes, _ in self._waiting)])
+        counts = np.concatenate([self._counts, *(counts for _, counts in self._waiting)])
+        order = np.argsort(codes, kind="stable")
+        codes, counts = codes[order], counts[order]
+        first = np.flatnonzero(np.diff(codes, prepend=-1))
+        self._codes, self._counts = codes[first], np.add.reduceat(counts, first) if len(first) else counts
+        self._waiting, self._waiting_size = [], 0
+
+
+def _rows_of(codes: np.ndarray, counts: np.ndarray, header: TableHeader) -> tuple[np.ndarray, ...]:
+    """Return keys, tokens, experts and counts of a part of the table. codes: key * E + expert, ascending."""
+    keys, row = np.unique(codes // header.num_experts, return_inverse=True)
+    chosen = codes % header.num_experts
+    tokens = np.bincount(row, counts, minlength=len(keys)).astype(np.int64) // header.num_experts_per_tok
+    order = np.lexsort((chosen, -counts, row))
+    row = row[order]
+    rank = np.arange(len(row)) - np.searchsorted(row, row)
+    most = rank < header.kept
+    experts_RM = np.zeros((len(keys), header.kept), np.int32)
+    counts_RM = np.zeros((len(keys), header.kept), np.int64)
+    experts_RM[row[most], rank[most]] = chosen[order][most]
+    counts_RM[row[most], rank[most]] = counts[order][most]
+    return keys, tokens, experts_RM, counts_RM
