@@ -119,11 +119,11 @@ class PathTable:
             for digit in reversed(range(digits)):
                 begin, end = self.starts[layer, digit : digit + 2]
                 open_U = np.flatnonzero(rows_U < 0)
-                wanted, there = keys_U[open_U] % experts ** (digit + 1), self.keys[begin:end]
-                at = np.searchsorted(there, wanted)
-                found = np.flatnonzero(at < len(there))
-                found = found[there[at[found]] == wanted[found]]
-                rows_U[open_U[found]] = begin + at[found]
+                wanted, known = keys_U[open_U] % experts ** (digit + 1), self.keys[begin:end]
+                at = np.searchsorted(known, wanted)
+                same = np.flatnonzero(at < len(known))
+                same = same[known[at[same]] == wanted[same]]
+                rows_U[open_U[same]] = begin + at[same]
         return rows_U, tokens_U
 
     def save(self, folder: Path) -> Path:

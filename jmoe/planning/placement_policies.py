@@ -79,13 +79,13 @@ def eplb(
         return int(nodes[np.argmin(loads_P[nodes])])
 
     node_G = _pack(groups, num_nodes, num_groups // num_nodes, choose)
-    found = []
+    rows = []
     for node in range(num_nodes):
         experts = experts_GE[node_G == node].ravel()
         parts, devices = _eplb_of_node(popularity_E[experts], num_devices // num_nodes, capacity)
         here = node * (num_devices // num_nodes) + devices
-        found.append((experts[parts.experts], parts.turns, parts.weights, here))
-    experts, turns, weights, devices = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        rows.append((experts[parts.experts], parts.turns, parts.weights, here))
+    experts, turns, weights, devices = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
     return ExpertParts(experts, turns, weights), devices
 
 
@@ -103,11 +103,11 @@ def _replicate(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.nda
 
 def _parts(shares: list[np.ndarray]) -> ExpertParts:
     """Return a part for each share of each expert but those that are too small for a turn."""
-    found = []
+    rows = []
     for expert, weights in enumerate(shares):
         turns = apportion(weights) if len(weights) > 1 else [CYCLE]
-        found += [(expert, turns[i], weights[i]) for i in range(len(weights)) if turns[i] > 0]
-    return ExpertParts(*(np.array(column) for column in zip(*found, strict=True)))
+        rows += [(expert, turns[i], weights[i]) for i in range(len(weights)) if turns[i] > 0]
+    return ExpertParts(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def apportion(weights: np.ndarray) -> np.ndarray:
