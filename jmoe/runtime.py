@@ -41,10 +41,17 @@ def environment(current: Mapping[str, str]) -> dict[str, str]:
 
 
 def reexec_with_env() -> None:
-    """Replace this process by the same command in the right environment, if that is not the one it has."""
+    """Replace this process by the same command in the right environment, if that is not the one it has.
+
+    `python -m NAME` stays that: by its path, a module's folder would come first where Python looks for others.
+    """
     wanted = environment(os.environ)
     if wanted:
-        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+        spec = sys.modules["__main__"].__spec__
+        program = [sys.argv[0]]
+        if spec is not None and spec.origin == sys.argv[0]:  # else it is that of a profiler that runs a script
+            program = ["-m", spec.name]
+        os.execve(sys.executable, [sys.executable, *program, *sys.argv[1:]], wanted)
 
 
 def end_at_once_on_interrupt() -> None:

@@ -119,6 +119,8 @@ class PathTable:
             for digit in reversed(range(digits)):
                 begin, end = self.starts[layer, digit : digit + 2]
                 open_U = np.flatnonzero(rows_U < 0)
+                if not open_U.size:
+                    break
                 wanted, known = keys_U[open_U] % experts ** (digit + 1), self.keys[begin:end]
                 at = np.searchsorted(known, wanted)
                 same = np.flatnonzero(at < len(known))
