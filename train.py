@@ -29,11 +29,12 @@ from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, has_checkpoint
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
-from jmoe.run.planner import training_plan, with_chosen_tiers
+from jmoe.run.planner import packing_line, training_plan, with_chosen_tiers
 from jmoe.run.report import write_report
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.status import status
 from jmoe.training.finetune import TOKENIZER, with_pretrained_model
+from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
@@ -66,12 +67,14 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
         for step in range(start, config.num_steps):
             if max(profile_from, start) == step < profile_to:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
+            state = run.pack(step, state)
             begun, programs = time.perf_counter(), compiled.count
             doing = status("compiling the training step", say) if step == start else contextlib.nullcontext()
             with run.watchdog.waiting_for("step", step), doing:
                 state, metrics = train_step(run.trainer, state, run.next_batch())
                 run.check_finite(step, metrics)
             step_s, done = time.perf_counter() - begun, step + 1
+            run.packing.note_step(step_s, compiled=compiled.count > programs)
             if done == profile_to > start:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:
@@ -99,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     config = with_chosen_tiers(with_pretrained_model(parse_train(arguments, PRESETS)))
     if config.plan:
         plan = training_plan(config)
-        print(plan)
+        print(plan, *([packing_line(config)] if config.comm.packing != 1 else []), sep="\n")
         sys.exit(1 if plan.lacking else 0)
     run_all(config)
 
@@ -107,13 +110,19 @@ def main(arguments: Sequence[str]) -> None:
 def run_all(config: TrainConfig) -> None:
     """Set up processes, mesh, data and trainer, then train, evaluate and report."""
     distributed.start(config.distributed)
-    mesh = make_mesh(config.check_devices(jax.device_count(), devices_per_host()))
+    devices, per_host = jax.device_count(), devices_per_host()
+    config.check_devices(devices, per_host)
+    packing = PackingController(config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host))
+    packed, shape = packing.packed()
+    mesh = make_mesh(shape)
     output_dir, limits, main_process = Path(config.output_dir), config.distributed, jax.process_index() == 0
     total, active = config.model.num_parameters()
     say(
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size} {mesh.devices.flat[0].device_kind} "
-        f"device(s) as (data, expert_inter, expert_intra) = {tuple(mesh.shape.values())}; output in {output_dir}"
+        f"device(s) as (data, expert_inter, expert_intra) = {shape}; output in {output_dir}"
     )
+    if config.comm.packing != 1:
+        say(f"comm.packing = {config.comm.packing}: {packing.experts_per_device} experts a device")
     for warning in config.warnings():
         say(f"warning: {warning}")
     with contextlib.ExitStack() as stack:
@@ -144,7 +153,7 @@ def run_all(config: TrainConfig) -> None:
         )
         stack.push(closing(batches.close))
 
-        trainer = make_trainer(config, mesh, folder.run)
+        trainer = make_trainer(packed, mesh, folder.run)
         stack.push(closing(trainer.close))
         for note in trainer.notes:
             say(note)
@@ -153,7 +162,9 @@ def run_all(config: TrainConfig) -> None:
             Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
         )
         resolved |= {FINGERPRINT: corpus.fingerprint}
-        run = Session(config, resolved, mesh, corpus, batches, trainer, checkpoints, watchdog, folder, tokenizer)
+        run = Session(
+            config, resolved, mesh, corpus, batches, trainer, checkpoints, watchdog, folder, tokenizer, packing
+        )
         state = run.start_or_resume()
         if main_process:
             publish(corpus, cache)

@@ -46,9 +46,12 @@ def devices_per_host() -> int:
     return int(processes[0]) * jax.local_device_count() if processes.size == 1 else 0
 
 
-def hierarchy(mesh: Mesh, hierarchical: bool) -> tuple[tuple[str, ...], ...]:
-    """Return the axes to gather and reduce over what all devices share: across nodes, then inside, or all at once."""
-    if hierarchical and mesh.shape[EXPERT_INTER] > 1 and mesh.shape[EXPERT_INTRA] > 1:
+def hierarchy(mesh: Mesh, hierarchical: bool, *, packed: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Return the axes to gather and reduce over what all devices share: across nodes, then inside, or all at once.
+
+    packed: nodes that shared the experts are replicas now, so that the data axis crosses them.
+    """
+    if hierarchical and (packed or mesh.shape[EXPERT_INTER] > 1) and mesh.shape[EXPERT_INTRA] > 1:
         return (DATA, EXPERT_INTER), (EXPERT_INTRA,)
     return (ALL,)
 

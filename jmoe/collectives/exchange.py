@@ -289,3 +289,23 @@ def make_exchange(plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: fl
         return PerDevice(make_all_to_all(axes, plan.kind == "hierarchical"), plan.num_devices, capacity_factor)
     inside = PerDevice(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
     return PerNode(make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor)
+
+
+def sent_to_experts(exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices) -> list[tuple[AllToAll, Any]]:
+    """Return the all-to-alls of `exchange.dispatch`, each with the shapes that it is given; chosen: shapes too."""
+    sent: list[tuple[AllToAll, Any]] = []
+
+    def noting(all_to_all: AllToAll) -> AllToAll:
+        def note(tree: Any) -> Any:
+            sent.append((all_to_all, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)))
+            return tree
+
+        return note
+
+    if isinstance(exchange, PerNode):
+        inside = replace(exchange.inside, all_to_all=noting(exchange.inside.all_to_all))
+        exchange = replace(exchange, across=noting(exchange.across), inside=inside)
+    elif isinstance(exchange, PerDevice):
+        exchange = replace(exchange, all_to_all=noting(exchange.all_to_all))
+    jax.eval_shape(exchange.dispatch, x, chosen)
+    return sent

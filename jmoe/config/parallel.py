@@ -40,6 +40,25 @@ class MeshConfig:
         return value
 
 
+def packed_shape(shape: tuple[int, int, int], packing: int) -> tuple[int, int, int]:
+    """Return the mesh with `packing` times the experts on a device: the expert axes shrink, data grows.
+
+    Across nodes first, so that a group of devices which shares the experts spans fewer nodes. Devices keep their order,
+    and so the rows of a batch their devices.
+    """
+    data, inter, intra = shape
+    nodes = math.gcd(inter, packing)
+    constraint = f"must divide mesh.expert_inter x mesh.expert_intra = {inter} x {intra}"
+    check(intra % (packing // nodes) == 0, "comm.packing", packing, constraint)
+    return data * packing, inter // nodes, intra // (packing // nodes)
+
+
+def most_packing(shape: tuple[int, int, int]) -> int:
+    """Return the largest power of two that `packed_shape` takes."""
+    _, inter, intra = shape
+    return (inter & -inter) * (intra & -intra)
+
+
 @dataclass(frozen=True)
 class CommConfig:
     """Traffic between devices: its form and its order."""
@@ -48,6 +67,8 @@ class CommConfig:
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
     # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense parameter
     embedding: EmbeddingChoice = "auto"
+    # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer than experts (Lina)
+    packing: Literal["auto"] | int = 1
     chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
     # what the papers' figures compare with: presets of `configs/ablations.py` set these, the command line does not
     hierarchical: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
@@ -58,3 +79,13 @@ class CommConfig:
     def __post_init__(self) -> None:
         literals(self)
         not_negative(self, "bucket_bytes", "chunk_bytes")
+        packing = self.packing
+        power = (
+            isinstance(packing, int) and not isinstance(packing, bool) and packing > 0 and not packing & (packing - 1)
+        )
+        check(packing == "auto" or power, "packing", packing, "must be a power of two, or auto")
+
+    @property
+    def first_packing(self) -> int:
+        """Return the packing that a run begins with."""
+        return 1 if self.packing == "auto" else self.packing

@@ -14,10 +14,16 @@ from typing import Any, Literal
 
 from jmoe.config.checks import check, check_field, literals, not_negative, positive
 from jmoe.config.model import ModelConfig
-from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig
+from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.tiers import MachineConfig, TiersConfig
 
 Dtype = Literal["float32", "bfloat16"]
+
+
+def _streamed(tiers: TiersConfig) -> str:
+    """Return why experts on other tiers have no replicas."""
+    pair = f"tiers.experts = {tiers.experts!r} and tiers.optimizer = {tiers.optimizer!r}"
+    return f"with experts on other tiers ({pair}): every device then has experts of its own"
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,8 @@ class TrainConfig:
         tiers = self.tiers.experts, self.tiers.optimizer
         has_experts = self.tiers.on_device or self.model.num_moe_layers > 0
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
+        alone = self.comm.packing == 1 or not {"host", "nvme"} & {*tiers}
+        check(alone, "comm.packing", self.comm.packing, f"must be 1 {_streamed(self.tiers)}")
         span = self.profile.span()
         ends = span is None or span[1] <= self.num_steps
         check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")
@@ -190,22 +198,26 @@ class TrainConfig:
 
         devices_per_host: 0 where it is not known or hosts differ.
         """
-        shape = self.mesh.shape(num_devices, devices_per_host)
+        shape = packed_shape(self.mesh.shape(num_devices, devices_per_host), self.comm.first_packing)
         parts = self.gradient_accumulation_steps
         constraint = f"must be a multiple of {num_devices} devices x {parts} accumulation steps"
         check_field(self.batch_size % (num_devices * parts) == 0, self, "batch_size", constraint)
         if not self.tiers.on_device and num_devices > 1:
-            why = "with experts on other tiers: every device then has experts of its own"
-            check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {why}")
+            check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {_streamed(self.tiers)}")
             fused = self.comm.fuse_dense or not self.comm.shard_dense
             check_field(fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers")
         experts = shape[1] * shape[2]
-        constraint = f"must be a multiple of mesh.expert_inter x mesh.expert_intra = {experts}"
+        axes = "mesh.expert_inter x mesh.expert_intra" + " / comm.packing" * (self.comm.first_packing > 1)
+        constraint = f"must be a multiple of {axes} = {experts}"
         check_field(self.model.num_experts % experts == 0, self.model, "model.num_experts", constraint)
         for name in () if self.comm.embedding == "auto" else SPLIT_SIZES.get(self.comm.embedding, ()):
             constraint = f"must be a multiple of {num_devices}: comm.embedding = {self.comm.embedding!r} splits it"
             check_field(getattr(self.model, name) % num_devices == 0, self.model, f"model.{name}", constraint)
         return shape
+
+    def packed(self, packing: int) -> TrainConfig:
+        """Return the run with `packing` times the experts on a device."""
+        return dataclasses.replace(self, comm=dataclasses.replace(self.comm, packing=packing))
 
     def evaluates_after(self, steps: int) -> bool:
         """Return whether the held-out loss is measured after so many steps, neither none nor all of the run."""

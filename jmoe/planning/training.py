@@ -52,7 +52,8 @@ class TrainedModel:
     step_tokens, dense_flops (everything but the experts): of a step of one replica. Of one of its micro-batches, on
     all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer has in use at once; kept_bytes,
     what the layers keep besides for the backward pass; 0: they are computed again. A streamed step has the inputs and
-    what is kept of all its micro-batches. max_micro_batches: of one sequence on each device.
+    what is kept of all its micro-batches. max_micro_batches: of one sequence on each device. packing: how many times
+    the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them.
     """
 
     num_layers: int
@@ -72,6 +73,7 @@ class TrainedModel:
     micro_batches: int = 1
     max_micro_batches: int = 1
     replicas: int = 1
+    packing: int = 1
     shard_dense: bool = True
 
     @property
@@ -319,6 +321,8 @@ def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
         parts *= 2
         in_parts = _scaled(replace(model, micro_batches=parts), model.micro_batches / parts)
         yield Change("gradient_accumulation_steps", parts, in_parts, place)
+    if model.packing > 1:
+        yield Change("comm.packing", model.packing // 2, _less_packed(model), place)
     yield from _changes_of_tiers(model, place)
     if place.checkpoints > LEAST_CHECKPOINTS:
         fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
@@ -349,7 +353,7 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
 
 
 def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
-    hosts = model.num_devices // model.devices_per_host
+    hosts = model.num_devices * model.packing // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
         if model.num_experts % devices == 0 and model.max_micro_batches >= model.micro_batches * times:
@@ -359,6 +363,19 @@ def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
         yield Change("batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place)
+
+
+def _less_packed(model: TrainedModel) -> TrainedModel:
+    """Return the model with half the experts on a device: of half the replicas, each with twice the tokens."""
+    half = _scaled(model, 2.0)
+    return replace(
+        half,
+        packing=model.packing // 2,
+        num_devices=model.num_devices * 2,
+        replicas=model.replicas // 2,
+        step_tokens=model.step_tokens * 2,
+        dense_flops=model.dense_flops * 2,
+    )
 
 
 def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:

@@ -31,6 +31,7 @@ from jmoe.config import CheckpointConfig, check
 from jmoe.memory.direct_io import fsync, make_folder
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave, is_record
 from jmoe.run.checkpoint_contents import (
+    PACKING,
     crc32,
     entry_of,
     files_of,
@@ -78,6 +79,7 @@ class Checkpoints:
         self._bytes = 0  # of its arrays
         self._meetings = 0  # of all processes, by `wait_for_records`
         self._files: dict[str, bytes] = {}  # that go with it
+        self._packing = 1  # that it is made under
         # Orbax's barriers between all processes would be collectives, which background threads issue in another order
         # than the training step's; between processes that are named they keep off the devices.
         named = set(range(jax.process_count())) if jax.process_count() > 1 else None
@@ -165,6 +167,11 @@ class Checkpoints:
                 config: dict[str, Any] = json.loads((self.folder_of(step) / "config" / "metadata").read_text())
                 return config
         return None
+
+    def newest_packing(self) -> int:
+        """Return the packing that the newest complete step was made under; 1 if there are no steps."""
+        steps = self.steps()
+        return int(self._manifest(steps[-1]).get(PACKING, 1)) if steps else 1
 
     def saved_config(self, step: int) -> dict[str, Any]:
         """Return the configuration saved with `step`. `ValueError` if it is damaged."""
@@ -271,12 +278,19 @@ class Checkpoints:
     # Writing
 
     def save(
-        self, step: int, state: Any, data_state: Any, config_json: str, files: Mapping[str, bytes] | None = None
+        self,
+        step: int,
+        state: Any,
+        data_state: Any,
+        config_json: str,
+        files: Mapping[str, bytes] | None = None,
+        packing: int = 1,
     ) -> None:
         """Start saving `step`; returns once the arrays are copied to the host, so `state` may be donated.
 
         Waits first for the previous save. `OSError` if that one failed, or this one could not begin. Saving again the
-        step saved last does nothing. files: by name, written to the step's folder with the rest.
+        step saved last does nothing. files: by name, written to the step's folder with the rest. packing: of the run,
+        for the manifest; `state` is the same whatever it is.
         """
         self.wait()
         if step == self._step:
@@ -288,7 +302,7 @@ class Checkpoints:
         constraint = f"{self.directory} has got step {newest} meanwhile, which this run did not save"
         check(newest <= step, "step", step, constraint)  # Orbax would keep that one and delete this
         names, leaves, _ = named_leaves(state)
-        self._files = dict(files or {})
+        self._files, self._packing = dict(files or {}), packing
         self._step, self._arrays = step, {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)}
         items: dict[str, Any] = {
             "state": ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
@@ -492,7 +506,8 @@ class Checkpoints:
             has_own_sum = name in files or is_record(path.relative_to(folder))
             if not has_own_sum and name not in written_once_more:
                 files[name] = [path.stat().st_size, crc32(path)]
-        write_step_manifest(folder / MANIFEST, {"step": self._step, "files": files, "arrays": self._arrays})
+        manifest = {"step": self._step, "files": files, "arrays": self._arrays, PACKING: self._packing}
+        write_step_manifest(folder / MANIFEST, manifest)
         for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):
             fsync(path)
 

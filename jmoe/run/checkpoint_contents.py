@@ -10,6 +10,7 @@ import jax
 
 CRC_BLOCK_BYTES = 1 << 22
 CRC = "crc32"  # of a manifest, in the manifest
+PACKING = "packing"  # that the run had; older manifests do not say
 
 
 def files_of(folder: Path) -> Iterator[Path]:
@@ -32,12 +33,15 @@ def write_step_manifest(path: Path, manifest: dict[str, Any]) -> None:
 def read_step_manifest(path: Path) -> dict[str, Any]:
     """Return a step's manifest; `ValueError` unless it is what was written. Older ones have no sum of their own."""
     manifest = json.loads(path.read_text())
-    if not isinstance(manifest, dict) or manifest.keys() - {CRC} != {"step", "files", "arrays"}:
+    if not isinstance(manifest, dict) or manifest.keys() - {CRC, PACKING} != {"step", "files", "arrays"}:
         raise ValueError(f"{path}: must have a step, files and arrays")
     crc = manifest.pop(CRC, None)
     if crc is not None and crc != _own_crc32(manifest):
         raise ValueError(f"{path}: its content has changed since it was written")
     tables = [manifest["files"], manifest["arrays"]]
+    packing = manifest.get(PACKING, 1)
+    if not isinstance(packing, int) or packing < 1:
+        raise ValueError(f"{path}: {PACKING} = {packing!r}: must be a positive integer")
     if not all(isinstance(table, dict) and all(_is_pair(entry) for entry in table.values()) for table in tables):
         raise ValueError(f"{path}: must have sizes and sums of files, dtypes and shapes of arrays")
     return manifest

@@ -1,6 +1,7 @@
 """The planner's numbers of a run: what it needs by its configuration, what this machine has, what was measured."""
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 from statistics import median
@@ -10,10 +11,12 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jmoe.config import ModelConfig, TrainConfig
+from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.layers.experts import up_columns
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
+from jmoe.planning.packing import Room
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
@@ -29,15 +32,17 @@ from jmoe.run.metrics import MetricsLog, read_metrics
 def trained_model(config: TrainConfig) -> TrainedModel:
     """Return the model and step of a run, in numbers."""
     model, mesh = config.model, config.mesh  # what the mesh leaves open is not known without devices: one
-    tokens = config.batch_size * config.sequence_length // max(1, mesh.data)
+    inside, packing = max(1, mesh.expert_intra), config.comm.first_packing
+    _, *shared = packed_shape((1, mesh.expert_inter, inside), packing)
+    devices, replicas = math.prod(shared), max(1, mesh.data) * packing
+    tokens = config.batch_size * config.sequence_length // replicas
     expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
     compute_bytes = 2 if config.compute_dtype == "bfloat16" else 4
     part = tokens // config.gradient_accumulation_steps
     wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
-    inside, replicas = max(1, mesh.expert_intra), max(1, mesh.data)
-    devices, parts = mesh.expert_inter * inside, config.gradient_accumulation_steps
+    parts = config.gradient_accumulation_steps
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -56,6 +61,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         micro_batches=parts,
         max_micro_batches=max(parts, config.batch_size // (replicas * devices)),
         replicas=replicas,
+        packing=packing,
         shard_dense=config.comm.shard_dense,
     )
 
@@ -123,6 +129,28 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
         raise ValueError(f"model.num_experts = {config.model.num_experts}: the planner is for models with experts")
     model, tiers = trained_model(config), config.tiers
     return plan_training(model, _placement(config, tiers.experts, tiers.optimizer), machine(config))
+
+
+def packing_room(config: TrainConfig, on: Machine) -> Room:
+    """Return what a run with this packing lacks on such machines; 0 where it fits."""
+    model = trained_model(config)
+    host = dataclasses.replace(_placement(config, "host", "host"), gradients="host")
+    plans = [plan_training(model, place, on) for place in (_placement(config, "device", "device"), host)]
+    return Room(*(sum(plan.lacking.values()) for plan in plans))
+
+
+def packing_line(config: TrainConfig) -> str:
+    """Return how many experts a device holds, and with `comm.packing = auto` up to how many memory allows."""
+    mesh, first = config.mesh, config.comm.first_packing
+    full = (max(1, mesh.data), mesh.expert_inter, max(1, mesh.expert_intra))
+    alone = config.model.num_experts // (full[1] * full[2])
+    line = f"packing: {first * alone} experts a device, mesh {packed_shape(full, first)}"
+    if config.comm.packing != "auto":
+        return f"{line} (comm.packing = {first})"
+    on, fits = machine(config), 1
+    while fits < most_packing(full) and not packing_room(config.packed(2 * fits), on).lacking_bytes:
+        fits *= 2
+    return f"{line} at first; memory and mesh allow up to {fits * alone} (comm.packing = auto)"
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:

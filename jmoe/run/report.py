@@ -52,6 +52,7 @@ class _Curves:
     loads: list[tuple[int, np.ndarray]]  # (step, [num_moe_layers, num_experts] multiples of the fair share)
     evaluations: list[dict[str, Any]]  # by step
     resumes: list[int]
+    experts_per_device: int | None = None  # as packed last; None: never measured
 
 
 def _load_run(path: Path) -> _Curves:
@@ -76,6 +77,7 @@ def _load_run(path: Path) -> _Curves:
         loads=[(step, load_LE) for step, (_, load_LE) in steps.items() if load_LE.size],
         evaluations=[e for _, e in sorted(evaluations.items())],
         resumes=resumes,
+        experts_per_device=next((e["experts_per_device"] for e in reversed(events) if e["event"] == "packing"), None),
     )
 
 
@@ -126,6 +128,8 @@ def _headline(run: _Curves) -> str:
     if run.loads:
         share, _, _ = least_loaded(np.mean([load_LE for _, load_LE in run.loads[-LAST_RECORDS:]], axis=0))
         parts.append(f"least loaded expert at the end {share:.2f} of fair share")
+    if run.experts_per_device is not None:
+        parts.append(f"{run.experts_per_device} experts a device")
     return "   ·   ".join(parts)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.config import TrainConfig
 from jmoe.data.corpus import Corpus
 from jmoe.data.loader import COMPARABLE_BYTES, TrainBatches, baselines
-from jmoe.mesh import ACCUMULATED_BATCH
+from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import check_compatible
 from jmoe.run.distributed import Watchdog
@@ -26,9 +26,11 @@ from jmoe.run.run_folder import RunFolder
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.finetune import pretrained_state
+from jmoe.training.packing import PackingController, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
-from jmoe.training.trainer import Trainer
+from jmoe.training.step import FusedTrainer
+from jmoe.training.trainer import Trainer, make_trainer
 
 
 def say(text: str) -> None:
@@ -39,7 +41,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Session:
-    """Everything that stays the same from the first step to the last."""
+    """Everything that stays the same between two steps; mesh and trainer only with `comm.packing` other than auto."""
 
     config: TrainConfig
     resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
@@ -51,6 +53,7 @@ class Session:
     watchdog: Watchdog
     folder: RunFolder
     tokenizer: dict[str, bytes]  # its file, which every checkpoint has; empty where the tokens came without one
+    packing: PackingController
     log: MetricsLog | None = None  # of process 0
 
     @property
@@ -62,6 +65,26 @@ class Session:
         rows = next(self.batches)
         local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ACCUMULATED_BATCH), local)
+
+    def pack(self, step: int, state: TrainState) -> TrainState:
+        """Return the state for `step`, on another mesh where the controller finds that a device should hold others."""
+        if not self.packing.is_due(step) or not isinstance(self.trainer, FusedTrainer):
+            return state
+        begun, before = time.perf_counter(), self.packing.packing
+        with self.watchdog.waiting_for("expert packing before step", step):
+            decision, measured = self.packing.decide(step, self.trainer, state)
+            if self.packing.packing != before:
+                config, shape = self.packing.packed()
+                self.mesh = make_mesh(shape)
+                trainer = make_trainer(config, self.mesh)
+                assert isinstance(trainer, FusedTrainer)
+                state = moved(state, self.trainer, trainer)
+                self.trainer = trainer
+        say(f"packing before step {step}: {decision.reason} ({time.perf_counter() - begun:.1f} s)")
+        if self.log is not None:
+            values = {"experts_per_device": decision.experts_per_device, "packing": self.packing.packing, **measured}
+            self.log.write_event("packing", step, **values, reason=decision.reason)
+        return state
 
     def start_or_resume(self) -> TrainState:
         """Return the newest checkpoint's state, with the data at its position, or a fresh one."""
@@ -114,7 +137,8 @@ class Session:
             if self.log is not None:
                 self.log.sync()
             saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
-            self.checkpoints.save(step, saved, self.batches.get_state(), resolved, self.tokenizer)
+            data, packing = self.batches.get_state(), self.packing.packing
+            self.checkpoints.save(step, saved, data, resolved, self.tokenizer, packing)
 
     def check_finite(self, step: int, values: dict[str, Any]) -> None:
         """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not finite."""

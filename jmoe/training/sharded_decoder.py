@@ -54,7 +54,8 @@ class ShardedDecoder:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.hierarchy = hierarchy(mesh, config.comm.hierarchical)
+        packed = config.mesh.expert_inter > 1 and config.comm.first_packing > 1
+        self.hierarchy = hierarchy(mesh, config.comm.hierarchical, packed=packed)
         self.fused = config.comm.shard_dense and config.comm.fuse_dense and mesh.size > 1
         self.abstract: Any = nnx.eval_shape(self.build)
         split: Any = nnx.split(self.abstract, nnx.Param, RouterBias)

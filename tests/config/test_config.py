@@ -24,6 +24,7 @@ from jmoe.config import (
     YarnConfig,
     differences,
 )
+from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.configs import PRESETS
 
 
@@ -125,6 +126,9 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"embedding": "diagonals"},
         wrong("embedding", "diagonals", "must be one of auto, replicated, columns, rows"),
     ),
+    (CommConfig, {"packing": 0}, wrong("packing", 0, "must be a power of two, or auto")),
+    (CommConfig, {"packing": 6}, wrong("packing", 6, "must be a power of two, or auto")),
+    (CommConfig, {"packing": "off"}, wrong("packing", "off", "must be a power of two, or auto")),
     (CommConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup")),
     (DistributedConfig, {"num_processes": 2}, "distributed.coordinator_address, distributed.process_id = None"),
     (
@@ -200,8 +204,56 @@ def test_experts_over_whole_hosts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mesh", "packing", "shape"),
+    [
+        (MeshConfig(1, 2, 4), 1, (1, 2, 4)),
+        (MeshConfig(1, 2, 4), "auto", (1, 2, 4)),
+        (MeshConfig(1, 2, 4), 2, (2, 1, 4)),
+        (MeshConfig(1, 2, 4), 4, (4, 1, 2)),
+        (MeshConfig(2, 1, 4), 4, (8, 1, 1)),
+        (MeshConfig(expert_inter=2, expert_intra=0), 2, (2, 1, 4)),
+    ],
+    ids=str,
+)
+def test_packing_shrinks_the_expert_axes(mesh: MeshConfig, packing: Any, shape: tuple[int, int, int]) -> None:
+    config = TrainConfig(mesh=mesh, comm=CommConfig(packing=packing))
+    assert config.check_devices(8, devices_per_host=4) == shape
+
+
+def test_the_most_packing() -> None:
+    assert [most_packing(shape) for shape in ((1, 2, 4), (4, 1, 1), (1, 6, 2), (1, 1, 3))] == [8, 1, 4, 1]
+    assert packed_shape((1, 6, 2), 4) == (4, 3, 1)
+
+
+@pytest.mark.parametrize("packing", [2, "auto"])
+def test_packing_and_tiers_are_refused_together(packing: Any) -> None:
+    words = f"comm.packing = {packing!r}: must be 1 with experts on other tiers (tiers.experts = 'host' and tiers.opt"
+    tiers = TiersConfig(experts="host", optimizer="host")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TrainConfig(comm=CommConfig(packing=packing), tiers=tiers)
+    undecided = TiersConfig(experts="auto", optimizer="auto")  # the planner's to choose
+    config = TrainConfig(comm=CommConfig(packing=packing), tiers=undecided)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        dataclasses.replace(config, tiers=tiers)
+
+
+@pytest.mark.parametrize(
     ("values", "num_devices", "message"),
     [
+        (
+            {"mesh": MeshConfig(expert_intra=2), "comm": CommConfig(packing=4)},
+            8,
+            "comm.packing = 4: must divide mesh.expert_inter x mesh.expert_intra = 1 x 2",
+        ),
+        (
+            {
+                "model": ModelConfig(num_experts=2),
+                "mesh": MeshConfig(expert_inter=2, expert_intra=4),
+                "comm": CommConfig(packing=2),
+            },
+            8,
+            "model.num_experts = 2: must be a multiple of mesh.expert_inter x mesh.expert_intra / comm.packing = 4",
+        ),
         ({"mesh": MeshConfig(data=3)}, 8, "mesh.(data, expert_inter, expert_intra) = (3, 1, 1): must multiply"),
         ({"mesh": MeshConfig(expert_intra=3)}, 8, "mesh.(data, expert_inter, expert_intra) = (2, 1, 3): must multiply"),
         ({"mesh": MeshConfig(expert_intra=8)}, 4, "mesh.(data, expert_inter, expert_intra) = (0, 1, 8): must multiply"),

@@ -246,6 +246,11 @@ def test_a_damaged_manifest_is_never_believed(
     del manifest["crc32"]  # as jmoe wrote it before
     path.write_text(json.dumps(manifest))
     assert two_steps.latest_step() == 2
+    assert manifest.pop("packing") == two_steps.newest_packing() == 1
+    path.write_text(json.dumps(manifest))  # and before that
+    assert (two_steps.latest_step(), two_steps.newest_packing()) == (2, 1)
+    path.write_text(json.dumps(manifest | {"packing": "2"}))
+    assert two_steps.latest_step() == 1
 
 
 def test_no_step_can_be_restored(two_steps: Checkpoints, tmp_path: Path) -> None:

@@ -458,6 +458,8 @@ def test_a_dumb_terminal_gets_plain_lines(
 def test_report_of_a_resumed_run(tmp_path: Path) -> None:
     write_run(tmp_path, 0, 40)
     write_run(tmp_path, 30, 60)
+    with MetricsLog(tmp_path, start_step=60) as log:
+        log.write_event("packing", 60, experts_per_device=4)
     path = write_report(tmp_path)
     assert path == tmp_path / "report.png"
     assert_png(path)

@@ -2,14 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jmoe.config import MachineConfig, MeshConfig, TiersConfig, TrainConfig
+from jmoe.config import CommConfig, MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.configs import PRESETS
 from jmoe.run.metrics import peak_flops
-from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
+from jmoe.run.planner import machine, packing_line, packing_room, trained_model, training_plan, with_chosen_tiers
 
 TINY = PRESETS["tiny"][1]
 
@@ -54,6 +55,43 @@ def test_a_mesh_shares_the_experts_out() -> None:
     assert spread.model.num_devices == 2
     assert 2 * spread.bytes_on("nvme") == alone.bytes_on("nvme")
     assert 2 * spread.host_cache_bytes == alone.host_cache_bytes
+
+
+def packed(packing: Any, device_bytes: int = 10**12) -> TrainConfig:
+    return dataclasses.replace(
+        TINY,
+        mesh=MeshConfig(1, 2, 4),
+        comm=CommConfig(packing=packing),
+        batch_size=8,
+        sequence_length=64,
+        remat="layer",
+        machine=MachineConfig(device_bytes=device_bytes, host_bytes=10**12),
+    )
+
+
+def test_packing_multiplies_what_a_device_has_of_the_experts() -> None:
+    alone, four = training_plan(packed(1)), training_plan(packed(4))
+    assert (four.model.num_devices, four.model.replicas, four.model.all_devices) == (2, 4, 8)
+    rows = [{kind: size for tier, kind, size in plan.rows if tier == "device"} for plan in (alone, four)]
+    for kind in rows[0]:  # but for `kept`, whose rows of buffers are rounded
+        times = 4 if kind.startswith("experts: ") else 1
+        assert rows[1][kind] == pytest.approx(times * rows[0][kind], rel=0.05 if "kept" in kind else 0), kind
+    assert training_plan(packed("auto")) == alone
+
+
+def test_packing_that_does_not_fit_is_advised_against() -> None:
+    fits = training_plan(packed(2)).bytes_on("device") * 10 // 9 + 100
+    assert training_plan(packed(2, fits)).lacking == {}
+    (advice,) = training_plan(packed(4, fits)).advice()
+    assert "comm.packing = 2 (enough)" in advice
+    room = packing_room(packed(4, fits), machine(packed(4, fits)))
+    assert room.lacking_bytes > 0 and room.offloaded_lacking_bytes == 0
+    assert packing_line(packed(4)) == "packing: 4 experts a device, mesh (4, 1, 2) (comm.packing = 4)"
+    allowed = (
+        "packing: 1 experts a device, mesh (1, 2, 4) at first; memory and mesh allow up to {} (comm.packing = auto)"
+    )
+    assert packing_line(packed("auto", fits)) == allowed.format(2)
+    assert packing_line(packed("auto")) == allowed.format(8)
 
 
 def test_an_accelerator_is_its_data_sheet() -> None:

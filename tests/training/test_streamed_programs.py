@@ -109,7 +109,7 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
 @pytest.mark.parametrize(
     ("shape", "comm", "words"),
     [
-        ((2, 1, 2), {}, "mesh.data = 2: must be 1 with experts on other tiers: every device then has experts"),
+        ((2, 1, 2), {}, "mesh.data = 2: must be 1 with experts on other tiers .tiers.experts = 'host' and "),
         ((0, 1, 2), {}, "mesh.data = 2: must be 1"),
         ((1, 2, 2), {"fuse_dense": False}, "comm.fuse_dense = False: must be True with experts on other tiers"),
     ],

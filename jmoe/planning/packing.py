@@ -1,0 +1,91 @@
+"""How many experts a device holds in training: Lina's expert packing (USENIX ATC '23, section 4.2, Tables 3 and 4).
+
+The all-to-alls of a layer hide behind its experts only if these take longer. With twice the experts on a device half as
+many devices share all of them, and the all-to-all spans no more than those. Pure functions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jmoe.config.checks import check
+
+FIRST_STEP = 10
+EVERY_STEPS = 4
+SLOWER = 1.01  # a step that takes this many times as long as with half the experts: noise is less
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes by which memory is too small for twice the experts on a device: on the device, or in host memory."""
+
+    lacking_bytes: int = 0
+    offloaded_lacking_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PackingDecision:
+    """done: nothing is measured any more. reason: one sentence, with what was measured."""
+
+    experts_per_device: int
+    done: bool
+    reason: str
+
+
+def is_decided_at(step: int) -> bool:
+    """Return whether packing is decided before this step: first before step 10, then every 4 steps."""
+    return step >= FIRST_STEP and (step - FIRST_STEP) % EVERY_STEPS == 0
+
+
+def next_packing(
+    all_to_all_s: float,
+    ffn_s: float,
+    experts_per_device: int,
+    *,
+    step: int,
+    most_experts: int,
+    room: Room | None = None,
+    step_s: Mapping[int, float] | None = None,
+) -> PackingDecision:
+    """Return how many experts a device holds from `step` on: as many as now, twice as many, or half as many.
+
+    all_to_all_s, ffn_s: of a forward pass' micro-operation, with `experts_per_device`. most_experts: that the mesh
+    allows. room: None: memory is no limit. step_s: seconds of a whole step by experts on a device, as far as known.
+    Lina doubles while the FFN is the shorter; here a step that became slower by it is a reason to go back, because
+    replicas of experts also have gradients to add up, which its rule leaves out of account.
+    """
+    check(experts_per_device > 0, "experts_per_device", experts_per_device, "must be greater than 0")
+    constraint = f"must be at least experts_per_device = {experts_per_device}"
+    check(most_experts >= experts_per_device, "most_experts", most_experts, constraint)
+    for name, seconds in (("all_to_all_s", all_to_all_s), ("ffn_s", ffn_s)):
+        check(seconds >= 0, name, seconds, "must not be negative")  # nan is neither
+
+    def decide(experts: int, done: bool, why: str) -> PackingDecision:
+        times = f"all-to-all {1e3 * all_to_all_s:.3g} ms, experts {1e3 * ffn_s:.3g} ms"
+        return PackingDecision(experts, done, f"{times}: {why}")
+
+    now, times_s = experts_per_device, step_s or {}
+    if not is_decided_at(step):
+        return decide(now, False, f"packing is decided before step {FIRST_STEP}, then every {EVERY_STEPS} steps")
+    before_s = times_s.get(now // 2) if now % 2 == 0 else None
+    if before_s is not None and times_s.get(now, 0.0) > SLOWER * before_s:
+        slower = f"a step takes {times_s[now]:.3g} s, {before_s:.3g} s with half the experts on a device"
+        return decide(now // 2, True, f"{slower}: back to {_experts(now // 2)}")
+    if all_to_all_s <= ffn_s:
+        return decide(now, True, f"the experts are not the shorter: it stays at {_experts(now)}")
+    if 2 * now > most_experts:
+        return decide(now, True, f"the mesh allows no more than {_experts(now)}")
+    if room is not None and room.lacking_bytes > 0:
+        return decide(now, True, f"it stays at {_experts(now)}: {_forbidden(room)}")
+    return decide(2 * now, False, f"{_experts(2 * now)} from now on")
+
+
+def _experts(count: int) -> str:
+    return f"{count} expert{'s' * (count > 1)} a device"
+
+
+def _forbidden(room: Room) -> str:
+    lacking = f"twice as many need {room.lacking_bytes / 1e9:.2f} GB more memory than there is"
+    if room.offloaded_lacking_bytes > 0:
+        short = f"{room.offloaded_lacking_bytes / 1e9:.2f} GB"
+        return f"{lacking}, and with experts in host memory {short} would be lacking"
+    return f"{lacking}; with experts in host memory (tiers.experts = host) they would fit"

@@ -1,0 +1,225 @@
+"""Expert packing while a run goes on: all-to-alls and experts are timed, the state moves to another mesh.
+
+Source: Lina (USENIX ATC '23), section 4.2. Legend: L experts of a device, M rows, D hidden.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from jmoe.collectives.exchange import Choices, sent_to_experts
+from jmoe.config import MeshConfig, TrainConfig
+from jmoe.config.parallel import most_packing, packed_shape
+from jmoe.mesh import ALL, EXPERT, split_over
+from jmoe.planning.packing import EVERY_STEPS, PackingDecision, Room, is_decided_at, next_packing
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.distributed import from_rank_0
+from jmoe.run.planner import machine, packing_room
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import TrainState, experts_of
+from jmoe.training.step import FusedTrainer
+
+ROUNDS = 5
+
+
+def first_packing(config: TrainConfig, num_devices: int, devices_per_host: int) -> int:
+    """Return the packing that a run begins with: its own, or with `auto` the newest checkpoint's, if the mesh can.
+
+    Every process calls this.
+    """
+    if config.comm.packing != "auto":
+        return config.comm.packing
+
+    def look() -> str:
+        return str(Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_packing())
+
+    saved = int(from_rank_0("packing", look, config.distributed.start_timeout_s))
+    return min(saved, most_packing(config.mesh.shape(num_devices, devices_per_host)))
+
+
+class PackingController:
+    """Decides how many experts a device holds, the same on every process.
+
+    config: of the run, `comm.packing` as configured; shape: the mesh without packing; packing: what it begins with.
+    """
+
+    def __init__(self, config: TrainConfig, shape: tuple[int, int, int], packing: int) -> None:
+        self.packing = packing
+        self.done = config.comm.packing != "auto" or not config.model.num_moe_layers or most_packing(shape) == 1
+        data, inter, intra = shape
+        self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
+        self._machine = None if self.done else machine(_with_device_bytes(config))  # before anything is on it
+        self._steps, self._seconds = 0, list[float]()  # since the last decision; without those that compiled
+        self._step_s: dict[int, float] = {}  # by experts on a device
+
+    @property
+    def experts_per_device(self) -> int:
+        """Return experts of a layer on each device; 0 of a model without experts."""
+        return self.packing * self._experts_unpacked
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        mesh = self._config.mesh
+        return mesh.data, mesh.expert_inter, mesh.expert_intra
+
+    @property
+    def _experts_unpacked(self) -> int:
+        return self._config.model.num_experts // (self._shape[1] * self._shape[2])
+
+    def packed(self) -> tuple[TrainConfig, tuple[int, int, int]]:
+        """Return the run and the shape of its mesh as they are now."""
+        return self._config.packed(self.packing), packed_shape(self._shape, self.packing)
+
+    def note_step(self, seconds: float, *, compiled: bool) -> None:
+        """Take down what a step took; compiled: its seconds are the compiler's."""
+        self._steps += 1
+        self._seconds += [seconds] * (not compiled)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to decide before `step`; a run that has just resumed takes a few steps first."""
+        return not self.done and is_decided_at(step) and self._steps >= EVERY_STEPS
+
+    def decide(self, step: int, trainer: FusedTrainer, state: TrainState) -> tuple[PackingDecision, dict[str, float]]:
+        """Measure, and decide packing from `step` on; return also what was measured. Every process calls this."""
+        room = self._room()
+        own = [*micro_operations(trainer, state), median(self._seconds[1 - EVERY_STEPS :] or [0.0])]
+        *measured, lacking_bytes, offloaded_bytes = agreed([*own, room.lacking_bytes, room.offloaded_lacking_bytes])
+        all_to_all_s, ffn_s, step_s = measured
+        if step_s:
+            self._step_s[self.experts_per_device] = step_s
+        decision = next_packing(
+            all_to_all_s,
+            ffn_s,
+            self.experts_per_device,
+            step=step,
+            most_experts=most_packing(self._shape) * self._experts_unpacked,
+            room=Room(int(lacking_bytes), int(offloaded_bytes)),
+            step_s=self._step_s,
+        )
+        self.packing = decision.experts_per_device // self._experts_unpacked
+        self.done, self._steps, self._seconds = decision.done, 0, []
+        return decision, {"all_to_all_s": all_to_all_s, "ffn_s": ffn_s, "step_s": step_s}
+
+    def _room(self) -> Room:
+        assert self._machine is not None
+        if self.packing == most_packing(self._shape):
+            return Room()
+        return packing_room(self._config.packed(2 * self.packing), self._machine)
+
+
+def _with_device_bytes(config: TrainConfig) -> TrainConfig:
+    """Return the run on devices of as much memory as they say they have, where nothing else is said of it."""
+    limit_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    if config.machine.device().device_bytes or not limit_bytes:
+        return config
+    return dataclasses.replace(config, machine=dataclasses.replace(config.machine, device_bytes=int(limit_bytes)))
+
+
+def agreed(own: list[float]) -> list[float]:
+    """Return the largest of each number over all processes; every process calls this."""
+    every = multihost_utils.process_allgather(np.array(own, np.float32))
+    return [float(value) for value in np.max(np.reshape(every, (-1, len(own))), axis=0)]
+
+
+# Moving
+
+
+def moved(state: TrainState, before: FusedTrainer, after: FusedTrainer) -> TrainState:
+    """Return `before`'s state as `after`'s, on another mesh of the same devices; the old one's memory is used again.
+
+    Array by array, each awaited, so that only one is there twice; every process calls this.
+    """
+    saved = before.save_state(state)
+
+    def move(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        there = jax.block_until_ready(jax.jit(lambda x: x, out_shardings=shape.sharding)(x))
+        x.delete()
+        return there
+
+    return after.load_state(jax.tree.map(move, saved, after.saved_shape))
+
+
+# Measuring
+
+
+def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, float]:
+    """Return seconds of (the all-to-alls to the experts, the experts) of a layer, forward, as a step has them.
+
+    Programs of their own, without what a step does beside them; with an even load. 0 where nothing is sent.
+    """
+    model = trainer.model
+    layer: Any = model.abstract.moe_layers.moe
+    config, chunks = model.config, layer.num_chunks
+    tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // model.mesh.size
+    tokens = tokens if tokens % chunks else tokens // chunks
+    shapes = _Shapes(tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype)
+    sent_s = _all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
+    return sent_s, _experts_s(model, layer, shapes, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """Of a micro-operation."""
+
+    tokens: int
+    top_k: int
+    hidden: int
+    dtype: Any
+
+
+def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
+    mesh, split, choices = model.mesh, split_over(ALL), (sizes.tokens, sizes.top_k)
+    shape: Any = jax.ShapeDtypeStruct
+    counts = shape((model.config.model.num_experts,), jnp.int32)
+    chosen = Choices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
+    sent = sent_to_experts(layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen)
+
+    def body(trees: Any) -> Any:
+        return [all_to_all(tree) for (all_to_all, _), tree in zip(sent, trees, strict=True)]
+
+    def draw() -> Any:
+        return jax.tree.map(lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype), [t for _, t in sent])
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False))
+    return _seconds(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+
+
+def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainState) -> float:
+    rows, mesh, split = sizes.tokens * sizes.top_k, model.mesh, split_over(ALL)
+    graph, structure = nnx.split(layer.experts)
+    local = model.config.model.num_experts // layer.exchange_plan.num_devices
+
+    def body(experts: Any, x_MD: jax.Array) -> jax.Array:
+        first = [w[0] for w in jax.tree.leaves(experts)]  # of the first layer
+        apply = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(structure), first))
+        even = jnp.arange(local, dtype=jnp.int32) < rows % local
+        group_sizes_L = rows // local + even.astype(jnp.int32)
+        out_MD: jax.Array = apply(x_MD, group_sizes_L, rows)
+        return out_MD
+
+    def draw() -> jax.Array:
+        return jnp.ones((mesh.size * rows, sizes.hidden), sizes.dtype)
+
+    specs = (split_over(EXPERT, 1), split)
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False))
+    return _seconds(program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+
+
+def _seconds(program: Callable[..., Any], *args: Any) -> float:
+    """Return the median seconds of a program; every process calls this."""
+    seconds = []
+    for _ in range(1 + ROUNDS):  # the first one compiles
+        begun = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds[1:])

@@ -1,0 +1,79 @@
+"""train.py with experts packed while it runs: real processes, killed, resumed under another packing; fake devices."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train_runs import ENDLESS, Start, TrainRuns, committed, losses, records, resumes, run_split
+
+pytestmark = pytest.mark.slow
+
+STEPS = ("--num-steps", 30)
+AUTO = ("--comm.packing", "auto", "--machine.host-bytes", 10**13)
+# As train.py, with times that make every all-to-all longer than the experts: what is measured is not what is tested.
+SLOW_NETWORK = """
+import sys
+
+if __name__ == "__main__":
+    from jmoe.runtime import reexec_with_env
+    sys.path[0] = {root!r}
+    reexec_with_env()
+    import train
+    from jmoe.training import packing
+    packing.micro_operations = lambda trainer, state: (2.0, 1.0)
+    train.main(sys.argv[1:])
+"""
+
+
+class OnASlowNetwork(TrainRuns):
+    """The runs of another `TrainRuns`, by the program above."""
+
+    def __init__(self, runs: TrainRuns, program: Path) -> None:
+        super().__init__(runs.folder, runs._run_python)
+        self.__dict__["shards"] = runs.shards
+        program.write_text(SLOW_NETWORK.format(root=str(Path(__file__).resolve().parent.parent)))
+        self._program = program
+
+    def command(self, output_dir: Path, *options: object, data: Path | None = None) -> list[str | Path]:
+        return [self._program, *super().command(output_dir, *options, data=data)[1:]]
+
+
+def packings(output_dir: Path) -> list[tuple[int, int]]:
+    """(step, experts on a device) of every decision."""
+    events = [record for record in records(output_dir) if record.get("event") == "packing"]
+    return [(event["step"], event["experts_per_device"]) for event in events]
+
+
+def test_two_processes_pack_are_killed_and_go_on_under_another_packing(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """Each has all experts from step 10 on; then half of them; then `auto` goes on from there."""
+    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), ("--mesh.expert-intra", 2)
+    reference, output_dir, often = tmp_path / "reference", tmp_path / "run", ("--checkpoint.every-steps", 6)
+    pair = slow.start(start_python, output_dir, 2, *ENDLESS, *mesh, *AUTO, *often)
+    pair[0].wait_until(lambda: 12 in committed(output_dir))
+    for process in pair:
+        process.kill()
+    for process in pair:
+        process.wait(60)
+    assert packings(output_dir)[0] == (10, 8)
+    begin = committed(output_dir)[-1]
+    end = ("--num-steps", max(30, begin + 8))
+    run_split(runs, start_python, output_dir, 2, 1, "--num-steps", begin + 4, *mesh, "--comm.packing", 1)
+    run_split(slow, start_python, output_dir, 2, 1, *end, *mesh, *AUTO)
+    assert "comm.packing = auto: 4 experts a device" in (output_dir / "rank-2-0").read_text()
+    assert resumes(output_dir) == [begin, begin + 4]
+    run_split(runs, start_python, reference, 2, 1, *end, *mesh)
+    assert dict(losses(output_dir)) == pytest.approx(dict(losses(reference)), rel=1e-5, abs=0)
+
+
+def test_fake_devices_of_one_process(runs: TrainRuns, tmp_path: Path) -> None:
+    """By the times that are really measured: whatever is decided, the loss is that of a run without packing."""
+    mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 4)
+    runs.finish(tmp_path / "alone", *STEPS, *mesh, devices=8)
+    screen = runs.finish(tmp_path / "auto", *STEPS, *mesh, *AUTO, devices=8)
+    assert "comm.packing = auto: 1 experts a device" in screen
+    assert "packing before step 10: all-to-all " in screen
+    assert packings(tmp_path / "auto")[0][0] == 10
+    expected = dict(losses(tmp_path / "alone"))
+    assert dict(losses(tmp_path / "auto")) == pytest.approx(expected, rel=1e-5, abs=0)
