@@ -38,6 +38,21 @@ def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None 
     return Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 3)
 
 
+def expert_mesh(num_devices: int) -> Mesh:
+    """Return a mesh whose every device has experts of its own: of the first devices, or all of several processes.
+
+    Raises `ValueError` if there are too few, or a process would be left over.
+    """
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    limit = f"this process has {len(devices)}"
+    if jax.process_count() > 1:
+        limit = f"the {jax.process_count()} processes have {len(devices)}, which all take part"
+    fits = num_devices == len(devices) or (jax.process_count() == 1 and num_devices < len(devices))
+    if not fits:
+        raise ValueError(f"mesh.devices = {num_devices}: {limit}")
+    return make_mesh((1, 1, num_devices), devices[:num_devices])
+
+
 def devices_per_host() -> int:
     """Return how many devices the processes of a host have; 0 if hosts differ. Every process has to call it."""
     name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest()[:8], np.uint32)
@@ -107,3 +122,8 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
     """Return the spec of an array split over `axes` in dimension `dim`: for users with axis names of their own."""
     return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED
+
+
+def put(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Return an array that every process has whole, in its place on the devices of all; no process waits."""
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check_field, positive
+from jmoe.config.checks import check_field, literals, positive, positive_or_none
 
 Policy = Literal["auto", "resident", "ring", "experts"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity, unpopular ones packed;
 # eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
 PlacementPolicy = Literal["even", "lina", "eplb"]
+
+
+@dataclass(frozen=True)
+class EngineMesh:
+    """Devices, of one process or several, that share a model: rows of the cache and experts are split over them."""
+
+    devices: int = 1  # in all; each has an equal part of the rows (max_batch) and of the places for experts
+    # where experts are. even: each once, for good; lina: by what the step's tokens choose, a layer at a time;
+    # eplb: by what recent steps chose, anew every `rebalance_every` steps
+    placement: PlacementPolicy = "even"
+    slots_per_device: int | None = None  # experts of a layer on a device; None: as few as have room for each once
+    rebalance_every: int = 3000  # steps between two placements of `eplb`
+    rebalance_window: int = 1000  # steps whose choices it goes by
+
+    def __post_init__(self) -> None:
+        literals(self)
+        positive(self, "devices", "rebalance_every", "rebalance_window")
+        positive_or_none(self, "slots_per_device")
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class EngineConfig:
     estimator: Literal["router", "counts", "paths"] | None = "router"
     prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
     max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks
+    mesh: EngineMesh = field(default_factory=EngineMesh)
 
     def __post_init__(self) -> None:
         positive(self, "max_batch", "prefill_chunk_tokens")
@@ -43,3 +62,16 @@ class EngineConfig:
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
         fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
         check_field(fits, self, "max_prefill_tokens", f"must be at least {chunk}, a chunk of one prompt")
+        if self.mesh.devices > 1:
+            self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        """Refuse what one device has and several do not."""
+        devices = self.mesh.devices
+        divides = f"must be a multiple of mesh.devices = {devices}"
+        check_field(self.max_batch % devices == 0, self, "max_batch", divides)
+        stays = f"experts stay on their devices with mesh.devices = {devices}: must be "
+        check_field(self.policy in ("auto", "resident"), self, "policy", f"{stays}auto or resident")
+        check_field(self.expert_tier != "nvme", self, "expert_tier", f"{stays}auto or host")
+        for name in ("ring_slots", "device_bytes", "host_cache_bytes"):
+            check_field(getattr(self, name) is None, self, name, f"{stays}None")

@@ -21,9 +21,10 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
-from jmoe.inference.runner import ModelRunner
+from jmoe.inference.runner import ModelRunner, Runner
 from jmoe.inference.sampler import NOT_FINITE, Draw, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
 from jmoe.inference.scheduler import ChunkGroup, Scheduler, SchedulerStats
@@ -32,9 +33,12 @@ from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.mesh import expert_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.offload.residency import open_experts
-from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory
+from jmoe.offload.policies import ExpertPlaces
+from jmoe.offload.residency import open_experts, open_placed_experts
+from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory, plan_mesh_memory
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
 
@@ -69,31 +73,32 @@ class Engine(Closing):
             options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
             paths = options.estimator == "paths"
             table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
+            mesh = expert_mesh(options.mesh.devices) if options.mesh.devices > 1 else None
             memory = plan_engine_memory(checkpoint, options)
             self._scheduler = Scheduler(options, checkpoint.eos_token_ids)
-            self.residency, self._store = open_experts(
-                checkpoint,
-                memory,
-                cache_dir=options.cache_dir,
-                bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
-            )
-            ends, layers = checkpoint.load_rest()
+            limits = bandwidth_limit_bytes_per_s
+            on_mesh: MeshRunner | None = None
+            if mesh is None:
+                one_device, self._store = _one_device(checkpoint, memory, options, table, limits)
+            else:
+                experts, self._store = open_placed_experts(checkpoint, memory, mesh, limits)
+                on_mesh = make_mesh_runner(checkpoint, options, experts, table)
+        self._runner: Runner = one_device if on_mesh is None else on_mesh
+        self.residency: ExpertPlaces = self._runner.residency
         self.config, self.max_batch = checkpoint.config, self._scheduler.max_batch
         self.max_seq_len = self._scheduler.max_seq_len
         self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
-        # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
-        caches = empty_caches(self.config, self.max_batch, self.max_seq_len, checkpoint.dtype)
-        caches = jax.device_put(caches, jax.devices()[0])
-        estimator = make_estimator(options.estimator, self.residency, layers, self.config.num_experts, table)
-        self._runner = ModelRunner(self.config, ends, layers, self.residency, caches, checkpoint.dtype, estimator)
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
         tokenizer = checkpoint.folder / "tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._warm_up()
-        self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory))
-        if options.policy == "auto" and memory.policy != "ring":
+        placer = None if on_mesh is None else on_mesh.placer
+        self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
+        if on_mesh is not None and options.mesh.placement != "even":
+            on_mesh.set_costs(*on_mesh.measure_costs())
+        if on_mesh is None and options.policy == "auto" and memory.policy != "ring":
             calibration = calibrate(
-                self._runner,
+                one_device,
                 self._store,
                 self._sampler,
                 max_batch=self.max_batch,
@@ -188,8 +193,8 @@ class Engine(Closing):
         self.residency.begin_step(whole_layers=self.plan.policy(num_tokens) == "ring")
         hidden = self._runner.forward([self._runner.tokens(group) for group in groups])
         draws: dict[Sequence, Draw] = {}
-        for group, x_PCD in zip(groups, hidden, strict=True):
-            draws |= self._draw(group, x_PCD)
+        for group, after in zip(groups, hidden, strict=True):
+            draws |= self._draw(group, after)
         sampled = plan.sampled
         for sequence in sampled:  # one whose logits are no numbers ends; the others are not concerned
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
@@ -255,12 +260,12 @@ class Engine(Closing):
 
     # Parts of a step
 
-    def _draw(self, group: ChunkGroup, x_PCD: jax.Array) -> dict[Sequence, Draw]:
+    def _draw(self, group: ChunkGroup, hidden: Any) -> dict[Sequence, Draw]:
         """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts."""
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
             if sequence.status == "prefill" and sequence.sampling.prompt_logprobs is not None:
-                logprobs = self._sampler.prompt_logprobs(chunk, self._runner.all_logits(x_PCD, row))
+                logprobs = self._sampler.prompt_logprobs(chunk, self._runner.all_logits(hidden, row))
                 sequence.prompt_logprobs += logprobs
                 sequence.is_finite &= all(math.isfinite(lp.logprob) for lp in logprobs)
         last = [chunk for chunk in group.chunks if chunk.is_last]
@@ -268,7 +273,7 @@ class Engine(Closing):
             return {}
         at_P = np.zeros(group.num_rows, np.int32)
         at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-        draws = self._sampler.draw(self._runner.logits(x_PCD, at_P), last)
+        draws = self._sampler.draw(self._runner.logits(hidden, at_P), last)
         return {chunk.sequence: draw for chunk, draw in zip(last, draws, strict=True)}
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
@@ -293,8 +298,9 @@ class Engine(Closing):
         """Compile, before the first request, every program but those of `compile_for_service`."""
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
         for num_rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
-            (x_PCD,) = self._runner.forward([self._runner.tokens(ChunkGroup((), num_rows, width))])
-            logits_PV = self._runner.logits(x_PCD, np.zeros(num_rows, np.int32))
+            for batch in self._runner.padding(num_rows, width):
+                (hidden,) = self._runner.forward([batch])
+                logits_PV = self._runner.logits(hidden, np.zeros(num_rows, np.int32))
             if width == 1:  # what follows knows of logits alone
                 self._sampler.warm_up(logits_PV)
         self._runner.copy_row(0, 0)
@@ -305,6 +311,24 @@ class Engine(Closing):
             log.info("copies of experts: %.3g bytes/s; %s", self.plan.bandwidth_bytes_per_s, self.plan.calibration)
             for num_tokens in (1, self.max_batch, self._scheduler.prefill_widths[-1]):
                 log.info("%s", self.plan.describe(num_tokens))
+
+
+def _one_device(
+    checkpoint: LazyCheckpoint,
+    memory: MemoryPlan,
+    options: EngineConfig,
+    table: PathTable | None,
+    limits: Mapping[Any, float] | None,
+) -> tuple[ModelRunner, TieredStore | None]:
+    """Return a runner with the model in its places, and the store that experts come from, if they are streamed."""
+    assert options.max_seq_len is not None, "the model's positions say it"
+    residency, store = open_experts(checkpoint, memory, cache_dir=options.cache_dir, bandwidth_limit_bytes_per_s=limits)
+    ends, layers = checkpoint.load_rest()
+    config, dtype = checkpoint.config, checkpoint.dtype
+    # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
+    caches = jax.device_put(empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0])
+    estimator = make_estimator(options.estimator, residency, layers, config.num_experts, table)
+    return ModelRunner(config, ends, layers, residency, caches, dtype, estimator), store
 
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
@@ -325,6 +349,8 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
     free = FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
     if stats is not None:
         free = FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
+    if options.mesh.devices > 1:
+        return plan_mesh_memory(model, free, options, min(jax.local_device_count(), options.mesh.devices))
     return plan_memory(model, free, options)
 
 

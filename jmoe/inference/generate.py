@@ -72,7 +72,7 @@ def main() -> None:
     of = engine.config.num_moe_layers * engine.config.num_experts
     print(
         f"\n{len(completion.token_ids)} tokens in {stats.step_s:.2f} s; policy {stats.policy}: "
-        f"{engine.residency.slots.num_slots} of {of} experts on the device ({stats.device_expert_bytes / 1e6:.1f} MB), "
+        f"{engine.residency.num_slots} of {of} experts on the device ({stats.device_expert_bytes / 1e6:.1f} MB), "
         f"{stats.bytes_per_token / 1e6:.2f} MB copied to it a token",
         file=sys.stderr,
     )

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
-from jmoe.offload.policies import Residency
+from jmoe.offload.policies import ExpertPlaces, Residency
 
 RECENT_STEPS = 16
 Arrays = tuple[jax.Array, ...]  # of a module
@@ -39,7 +39,7 @@ class TokenBatch(NamedTuple):
     positions_PC: jax.Array
 
 
-class _Hidden(NamedTuple):
+class Hidden(NamedTuple):
     """A layer's input: x + y, y being float32 and what the feed-forward of the layer before adds."""
 
     x_PCD: jax.Array
@@ -63,12 +63,11 @@ class CachedAttention:
         return out_PCD
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _attend(
+def attend_local(
     structure: Structure,
     arrays: Arrays,
     cache: KVCache,
-    hidden: _Hidden,
+    hidden: Hidden,
     rows_P: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
@@ -87,24 +86,57 @@ def _attend(
     return x_PCD, attention.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
 
 
+_attend = jax.jit(attend_local, static_argnums=0, donate_argnums=2)
 _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
 
 
-@partial(jax.jit, static_argnums=(0, 4))
-def _embed(structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any) -> _Hidden:
+def embed_local(
+    structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any
+) -> Hidden:
+    """Return the first layer's input."""
     x_PCD = structure.merge(arrays).embed(tokens_PC, positions_PC, dtype)
-    return _Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
+    return Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
+
+
+_embed = jax.jit(embed_local, static_argnums=(0, 4))
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
+def logits_after(structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
     """Return float32 [P, V]: the logits after token `at_P` of each row."""
     return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
 
 
 @partial(jax.jit, static_argnums=0)
-def _all_logits(structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
+def logits_of_row(structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array) -> jax.Array:
+    """Return float32 [C, V]: the logits after every token of one row."""
     return structure.merge(arrays).logits(x_PCD[row])
+
+
+class Runner(Protocol):
+    """Runs a model for an engine, on one device or several.
+
+    `tokens` and `padding` make batches, `forward` and `zeros` hidden states of a kind of the runner's own.
+    """
+
+    config: ModelConfig
+    caches: list[KVCache]
+    readback_s: float
+    estimate_s: float
+
+    @property
+    def residency(self) -> ExpertPlaces: ...
+    @property
+    def recent_choices(self) -> deque[Any]: ...
+    def tokens(self, group: ChunkGroup) -> Any: ...
+    def padding(self, num_rows: int, width: int) -> list[Any]: ...
+    def zeros(self, num_rows: int, width: int) -> Any: ...
+    def forward(self, groups: Sequence[Any], /) -> list[Any]: ...
+    def copy_row(self, source: int, target: int) -> None: ...
+    def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
+    def all_logits(self, hidden: Any, row: int, /) -> jax.Array: ...
+    def expert_use(self) -> np.ndarray: ...
+    def last_choices(self) -> list[np.ndarray]: ...
 
 
 class ModelRunner:
@@ -143,6 +175,10 @@ class ModelRunner:
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
         return TokenBatch(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
 
+    def padding(self, num_rows: int, width: int) -> list[TokenBatch]:
+        """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
+        return [self.tokens(ChunkGroup((), num_rows, width))]
+
     def zeros(self, num_rows: int, width: int) -> jax.Array:
         """Return hidden states as `forward` gives them, to compile what follows."""
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
@@ -169,7 +205,7 @@ class ModelRunner:
                 ys = self._run_experts(self._moe_index[i], routed, path)
                 held = (self._moe_index[i], ys)
                 choices.append([r.idx_TK for r in routed])
-            xs = [_Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
+            xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
         self.recent_choices.append(choices)
         return [_add_alone(x) for x in xs]
@@ -230,8 +266,8 @@ class ModelRunner:
 
     def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
         """Return float32 [C, V]: the logits after every token of one row."""
-        return _all_logits(*self._ends, x_PCD, np.int32(row))
+        return logits_of_row(*self._ends, x_PCD, np.int32(row))
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
         """Return float32 [P, V]: the logits after token `at_P` of each row."""
-        return _logits(*self._ends, x_PCD, at_P)
+        return logits_after(*self._ends, x_PCD, at_P)

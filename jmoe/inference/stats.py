@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jmoe.inference.runner import ModelRunner
+from jmoe.inference.expert_placer import ExpertPlacer, PlacementStats
+from jmoe.inference.runner import Runner
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import RoutingStats, StreamingPlan
@@ -63,6 +64,7 @@ class EngineStats:
     roofline_fraction: float
     prefill: PhaseStats
     decode: PhaseStats
+    placement: PlacementStats | None = None  # of experts on several devices
 
 
 @dataclass
@@ -78,7 +80,10 @@ class _Steps:
 class StatsCollector:
     """Counts the steps of an engine, and reads the counters of its parts."""
 
-    def __init__(self, runner: ModelRunner, store: TieredStore | None, plan: StreamingPlan) -> None:
+    def __init__(
+        self, runner: Runner, store: TieredStore | None, plan: StreamingPlan, placer: ExpertPlacer | None = None
+    ) -> None:
+        self._placer = placer
         self._runner, self._residency, self._store, self.plan = runner, runner.residency, store, plan
         self._restart_routing()
         self.reset()
@@ -86,6 +91,8 @@ class StatsCollector:
     def reset(self) -> None:
         """Let `stats` count from here on."""
         self._since = self._totals()
+        if self._placer is not None:
+            self._placer.reset()
         self._streamed_bytes = self._since["streamed_bytes"]
         self._phases: dict[Phase, _Steps] = {"prefill": _Steps(), "decode": _Steps()}
 
@@ -129,7 +136,7 @@ class StatsCollector:
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
         return EngineStats(
             policy=self.plan.memory.policy,
-            device_expert_bytes=self._residency.slots.num_bytes,
+            device_expert_bytes=self._residency.num_bytes,
             host_expert_bytes=0 if self._store is None else self._store.host_bytes,
             steps=sum(p.steps for p in phases),
             step_s=step_s,
@@ -139,6 +146,7 @@ class StatsCollector:
             roofline_fraction=counters["streamed_s"] / step_s if step_s else 0.0,
             prefill=self._phase("prefill"),
             decode=self._phase("decode"),
+            placement=None if self._placer is None else self._placer.stats(),
             **counters,
         )
 

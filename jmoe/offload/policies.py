@@ -46,15 +46,13 @@ class ResidencyStats:
     guessed_right: int = 0
 
 
-class Residency(ABC):
-    """Decides which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
+class ExpertPlaces(ABC):
+    """Knows where a model's experts are: what an engine asks, whether on one device or on several."""
 
     streams = False  # slots change while the engine runs, so `release` matters
     takes_guesses = False  # `expect` is of use
-    needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
-
-    def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
-        self.slots, self.index = slots, index
+    num_slots: int  # on the devices, of one expert each
+    num_bytes: int  # of the slots
 
     def begin_step(self, *, whole_layers: bool) -> None:
         """Begin a step, whose layers are acquired in order, each released before the next.
@@ -64,19 +62,33 @@ class Residency(ABC):
         return
 
     @abstractmethod
-    def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        """Return the table int32 [E] of a layer's slots when its (chosen) experts are in place.
-
-        chosen: expert numbers, in any order and more than once; E for none.
-        """
-
-    @abstractmethod
     def stats(self) -> ResidencyStats:
         """Return counters since the start."""
 
     @abstractmethod
     def occupancy(self) -> list[tuple[int, int] | None]:
         """Return (layer, expert) of every slot, also of what is on its way there; None where there is nothing."""
+
+    def close(self) -> None:
+        """Stop the threads."""
+        return
+
+
+class Residency(ExpertPlaces):
+    """Decides which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
+
+    needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
+
+    def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
+        self.slots, self.index = slots, index
+        self.num_slots, self.num_bytes = slots.num_slots, slots.num_bytes
+
+    @abstractmethod
+    def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
+        """Return the table int32 [E] of a layer's slots when its (chosen) experts are in place.
+
+        chosen: expert numbers, in any order and more than once; E for none.
+        """
 
     @property
     def waited_s(self) -> float:
@@ -88,10 +100,6 @@ class Residency(ABC):
 
     def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
         """Prepare for experts that a later layer will probably ask for."""
-        return
-
-    def close(self) -> None:
-        """Stop the threads."""
         return
 
 

@@ -1,17 +1,20 @@
 """Experts of a served checkpoint in their places: slots on the device, tiers below them, and the policy between."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
@@ -43,6 +46,28 @@ def open_experts(
     if plan.policy == "ring":
         return LayerRing(slots, store, index, plan.ring_slots), store
     return ChosenExperts(slots, store, index), store
+
+
+def open_placed_experts(
+    checkpoint: LazyCheckpoint,
+    plan: MemoryPlan,
+    mesh: Mesh,
+    bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
+) -> tuple[PlacedExperts, TieredStore | None]:
+    """Return the experts spread evenly over the devices of a mesh, and the store that others come from, if any do."""
+    index, fields = ExpertIndex.of(checkpoint.config), checkpoint.expert_fields
+    slots = plan.expert_slots // index.num_layers
+    if plan.expert_tier is not None:
+        store = _open_store(checkpoint, index, plan, None, bandwidth_limit_bytes_per_s)
+        return PlacedExperts(mesh, index, fields, slots, store.get), store
+    record = {name: np.empty(shape, dtype) for name, (shape, dtype) in fields.items()}
+
+    @contextlib.contextmanager
+    def read(number: int) -> Iterator[dict[str, np.ndarray]]:
+        checkpoint.fill_expert(*index.locate(number), record)
+        yield record
+
+    return PlacedExperts(mesh, index, fields, slots, read), None
 
 
 def _open_store(

@@ -1,10 +1,10 @@
 """Which tier holds what of a model that is served, and whether it fits: numbers in, plan out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jmoe.config.checks import check
-from jmoe.config.engine import EngineConfig, Policy
+from jmoe.config.engine import EngineConfig, EngineMesh, Policy
 from jmoe.planning.roofline import ExpertWeights
 
 # Of free memory: what programs need to compute in, and what the system around them may want meanwhile.
@@ -120,6 +120,41 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     tier, host_bytes = _below(model, free, slots, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
+
+
+def plan_mesh_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int) -> MemoryPlan:
+    """Return the plan of each of several devices; `ValueError` naming the field if it does not fit.
+
+    local_devices: of a process. Every process has a copy of all experts in host memory where their places may change.
+    """
+    mesh, weights = options.mesh, model.weights
+    slots = slots_per_device(mesh, weights.num_experts)
+    mine = replace(model, cache_bytes=-(-model.cache_bytes // mesh.devices))
+    host_bytes = 0 if mesh.placement == "even" else model.num_experts * model.record_bytes
+    tier: Literal["host"] | None = None if mesh.placement == "even" else "host"
+    plan = MemoryPlan("resident", tier, mine, weights.num_layers * slots, 0, host_bytes, 0)
+    device_bytes = plan.device_bytes
+    if free.shared:
+        device_bytes = local_devices * device_bytes + host_bytes
+    room_bytes = int(free.device_bytes * (1 - RESERVE))
+    where = f"the {local_devices} devices of a process need" if free.shared else "each of them needs"
+    needed = f"{where} {device_bytes} bytes and {room_bytes} are free; experts are not streamed to several devices"
+    check(device_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
+    room_bytes = int(free.host_bytes * (1 - RESERVE))
+    needed = f"keeps a copy of all experts, {host_bytes} bytes, in host memory, of which {room_bytes} are free"
+    check(host_bytes <= room_bytes, "mesh.placement", mesh.placement, needed)
+    return plan
+
+
+def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
+    """Return how many experts of a layer a device has room for; `ValueError` if that is too few."""
+    fewest = -(-num_experts // mesh.devices)
+    slots = fewest if mesh.slots_per_device is None else mesh.slots_per_device
+    enough = f"must be at least {fewest} for {num_experts} experts on {mesh.devices} devices"
+    check(slots >= fewest, "mesh.slots_per_device", slots, enough)
+    fit = f"must be at most {num_experts}: no device has an expert twice"
+    check(slots <= num_experts, "mesh.slots_per_device", slots, fit)
+    return slots
 
 
 def _device_room(model: ModelBytes, free: FreeMemory) -> int:

@@ -1,0 +1,191 @@
+"""When experts change places on several devices: Lina's two phases around a gate, and EPLB's pace of many steps.
+
+Legend: T tokens of a step, K choices a token, E experts of a layer, L layers with experts, N devices.
+Every process computes the same from the same choices: nothing here looks at a clock but to count.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jmoe.config.engine import EngineMesh
+from jmoe.inference.path_table import PathTable
+from jmoe.offload.placed_experts import PlacedExperts
+from jmoe.planning.placement import Changes, Placement, place
+
+RECENT = 0.9  # what a step's choices keep of their weight a step later
+
+
+class SwapCosts(NamedTuple):
+    """Seconds of an expert for one token, and of the copy of an expert's weights to a device."""
+
+    row_s: float
+    copy_s: float
+
+
+@dataclass
+class PlacementStats:
+    """Counters of a mesh of devices.
+
+    balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps. estimates: phase ones
+    of Lina, replans: those whose most popular experts were not the actual ones, so that the placement was planned again
+    after the gate. swaps: placements that were changed; swapped_bytes: copied to this process's devices. planning_s:
+    the host's time for plans, swap_s: for copies, of which waited_s after a gate, while nothing else could run.
+    """
+
+    balancedness: tuple[float, ...]
+    estimates: int
+    replans: int
+    swaps: int
+    swapped_bytes: int
+    planning_s: float
+    swap_s: float
+    waited_s: float
+
+
+class ExpertPlacer:
+    """Decides, from what tokens chose, when a layer's experts change places, and lets `experts` copy them.
+
+    Lina (section 5.2): phase one (`before`) places a layer while its attention runs, by the popularity that the path
+    table gives for the step's tokens, or without a table what recent steps chose. Phase two (`after`) compares the
+    2 K most popular experts (at most half of all, as all are always the same) with those that the gate chose; if they
+    differ, it plans again from the actual counts. EPLB (`between_steps`): every `rebalance_every` steps all layers are
+    placed by the choices of a window of steps, one layer between two steps.
+
+    A placement is changed only where the time that it saves, by the busiest device, exceeds that of the copies.
+    """
+
+    def __init__(
+        self,
+        mesh: EngineMesh,
+        experts: PlacedExperts,
+        num_experts_per_tok: int,
+        estimates: bool,
+        table: PathTable | None,
+    ) -> None:
+        """estimates: whether there is a phase one. table: None to go by recent choices."""
+        self._mesh, self._experts, self._table = mesh, experts, table
+        index = experts.index
+        self._top = min(2 * num_experts_per_tok, max(1, index.num_experts // 2))
+        self._estimates = mesh.placement == "lina" and estimates
+        self.costs = SwapCosts(0.0, float("inf"))  # until they are known nothing moves
+        self._recent_LE = np.zeros((index.num_layers, index.num_experts))
+        self._window: deque[np.ndarray] = deque(maxlen=mesh.rebalance_window)
+        self._counts: list[np.ndarray] = []  # of this step's layers
+        self._estimated_E: np.ndarray | None = None  # of the layer that comes
+        self._to_place: deque[int] = deque()
+        self._steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Let `stats` count from here on."""
+        self._mean_L, self._busiest_L = (np.zeros(self._experts.index.num_layers) for _ in range(2))
+        self._copied_since = self._experts.copied_bytes, self._experts.copied_s
+        self._num_estimates = self._replans = self._swaps = 0
+        self._planning_s = self._waited_s = 0.0
+
+    def stats(self) -> PlacementStats:
+        """Return counters since the start, or since `reset`."""
+        pairs = zip(self._mean_L, self._busiest_L, strict=True)
+        copied_bytes, copied_s = self._copied_since
+        return PlacementStats(
+            tuple(float(mean / busiest) if busiest else 1.0 for mean, busiest in pairs),
+            self._num_estimates,
+            self._replans,
+            self._swaps,
+            self._experts.copied_bytes - copied_bytes,
+            self._planning_s,
+            self._experts.copied_s - copied_s,
+            self._waited_s,
+        )
+
+    def before(self, layer: int, path: Sequence[np.ndarray]) -> None:
+        """Place a layer whose attention runs, by an estimate. path: int32 [T, K] of the layers before; E for none."""
+        self._estimated_E = None
+        if not self._estimates:
+            return
+        begun = time.perf_counter()
+        if self._table is not None and path:
+            self._estimated_E = self._table.popularity(path).popularity_E
+        else:
+            self._estimated_E = self._recent_LE[layer].copy()
+        self._num_estimates += 1
+        self._planning_s += time.perf_counter() - begun
+        self._improve(layer, self._estimated_E, steps=1)
+
+    def after(self, layer: int, chosen_TK: np.ndarray) -> None:
+        """Take in what a layer's gate chose; place it again where the estimate was wrong, before its experts run."""
+        counts_E = np.bincount(chosen_TK.reshape(-1), minlength=self._recent_LE.shape[1] + 1)[:-1].astype(np.float64)
+        self._counts.append(counts_E)
+        if not counts_E.any():
+            return
+        if self._mesh.placement == "lina" and not self._was_right(counts_E):
+            self._replans += self._estimated_E is not None
+            begun, planning_s = time.perf_counter(), self._planning_s
+            self._improve(layer, counts_E, steps=1)
+            self._waited_s += time.perf_counter() - begun - (self._planning_s - planning_s)
+        loads_N = _loads(self._experts.placements[layer], counts_E)
+        self._mean_L[layer] += loads_N.mean()
+        self._busiest_L[layer] += loads_N.max()
+        self._recent_LE[layer] = RECENT * self._recent_LE[layer] + (1 - RECENT) * counts_E
+
+    def end_step(self) -> None:
+        """Take in that all layers have run."""
+        counts_LE, self._counts = np.asarray(self._counts), []
+        if self._mesh.placement != "eplb" or not counts_LE.any():
+            return
+        self._window.append(counts_LE)
+        self._steps += 1
+        if self._steps % self._mesh.rebalance_every == 0:
+            self._to_place = deque(range(len(counts_LE)))
+
+    def between_steps(self) -> None:
+        """Place one layer whose turn it is."""
+        if self._to_place:
+            layer = self._to_place.popleft()
+            popularity_E = np.sum([counts_LE[layer] for counts_LE in self._window], axis=0) / len(self._window)
+            self._improve(layer, popularity_E, steps=self._mesh.rebalance_every)
+
+    def _was_right(self, counts_E: np.ndarray) -> bool:
+        """Return whether the estimate and the counts have the same most popular experts."""
+        estimated_E = self._estimated_E
+        return estimated_E is not None and _most_popular(estimated_E, self._top) == _most_popular(counts_E, self._top)
+
+    def _improve(self, layer: int, popularity_E: np.ndarray, *, steps: int) -> None:
+        """Change a layer's placement for one that is worth its copies in so many steps."""
+        begun = time.perf_counter()
+        changed = self._better(layer, popularity_E, steps)
+        self._planning_s += time.perf_counter() - begun
+        if changed is not None:
+            self._swaps += 1
+            self._experts.apply(layer, changed)
+
+    def _better(self, layer: int, popularity_E: np.ndarray, steps: int) -> Changes | None:
+        held, costs = self._experts.placements[layer], self.costs
+        loads_N = _loads(held, popularity_E)
+        row_s = costs.row_s * steps
+        if (loads_N.max() - loads_N.mean()) * row_s <= 0:  # even the best placement would save nothing
+            return None
+        slots = held.slots_per_device
+        placement = place(
+            popularity_E, held.num_devices, slots_per_device=slots, max_packed=slots, policy=self._mesh.placement
+        )
+        changed = self._experts.changes(layer, placement)
+        saved_s = (loads_N.max() - placement.loads.max()) * row_s
+        copies = np.bincount(self._experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1)
+        return changed if saved_s > copies.max() * costs.copy_s else None
+
+
+def _loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
+    """Return float64 [N], the load of each device by another popularity than the placement was made for."""
+    loads_N: np.ndarray = replace(placement, popularity_E=popularity_E).loads
+    return loads_N
+
+
+def _most_popular(popularity_E: np.ndarray, top: int) -> set[int]:
+    first = np.argsort(-popularity_E, kind="stable")[:top]
+    return set(first[popularity_E[first] > 0].tolist())

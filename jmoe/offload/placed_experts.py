@@ -1,0 +1,150 @@
+"""Experts spread over several devices: slots of a layer on each, filled as a placement says.
+
+Legend: E experts of a layer, N devices, S slots of a device for a layer, C as in `planning/placement.py`.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from jmoe.mesh import BATCH, REPLICATED, put
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.policies import ExpertPlaces, ResidencyStats
+from jmoe.offload.slots import Fields, NamedArrays
+from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
+from kernels_pallas.grouped_mlp import MLPWeights
+
+ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
+Arrays = dict[str, jax.Array]
+
+
+class PlacedExperts(ExpertPlaces):
+    """Each layer's experts on the devices of a mesh, evenly at first; each process fills its own devices' slots.
+
+    A slot is written while no program that reads it is running, or after it: a device runs its programs in order.
+    """
+
+    def __init__(self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int, read: ReadRecord) -> None:
+        """read: opens the record of an expert by its number."""
+        self.mesh, self.index, self._fields, self._read = mesh, index, fields, read
+        self._devices = list(mesh.devices.flat)
+        self._mine = [n for n, device in enumerate(self._devices) if device.process_index == jax.process_index()]
+        self.process_of_N = np.asarray([device.process_index for device in self._devices])
+        self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # of this process
+        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in fields.values()]
+        self.expert_bytes, self.num_slots = sum(sizes), index.num_layers * slots_per_device
+        self.num_bytes = self.num_slots * self.expert_bytes
+        self._held = [np.full((mesh.size, slots_per_device), EMPTY, np.int32) for _ in range(index.num_layers)]
+        self.placements: list[Placement] = []
+        self._weights: list[Arrays] = []
+        self._turns: list[jax.Array] = []
+        even = place(
+            np.ones(index.num_experts),
+            mesh.size,
+            slots_per_device=slots_per_device,
+            max_packed=slots_per_device,
+            policy="even",
+        )
+        for layer in range(index.num_layers):
+            shards = [self._empty(n, slots_per_device) for n in self._mine]
+            self._weights.append(self._joined(shards))
+            self.placements.append(even)
+            self._turns.append(self._turns_of(even))
+            self.apply(layer, self.changes(layer, even))
+        self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
+
+    def weights(self, layer: int) -> MLPWeights:
+        """Return the weights in all slots of a layer, [N S, ...], split over the devices."""
+        w = self._weights[layer]
+        return MLPWeights(w["w_up"], w["w_down"], w.get("b_up"), w.get("b_down"))
+
+    def turns(self, layer: int) -> jax.Array:
+        """Return int32 [E, C] of a layer's placement, on every device."""
+        return self._turns[layer]
+
+    def changes(self, layer: int, placement: Placement) -> Changes:
+        """Return what would have to be copied for a placement of a layer."""
+        return changes(self._held[layer], placement)
+
+    def apply(self, layer: int, changed: Changes) -> None:
+        """Copy what is new on this process's devices, and let the layer's next tokens go by the new placement."""
+        begun = time.perf_counter()
+        held, shards = self._held[layer].copy(), dict(zip(self._mine, self._shards(layer), strict=True))
+        for device, slot, expert in changed.fills:
+            held[device, slot] = expert
+            if device in shards:
+                shards[device] = self._filled(device, shards[device], slot, self.index.records(layer, expert).item())
+                self.copied_experts += 1
+                self.copied_bytes += self.expert_bytes
+        if changed.fills:
+            self._weights[layer] = self._joined(list(shards.values()))
+        if changed.placement.turns is not self.placements[layer].turns:
+            self._turns[layer] = self._turns_of(changed.placement)
+        self._held[layer], self.placements[layer] = held, changed.placement
+        self.copied_s += time.perf_counter() - begun
+
+    def copy_again(self) -> None:
+        """Copy the first expert of this process's first device to its place once more, to be timed."""
+        device, *others = self._shards(0)
+        record = self.index.records(0, self._held[0][self._mine[0], 0]).item()
+        filled = jax.block_until_ready(self._filled(self._mine[0], device, 0, record))
+        self._weights[0] = self._joined([filled, *others])
+
+    def stats(self) -> ResidencyStats:
+        return ResidencyStats("resident")
+
+    def occupancy(self) -> list[tuple[int, int] | None]:
+        held = enumerate(self._held)
+        return [None if e == EMPTY else (layer, int(e)) for layer, experts in held for e in experts.ravel()]
+
+    def _empty(self, device: int, slots: int) -> Arrays:
+        where = self._devices[device]
+        return {
+            name: jnp.zeros((slots, *shape), _stored(dtype), device=where)
+            for name, (shape, dtype) in self._fields.items()
+        }
+
+    def _filled(self, device: int, slots: Arrays, slot: int, record: int) -> Arrays:
+        where = self._devices[device]
+        with self._read(record) as arrays:  # whose memory is used again after it
+            sent = {name: jax.device_put(_numbers(arrays[name]), where, may_alias=False) for name in slots}
+            jax.block_until_ready(sent)
+        return _put(slots, sent, np.int32(slot))
+
+    def _shards(self, layer: int) -> list[Arrays]:
+        """Return the slots of each of this process's devices, in their order."""
+        parts = {name: {s.device: s.data for s in w.addressable_shards} for name, w in self._weights[layer].items()}
+        return [{name: part[self._devices[n]] for name, part in parts.items()} for n in self._mine]
+
+    def _joined(self, shards: list[Arrays]) -> Arrays:
+        where = NamedSharding(self.mesh, BATCH)
+
+        def joined(parts: list[jax.Array]) -> jax.Array:
+            shape = (self.mesh.size * parts[0].shape[0], *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, where, parts)
+
+        return {name: joined([shard[name] for shard in shards]) for name in self._fields}
+
+    def _turns_of(self, placement: Placement) -> jax.Array:
+        return put(placement.turns, self.mesh, REPLICATED)
+
+
+def _stored(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of the numbers whose bits uint16 are."""
+    return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
+
+
+def _numbers(values: np.ndarray) -> np.ndarray:
+    return values.view(_stored(values.dtype))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
+    return {name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots}
