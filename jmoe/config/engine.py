@@ -47,7 +47,8 @@ class EngineConfig:
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
     dtype: Literal["float32", "bfloat16"] | None = None  # of weights, keys and values, and computation; None: as stored
     # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what recent steps used
-    # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all
+    # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all.
+    # Over several devices `lina` places experts by such a guess: by paths, or for the other names by recent steps
     estimator: Literal["router", "counts", "paths"] | None = "router"
     prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
     max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks

@@ -304,6 +304,7 @@ class Engine(Closing):
             if width == 1:  # what follows knows of logits alone
                 self._sampler.warm_up(logits_PV)
         self._runner.copy_row(0, 0)
+        self._runner.copy_row(0, self.max_batch - 1)  # on several devices: from one to another
 
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)

@@ -45,7 +45,7 @@ def _sharded(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 5))
-def embed(
+def embed_on_mesh(
     mesh: Mesh, structure: Structure, arrays: Arrays, tokens_MC: jax.Array, positions_MC: jax.Array, dtype: Any
 ) -> Hidden:
     body = lambda arrays, tokens, positions: embed_local(structure, arrays, tokens, positions, dtype)  # noqa: E731
@@ -54,7 +54,7 @@ def embed(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def attend(
+def attend_on_mesh(
     mesh: Mesh,
     structure: Structure,
     arrays: Arrays,
@@ -81,7 +81,7 @@ def attend(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def experts(
+def experts_on_mesh(
     mesh: Mesh, exchange: ExchangeShape, routed: ExpertInputs, turns_EC: jax.Array, weights: MLPWeights
 ) -> jax.Array:
     """Return float32: y + the weighted sum of each token's experts, wherever they are; nothing is dropped.
@@ -112,7 +112,7 @@ def experts(
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def finish(mesh: Mesh, hidden: Hidden, positions_MC: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+def finish_on_mesh(mesh: Mesh, hidden: Hidden, positions_MC: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Return the last layer's output, and of each row that of the last token alone, on every device."""
 
     def local(hidden: Hidden, positions_PC: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,7 +128,7 @@ def finish(mesh: Mesh, hidden: Hidden, positions_MC: jax.Array, length: int) -> 
 
 
 @partial(jax.jit, static_argnums=0)
-def gather_row(mesh: Mesh, x_MCD: jax.Array, place: jax.Array) -> jax.Array:
+def gather_row_on_mesh(mesh: Mesh, x_MCD: jax.Array, place: jax.Array) -> jax.Array:
     def local(x_PCD: jax.Array, place: jax.Array) -> jax.Array:
         rows = x_PCD.shape[0]
         all_NCD = _all_gather(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
@@ -139,7 +139,7 @@ def gather_row(mesh: Mesh, x_MCD: jax.Array, place: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def copy_row(mesh: Mesh, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
+def copy_row_on_mesh(mesh: Mesh, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
     """Return the cache with a row copied; at: the device and row of the source, and of the target."""
 
     def local(cache: KVCache, at: jax.Array) -> KVCache:

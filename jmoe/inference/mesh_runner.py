@@ -24,12 +24,12 @@ from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.inference.mesh_programs import (
     ExchangeShape,
     Gate,
-    attend,
-    copy_row,
-    embed,
-    experts,
-    finish,
-    gather_row,
+    attend_on_mesh,
+    copy_row_on_mesh,
+    embed_on_mesh,
+    experts_on_mesh,
+    finish_on_mesh,
+    gather_row_on_mesh,
     pick,
     timed_experts,
 )
@@ -122,13 +122,13 @@ class MeshRunner:
         """Return hidden states of every batch; phase one of a layer runs beside its attention, phase two after."""
         self.placer.between_steps()
         groups = [[put(a, self.mesh, BATCH) for a in batch[:3]] for batch in map(MeshBatch._make, batches)]
-        xs = [embed(self.mesh, *self._ends, tokens, positions, self.dtype) for tokens, _, positions in groups]
+        xs = [embed_on_mesh(self.mesh, *self._ends, tokens, positions, self.dtype) for tokens, _, positions in groups]
         path: list[np.ndarray] = []
         for i, layer in enumerate(self._layers):
             ys: list[jax.Array] = []
             gates: list[Gate] = []
             for n, (_, rows_M, positions_MC) in enumerate(groups):
-                x, self.caches[i], y = attend(
+                x, self.caches[i], y = attend_on_mesh(
                     self.mesh, *layer, self.caches[i], xs[n], rows_M, positions_MC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x)
@@ -141,7 +141,9 @@ class MeshRunner:
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self.placer.end_step()
         self.recent_choices.append(path)
-        after = [finish(self.mesh, x, group[2], self.caches[0].length) for x, group in zip(xs, groups, strict=True)]
+        after = [
+            finish_on_mesh(self.mesh, x, group[2], self.caches[0].length) for x, group in zip(xs, groups, strict=True)
+        ]
         self._x_MCD = [x_MCD for x_MCD, _ in after]
         return [MeshHidden(last_MD, batches[n][3], n) for n, (_, last_MD) in enumerate(after)]
 
@@ -149,11 +151,11 @@ class MeshRunner:
         """Copy one row of every cache over another."""
         (from_n, from_row), (to_n, to_row) = (divmod(row, self._rows_per_device) for row in (source, target))
         at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
-        self.caches = [copy_row(self.mesh, from_n != to_n, cache, at) for cache in self.caches]
+        self.caches = [copy_row_on_mesh(self.mesh, from_n != to_n, cache, at) for cache in self.caches]
 
     def gather_row(self, number: int, place: int) -> jax.Array:
         """Return [C, D] on every device: a row of the last step's batch of this number."""
-        return gather_row(self.mesh, self._x_MCD[number], np.int32(place))
+        return gather_row_on_mesh(self.mesh, self._x_MCD[number], np.int32(place))
 
     def logits(self, hidden: MeshHidden, at_Q: np.ndarray) -> jax.Array:
         """Return float32 [Q, V]: the logits after each chunk's last token, which is all that `hidden` has of it."""
@@ -207,7 +209,7 @@ class MeshRunner:
         for gate, idx_TK in zip(gates, chosen, strict=True):
             for rows in _buffer_rows(placement, idx_TK):
                 exchange = ExchangeShape(rows, placement.slots_per_device, self.config.hidden_act)
-                y_TD = experts(self.mesh, exchange, gate.routed, turns_EC, weights)
+                y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, turns_EC, weights)
             out.append(y_TD)
         return out
 

@@ -24,6 +24,7 @@ from jmoe.config import (
     YarnConfig,
     differences,
 )
+from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.configs import PRESETS
 
@@ -57,6 +58,7 @@ SIGNS: list[tuple[Callable[..., object], str, str]] = [
     (MeshConfig, "expert_inter", "data expert_intra"),
     (CheckpointConfig, "every_steps keep", ""),
     (EvaluationConfig, "", "every_steps sample_tokens sample_temperature"),
+    (EngineMesh, "devices rebalance_every rebalance_window", ""),
     (DistributedConfig, "start_timeout_s step_timeout_s heartbeat_timeout_s", ""),
     (TrainConfig, "num_steps batch_size sequence_length gradient_accumulation_steps", ""),
     (TiersConfig, "device_layers", "host_cache_bytes"),
@@ -130,6 +132,19 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (CommConfig, {"packing": 6}, wrong("packing", 6, "must be a power of two, or auto")),
     (CommConfig, {"packing": "off"}, wrong("packing", "off", "must be a power of two, or auto")),
     (CommConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup")),
+    (EngineMesh, {"placement": "random"}, "placement = 'random': must be one of even, lina, eplb"),
+    (EngineMesh, {"slots_per_device": 0}, "slots_per_device = 0: must be greater than 0, or None"),
+    (EngineConfig, {"mesh": EngineMesh(3)}, "max_batch = 8: must be a multiple of mesh.devices = 3"),
+    *(
+        (EngineConfig, {"mesh": EngineMesh(2), name: value}, f"{name} = {value!r}: experts stay on their devices")
+        for name, value in (
+            ("policy", "ring"),
+            ("expert_tier", "nvme"),
+            ("ring_slots", 2),
+            ("device_bytes", 9),
+            ("host_cache_bytes", 9),
+        )
+    ),
     (DistributedConfig, {"num_processes": 2}, "distributed.coordinator_address, distributed.process_id = None"),
     (
         DistributedConfig,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jmoe.config.engine import EngineConfig
-from jmoe.planning.memory_plan import FreeMemory, ModelBytes, plan_memory
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.planning.memory_plan import FreeMemory, ModelBytes, plan_memory, plan_mesh_memory
 from jmoe.planning.roofline import ExpertWeights
 
 MB = 10**6
@@ -76,3 +76,40 @@ def test_plan(
 def test_no_plan(free: FreeMemory, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan_memory(MODEL, free, EngineConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("free", "mesh", "tier", "slots", "host_bytes"),
+    [
+        (GPU, EngineMesh(4), None, 8, 0),
+        (GPU, EngineMesh(4, "lina", 3), "host", 12, 35_200_000),
+        (CPU, EngineMesh(2, "eplb"), "host", 16, 35_200_000),
+    ],
+)
+def test_plan_of_each_of_several_devices(
+    free: FreeMemory, mesh: EngineMesh, tier: str | None, slots: int, host_bytes: int
+) -> None:
+    plan = plan_mesh_memory(MODEL, free, EngineConfig(mesh=mesh), local_devices=2)
+    assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == ("resident", tier, slots, host_bytes)
+    assert plan.device_bytes == slots * MB + 2 * MB + MB // mesh.devices
+
+
+@pytest.mark.parametrize(
+    ("free", "mesh", "match"),
+    [
+        (
+            dataclasses.replace(GPU, device_bytes=10 * MB),
+            EngineMesh(4),
+            "mesh.devices = 4: each of them needs 10250000",
+        ),
+        (SMALL_CPU, EngineMesh(4), "mesh.devices = 4: the 4 devices of a process need 41000000 bytes and 27000000"),
+        (
+            dataclasses.replace(GPU, host_bytes=MB),
+            EngineMesh(4, "eplb"),
+            "mesh.placement = 'eplb': keeps a copy of all",
+        ),
+    ],
+)
+def test_several_devices_without_room(free: FreeMemory, mesh: EngineMesh, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        plan_mesh_memory(MODEL, free, EngineConfig(mesh=mesh), local_devices=4)
