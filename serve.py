@@ -3,36 +3,65 @@
 MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 """
 
+from __future__ import annotations
+
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jmoe.command_line import answer_early, parse_serve
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.runtime import end_at_once_on_interrupt, program_name, reexec_with_env
 
+if TYPE_CHECKING:
+    from jmoe.inference.lockstep import Follower, Leader
+
 say = partial(print, flush=True)
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Serve the model that the command line names, until a signal ends it."""
+    """Serve the model that the command line names, until a signal ends it; of several processes the first one does."""
     from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.inference.lockstep import Follower, join
     from jmoe.serving.middleware import read_api_keys
 
     config = parse_serve(arguments)
     api_keys = read_api_keys(config.api_key_file)
-    with hugging_face_folder(config.model, say) as folder:
-        serve(config, api_keys, folder)
+    with contextlib.ExitStack() as stack:
+        role = None if config.dry_run else stack.enter_context(join(config.distributed) or contextlib.nullcontext())
+        exported = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
+        check(exported, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.export makes one")
+        folder = stack.enter_context(hugging_face_folder(config.model, say))
+        if isinstance(role, Follower):
+            follow(config, folder, role)
+        else:
+            serve(config, api_keys, folder, role)
 
 
-def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
+def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
+    """Load a part of the model, and compute what the first process says, to its end."""
+    from jmoe.inference.engine import LoadedModel
+    from jmoe.status import status
+
+    with status(f"loading {folder}", say):
+        loaded = LoadedModel(folder, config.engine)
+    with loaded as model:
+        say("following process 0")
+        follower.follow(model.runner)
+    say("stopped")
+
+
+def serve(config: ServeConfig, api_keys: list[str], folder: Path, leader: Leader | None) -> None:
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests."""
     import jmoe
     from jmoe.inference.engine import Engine, plan_engine_memory
+    from jmoe.inference.lockstep import end_process
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, bind
@@ -53,7 +82,7 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with status(f"loading {folder}", say):
-        loaded = Engine(folder, engine_config)
+        loaded = Engine(folder, engine_config, leader=leader)
     with loaded as engine:
         with status("compiling", say):
             service = Service(engine, config, folder, name)
@@ -61,6 +90,8 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path) -> None:
         server = HttpServer(app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)"))
         server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has put Python's handler back
+        if service.loop.lost_process.is_set():
+            end_process("ends: another process of the engine was lost")  # threads may wait for it for ever
     say("stopped")
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig
+from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.runtime import program_name
 
@@ -33,6 +34,11 @@ class _Comm(CommConfig):
     shard_dense: Unsettable[bool] = CommConfig.shard_dense
     fuse_dense: Unsettable[bool] = CommConfig.fuse_dense
     bucket_bytes: Unsettable[int] = CommConfig.bucket_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Serve(ServeConfig):
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(default_factory=EngineConfig)
 
 
 def answer_early(parse: Callable[[], object]) -> None:
@@ -102,7 +108,7 @@ def _check_model_options(options_set: Iterable[str]) -> None:
 def parse_serve(arguments: Sequence[str]) -> ServeConfig:
     """Return the settings on the command line of `serve.py`. Help and mistakes end the process."""
     return tyro.cli(
-        ServeConfig,
+        _Serve,
         args=arguments,
         prog=program_name(),
         description=SERVE.format(program=program_name()),
@@ -110,6 +116,5 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
             tyro.conf.PositionalRequiredArgs,
             tyro.conf.AvoidSubcommands,
             tyro.conf.FlagCreatePairsOff,
-            tyro.conf.OmitArgPrefixes,
         ),
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from jmoe.config.checks import check_field, not_negative, positive
 from jmoe.config.engine import EngineConfig
+from jmoe.config.train import DistributedConfig
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class ServeConfig:
     body_timeout_s: float = 60.0  # a client has so long to send the body of a request
     send_timeout_s: float = 60.0  # a client has so long to take what was written for it
     engine: EngineConfig = field(default_factory=EngineConfig)
+    distributed: DistributedConfig = field(default_factory=partial(DistributedConfig, step_timeout_s=60))
     log_prompts: bool = False  # write prompts to the log
     dry_run: bool = False  # print what will lie where, from the headers of the weights alone, and exit
 

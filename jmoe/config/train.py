@@ -114,11 +114,11 @@ class DistributedConfig:
     """Many processes. Under SLURM, Open MPI and Kubernetes nothing needs to be given."""
 
     coordinator_address: str | None = None  # host:port of process 0
-    num_processes: int | None = None
-    process_id: int | None = None
+    num_processes: int | None = None  # that the run has
+    process_id: int | None = None  # the rank of this one, from 0
     start_timeout_s: int = 300  # all processes must have started within this
     step_timeout_s: int = 600  # a step, save or evaluation that takes longer names the stuck ranks and ends the run
-    heartbeat_timeout_s: int = 10
+    heartbeat_timeout_s: int = 10  # a process that gives no sign of life for so long is given up, and ends the run
 
     def __post_init__(self) -> None:
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")

@@ -3,6 +3,7 @@
 Legend: P rows of a step, C tokens a row, V vocabulary, D hidden.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.lockstep import Leader
 from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
@@ -46,6 +48,48 @@ log = logging.getLogger("jmoe")
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
+class LoadedModel(Closing):
+    """A model in its places, with a runner: what every process of an engine has."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        options: EngineConfig,
+        bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
+    ) -> None:
+        """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read."""
+        with LazyCheckpoint(folder, options.dtype) as checkpoint:
+            _keep_compiled_programs()
+            options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+            paths = options.estimator == "paths"
+            table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
+            several = options.mesh.devices > 1 or jax.process_count() > 1
+            mesh = expert_mesh(options.mesh.devices) if several else None
+            self.memory = plan_engine_memory(checkpoint, options)
+            self.scheduler = Scheduler(options, checkpoint.eos_token_ids)
+            limits = bandwidth_limit_bytes_per_s
+            self.on_one: ModelRunner | None = None
+            self.on_mesh: MeshRunner | None = None
+            if mesh is None:
+                self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits)
+            else:
+                experts, self.store = open_placed_experts(checkpoint, self.memory, mesh, limits)
+                self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
+        self.folder, self.options = checkpoint.folder, options
+
+    @property
+    def runner(self) -> Runner:
+        runner = self.on_one or self.on_mesh
+        assert runner is not None
+        return runner
+
+    def close(self) -> None:
+        """Stop the threads that copy experts."""
+        self.runner.residency.close()
+        if self.store is not None:
+            self.store.close()
+
+
 class Engine(Closing):
     """Serves requests with one model. Not thread-safe.
 
@@ -60,45 +104,36 @@ class Engine(Closing):
         folder: str | os.PathLike[str],
         config: EngineConfig | None = None,
         *,
+        leader: Leader | None = None,
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
     ) -> None:
         """Load the Hugging Face checkpoint in a folder and compile its programs.
 
-        bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host", for measurements.
-        Raises `ValueError` naming the field, value and constraint, before weights are read.
+        leader: of the other processes, where this one is the first of several; each of those follows with the runner
+        of a `LoadedModel` of the same folder and options. bandwidth_limit_bytes_per_s: of the tiers "nvme" and "host",
+        for measurements. Raises `ValueError` naming the field, value and constraint, before weights are read.
         """
-        options = config or EngineConfig()
-        with LazyCheckpoint(folder, options.dtype) as checkpoint:
-            _keep_compiled_programs()
-            options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
-            paths = options.estimator == "paths"
-            table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
-            mesh = expert_mesh(options.mesh.devices) if options.mesh.devices > 1 else None
-            memory = plan_engine_memory(checkpoint, options)
-            self._scheduler = Scheduler(options, checkpoint.eos_token_ids)
-            limits = bandwidth_limit_bytes_per_s
-            on_mesh: MeshRunner | None = None
-            if mesh is None:
-                one_device, self._store = _one_device(checkpoint, memory, options, table, limits)
-            else:
-                experts, self._store = open_placed_experts(checkpoint, memory, mesh, limits)
-                on_mesh = make_mesh_runner(checkpoint, options, experts, table)
-        self._runner: Runner = one_device if on_mesh is None else on_mesh
+        self._model = model = LoadedModel(folder, config or EngineConfig(), bandwidth_limit_bytes_per_s)
+        options, memory, on_mesh = model.options, model.memory, model.on_mesh
+        self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
         self.residency: ExpertPlaces = self._runner.residency
-        self.config, self.max_batch = checkpoint.config, self._scheduler.max_batch
+        self.leader = leader
+        if on_mesh is not None:
+            on_mesh.leader = leader
+        self.config, self.max_batch = self._runner.config, self._scheduler.max_batch
         self.max_seq_len = self._scheduler.max_seq_len
         self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
-        tokenizer = checkpoint.folder / "tokenizer.json"
+        tokenizer = model.folder / "tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._warm_up()
         placer = None if on_mesh is None else on_mesh.placer
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
             on_mesh.set_costs(*on_mesh.measure_costs())
-        if on_mesh is None and options.policy == "auto" and memory.policy != "ring":
+        if model.on_one is not None and options.policy == "auto" and memory.policy != "ring":
             calibration = calibrate(
-                one_device,
+                model.on_one,
                 self._store,
                 self._sampler,
                 max_batch=self.max_batch,
@@ -179,7 +214,14 @@ class Engine(Closing):
         return [Completion.join(*pair) for pair in outputs.items()]
 
     def step(self) -> list[Output]:
-        """Run one step: a token for every running request, and chunks of prompts."""
+        """Run one step: a token for every running request, and chunks of prompts.
+
+        With other processes: `LockstepError` if one of them is lost.
+        """
+        with contextlib.nullcontext() if self.leader is None else self.leader.step():
+            return self._step()
+
+    def _step(self) -> list[Output]:
         plan = self._scheduler.schedule()
         if not plan.chunks:
             return []
@@ -254,9 +296,7 @@ class Engine(Closing):
                 if phase.steps and phase.predicted_step_s is not None:
                     predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
                     log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
-        self.residency.close()
-        if self._store is not None:
-            self._store.close()
+        self._model.close()
 
     # Parts of a step
 
@@ -345,7 +385,7 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
         dense_bytes=checkpoint.rest_bytes,
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)),
     )
-    device, host_bytes = jax.devices()[0], available_bytes()
+    device, host_bytes = jax.local_devices()[0], available_bytes()
     stats = None if device.platform == "cpu" else device.memory_stats()
     free = FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
     if stats is not None:

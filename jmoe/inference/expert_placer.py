@@ -31,13 +31,15 @@ class SwapCosts(NamedTuple):
 class PlacementStats:
     """Counters of a mesh of devices.
 
-    balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps. estimates: phase ones
-    of Lina, replans: those whose most popular experts were not the actual ones, so that the placement was planned again
-    after the gate. swaps: placements that were changed; swapped_bytes: copied to this process's devices. planning_s:
-    the host's time for plans, swap_s: for copies, of which waited_s after a gate, while nothing else could run.
+    balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps. loads: of every
+    device, choices of tokens that it computed. estimates: phase ones of Lina, replans: those whose most popular experts
+    were not the actual ones, so that the placement was planned again after the gate. swaps: placements that were
+    changed; swapped_bytes: copied to this process's devices. planning_s: the host's time for plans, swap_s: for copies,
+    of which waited_s after a gate, while nothing else could run.
     """
 
     balancedness: tuple[float, ...]
+    loads: tuple[float, ...]
     estimates: int
     replans: int
     swaps: int
@@ -84,6 +86,7 @@ class ExpertPlacer:
     def reset(self) -> None:
         """Let `stats` count from here on."""
         self._mean_L, self._busiest_L = (np.zeros(self._experts.index.num_layers) for _ in range(2))
+        self._loads_N = np.zeros(self._mesh.devices)
         self._copied_since = self._experts.copied_bytes, self._experts.copied_s
         self._num_estimates = self._replans = self._swaps = 0
         self._planning_s = self._waited_s = 0.0
@@ -94,6 +97,7 @@ class ExpertPlacer:
         copied_bytes, copied_s = self._copied_since
         return PlacementStats(
             tuple(float(mean / busiest) if busiest else 1.0 for mean, busiest in pairs),
+            tuple(self._loads_N.tolist()),
             self._num_estimates,
             self._replans,
             self._swaps,
@@ -129,6 +133,7 @@ class ExpertPlacer:
             self._improve(layer, counts_E, steps=1)
             self._waited_s += time.perf_counter() - begun - (self._planning_s - planning_s)
         loads_N = _loads(self._experts.placements[layer], counts_E)
+        self._loads_N += loads_N
         self._mean_L[layer] += loads_N.mean()
         self._busiest_L[layer] += loads_N.max()
         self._recent_LE[layer] = RECENT * self._recent_LE[layer] + (1 - RECENT) * counts_E

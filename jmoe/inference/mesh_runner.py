@@ -21,6 +21,7 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.kv_cache import KVCache, empty_caches
+from jmoe.inference.lockstep import Leader, led
 from jmoe.inference.mesh_programs import (
     ExchangeShape,
     Gate,
@@ -71,8 +72,7 @@ class MeshHidden(NamedTuple):
 class MeshRunner:
     """Runs tokens through all layers on a mesh of devices; holds the caches.
 
-    `forward`, `copy_row`, `zeros`, `gather_row` and `set_costs` are collective: every process makes the same calls in
-    the same order, with the same numbers; what they return is used by one of them.
+    What is `led` every process calls in the same order, with the same arguments; what it returns one of them uses.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class MeshRunner:
     ) -> None:
         """Copy the modules to every device. caches: split over the devices by rows."""
         self.config, self.residency, self.placer, self.mesh = config, experts, placer, experts.mesh
+        self.leader: Leader | None = None  # of other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # steps, layers
         self.caches = list(caches)
@@ -110,6 +111,7 @@ class MeshRunner:
         group = ChunkGroup((), num_rows, width)
         return [self._batch(group, size) for size in self._sizes(width) if size <= most]
 
+    @led
     def zeros(self, num_rows: int, width: int) -> MeshHidden:
         """Return hidden states as `forward` gives them, to compile what follows."""
         batch = self.padding(num_rows, width)[-1]
@@ -118,6 +120,7 @@ class MeshRunner:
         last_MD = put(np.zeros((size[0], size[2]), self.dtype), self.mesh, REPLICATED)
         return MeshHidden(last_MD, batch.place_Q, 0)
 
+    @led
     def forward(self, batches: Sequence[MeshBatch]) -> list[MeshHidden]:
         """Return hidden states of every batch; phase one of a layer runs beside its attention, phase two after."""
         self.placer.between_steps()
@@ -147,12 +150,14 @@ class MeshRunner:
         self._x_MCD = [x_MCD for x_MCD, _ in after]
         return [MeshHidden(last_MD, batches[n][3], n) for n, (_, last_MD) in enumerate(after)]
 
+    @led
     def copy_row(self, source: int, target: int) -> None:
         """Copy one row of every cache over another."""
         (from_n, from_row), (to_n, to_row) = (divmod(row, self._rows_per_device) for row in (source, target))
         at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
         self.caches = [copy_row_on_mesh(self.mesh, from_n != to_n, cache, at) for cache in self.caches]
 
+    @led
     def gather_row(self, number: int, place: int) -> jax.Array:
         """Return [C, D] on every device: a row of the last step's batch of this number."""
         return gather_row_on_mesh(self.mesh, self._x_MCD[number], np.int32(place))
@@ -187,6 +192,7 @@ class MeshRunner:
         run = partial(timed_experts, self.config.hidden_act, x_ND, weights)
         return SwapCosts(_seconds(run) / TIMED_ROWS, _seconds(self.residency.copy_again))
 
+    @led
     def set_costs(self, row_s: float, copy_s: float) -> None:
         """Let placements change by these costs, which must be the same in every process."""
         self.placer.costs = SwapCosts(row_s, copy_s)

@@ -51,6 +51,15 @@ def start(config: DistributedConfig) -> None:
     itself in, else this one alone. Raises `TimeoutError` naming the missing ranks on every rank that is present, after
     `start_timeout_s`; `ValueError` if two processes claim one rank.
     """
+    for line in connect(config).values():
+        line.close()
+
+
+def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict[int, socket.socket]:
+    """Do as `start` does, and return the connections of the `rendezvous`, which is all that the ranks talk over.
+
+    rank_0_outlives: JAX does not end rank 0 when another rank has died, so that it can say so to its clients.
+    """
     if config.coordinator_address is not None:
         assert config.num_processes is not None and config.process_id is not None
         address, processes, rank = config.coordinator_address, config.num_processes, config.process_id
@@ -58,14 +67,15 @@ def start(config: DistributedConfig) -> None:
     else:
         job = _detect(config.start_timeout_s)
         if job is None:
-            return
+            return {}
         (address, processes, rank), detection = job, None  # JAX still deals the machine's devices out
     if processes == 1:
-        return
+        return {}
     deadline = time.monotonic() + config.start_timeout_s
-    rendezvous(address, processes, rank, config.start_timeout_s)
+    lines = rendezvous(address, processes, rank, config.start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.config.update("jax_enable_recoverability", rank_0_outlives)
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=processes,
@@ -76,6 +86,7 @@ def start(config: DistributedConfig) -> None:
         shutdown_timeout_seconds=config.step_timeout_s,
     )
     atexit.register(_leave_after_an_error)  # runs before JAX's own handler, which waits for all ranks
+    return lines
 
 
 def _leave_after_an_error(failed: bool = False, linger_s: float = 0.0) -> None:

@@ -10,26 +10,34 @@ import socket
 import time
 
 
-def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> None:
-    """Return once all ranks are here; `TimeoutError` names those that are not.
+def rendezvous(address: str, processes: int, rank: int, timeout_s: float) -> dict[int, socket.socket]:
+    """Return, once all ranks are here, rank 0's connections to the others by rank; on those, theirs to rank 0.
 
-    Rank 0 listens at the very address that JAX's coordinator takes afterwards, so no other port must be open.
+    Rank 0 listens at the very address that JAX's coordinator takes afterwards, so no other port must be open. Raises
+    `TimeoutError` naming the ranks that are missing, `ValueError` if two processes claim one rank.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"distributed.coordinator_address = {address!r}: must read HOST:PORT")
     if rank == 0:
-        verdict = _call(address, int(port), processes, timeout_s)
+        verdict, lines = _call(address, int(port), processes, timeout_s)
     else:
-        verdict = _answer((host.strip("[]"), int(port)), processes, rank, timeout_s)
+        verdict, line = _answer((host.strip("[]"), int(port)), processes, rank, timeout_s)
+        lines = {0: line}
     kind, _, rest = verdict.partition(" ")
+    if kind != "go":
+        for line in lines.values():
+            line.close()
     if kind == "missing":
         raise TimeoutError(f"{rest} did not start within distributed.start_timeout_s = {timeout_s:g} s")
     if kind == "conflict":
         raise ValueError(f"distributed: {rest}")
+    for line in lines.values():
+        line.settimeout(None)
+    return lines
 
 
-def _call(address: str, port: int, processes: int, timeout_s: float) -> str:
+def _call(address: str, port: int, processes: int, timeout_s: float) -> tuple[str, dict[int, socket.socket]]:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -39,47 +47,58 @@ def _call(address: str, port: int, processes: int, timeout_s: float) -> str:
             f"distributed.coordinator_address = {address!r}: process 0 cannot listen there: {error}"
         ) from error
     deadline = time.monotonic() + timeout_s
-    present: set[int] = set()
-    callers: list[socket.socket] = []
+    callers: dict[int, socket.socket] = {}
     verdict = "go"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(server)
-        while len(present) < processes - 1 and verdict == "go":
+    with server:
+        while len(callers) < processes - 1 and verdict == "go":
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                caller = stack.enter_context(server.accept()[0])
+                caller = server.accept()[0]
+            except TimeoutError:
+                missing = [rank for rank in range(1, processes) if rank not in callers]
+                verdict = f"missing {named(missing)}"
+                break
+            try:
                 caller.settimeout(2.0)
                 words = caller.recv(64).decode(errors="replace").split()
                 rank, count = int(words[1]), int(words[2])
-            except TimeoutError:
-                if time.monotonic() >= deadline:
-                    missing = [rank for rank in range(1, processes) if rank not in present]
-                    verdict = f"missing {named(missing)}"
-                continue
             except (OSError, ValueError, IndexError):
-                continue  # somebody else knocked
+                caller.close()  # somebody else knocked
+                continue
             if count != processes:
                 verdict = f"conflict rank {rank} was told num_processes = {count}, rank 0 {processes}"
-            elif rank in present:
+            elif rank in callers:
                 verdict = f"conflict two processes were told process_id = {rank}"
-            present.add(rank)
-            callers.append(caller)
-        for caller in callers:
-            with contextlib.suppress(OSError):
-                caller.sendall(verdict.encode())
-    return verdict
+            if rank in callers:
+                _tell(caller, verdict)
+                caller.close()
+            else:
+                callers[rank] = caller
+    for caller in callers.values():
+        _tell(caller, verdict)
+    return verdict, callers
 
 
-def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> str:
+def _tell(caller: socket.socket, verdict: str) -> None:
+    with contextlib.suppress(OSError):
+        caller.sendall(f"{verdict}\n".encode())
+
+
+def _answer(address: tuple[str, int], processes: int, rank: int, timeout_s: float) -> tuple[str, socket.socket]:
     deadline = time.monotonic() + timeout_s
     problem: OSError | None = None
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection(address, timeout=left_s) as caller:
-                caller.sendall(f"jmoe {rank} {processes}\n".encode())
-                caller.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
-                if verdict := caller.recv(4096).decode():
-                    return verdict
+            with contextlib.ExitStack() as stack:
+                line = stack.enter_context(socket.create_connection(address, timeout=left_s))
+                line.sendall(f"jmoe {rank} {processes}\n".encode())
+                line.settimeout(max(0.01, deadline + 5 - time.monotonic()))  # rank 0 may have started later
+                verdict = b""
+                while not verdict.endswith(b"\n") and (byte := line.recv(1)):  # what follows is not for us
+                    verdict += byte
+                if verdict.endswith(b"\n"):
+                    stack.pop_all()
+                    return verdict.decode().strip(), line
         except OSError as error:
             problem = error
         time.sleep(0.2)

@@ -131,7 +131,7 @@ def state_router(service: Service) -> APIRouter:
     @router.get("/health")
     async def health() -> Status:
         """The process lives and its engine too; 503 asks for a restart."""
-        if service.loop.failed:
+        if service.loop.failure is not None:
             service.loop.check_ready()
         return Status()
 

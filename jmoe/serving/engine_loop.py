@@ -22,6 +22,7 @@ from typing import Self
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import NO_NUMBERS, Engine
+from jmoe.inference.lockstep import LockstepError
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.admission import FairQueue, QueueLimit
 from jmoe.serving.errors import ApiError
@@ -109,19 +110,23 @@ class EngineLoop:
         self._token_s = 0.0  # between two tokens of a sequence, of late
         self._queue = FairQueue()  # the thread's
         self.draining = False
-        self.failed = False
+        self.failure: str | None = None  # why nothing is served any more
+        self.lost_process = asyncio.Event()  # another process of the engine is gone: only a new start helps
         self.snapshot = self._look()
         self.last_view, self._viewed_s = self._look_closely(), time.monotonic()
 
     def start(self) -> None:
         """Begin, in the running event loop."""
         self._loop = asyncio.get_running_loop()
+        if self.engine.leader is not None:
+            self.engine.leader.on_lost = self._lose_process
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the step that runs."""
+        """End the thread after the step that runs; it may wait for a lost process for ever."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join, JOIN_LIMIT_S)
+        if not self.lost_process.is_set():
+            await asyncio.to_thread(self._thread.join, JOIN_LIMIT_S)
 
     # The event loop's side
 
@@ -133,7 +138,7 @@ class EngineLoop:
 
     async def view(self) -> View:
         """Return a view not older than a second, unless a step takes longer than that or the engine has failed."""
-        if not self.failed and time.monotonic() - self._viewed_s > VIEW_S:
+        if self.failure is None and time.monotonic() - self._viewed_s > VIEW_S:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
 
@@ -148,8 +153,8 @@ class EngineLoop:
 
     def check_ready(self) -> None:
         """Raise `ApiError` 503 if no request is taken in any more."""
-        if self.failed:
-            raise ApiError(503, ENGINE_FAILED, code="engine_failed")
+        if self.failure is not None:
+            raise ApiError(503, self.failure, code="engine_failed")
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
@@ -210,11 +215,21 @@ class EngineLoop:
         for generation in dict.fromkeys(self._open.values()):
             generation.put(error)
 
-    def _engine_failed(self) -> None:
-        self.failed = True
+    def _fail_for_good(self, failure: str) -> None:
+        self.failure = failure
         self._metrics.finished("error").inc(len(self._open))
-        self._fail_all(ApiError(500, ENGINE_FAILED, code="engine_failed"))
+        self._fail_all(ApiError(500, failure, code="engine_failed"))
         self._open.clear()
+
+    def _lose_process(self, reason: str) -> None:
+        """Fail everything, from the thread that noticed: the engine's own may wait for the lost process for ever."""
+        log.error("%s; no request is served any more", reason)
+
+        def fail() -> None:
+            self._fail_for_good(f"the engine has failed: {reason}")
+            self.lost_process.set()
+
+        self._loop.call_soon_threadsafe(fail)
 
     # The thread's side
 
@@ -228,9 +243,11 @@ class EngineLoop:
                         self._queue.end(output.sequence)
                 self.snapshot = self._look()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
+        except LockstepError:
+            pass  # `_lose_process` says so
         except Exception:
             log.exception("the engine has failed; no request is served any more")
-            self._loop.call_soon_threadsafe(self._engine_failed)
+            self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)
 
     def _take_commands(self) -> bool:
         """Carry out what waits; without unfinished requests wait for more. False at the end."""

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -50,6 +51,9 @@ class HttpServer(uvicorn.Server):
         if self.started:
             gc.collect()
             gc.freeze()  # else each collection, which a large body may bring about, looks at all that was loaded
+            if (leader := self._engine_loop.engine.leader) is not None:
+                leader.on_stop = partial(asyncio.get_running_loop().call_soon_threadsafe, self._drain_for_follower)
+                self._watching = asyncio.create_task(self._exit_when_process_lost())
             self._announce()
 
     @contextlib.contextmanager
@@ -75,6 +79,17 @@ class HttpServer(uvicorn.Server):
         else:
             self.should_exit = True
             self.handle_exit(number, None)
+
+    def _drain_for_follower(self) -> None:
+        if self._draining is None:
+            print("another process of the engine got a signal to end", flush=True)
+            self._drain(signal.SIGTERM)
+
+    async def _exit_when_process_lost(self) -> None:
+        """Say for a while why nothing is served, then end, for a supervisor to start all processes again."""
+        await self._engine_loop.lost_process.wait()
+        await asyncio.sleep(self._drain_timeout_s)
+        self.should_exit = True
 
     async def _exit_when_idle(self, number: int) -> None:
         while self._engine_loop.is_busy and not self.should_exit:

@@ -21,6 +21,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 BUSIEST = "Tokens of a layer's busiest expert in the last steps, as a multiple of the mean; 0: no tokens."
+BALANCE = "Tokens of a layer's mean device, as a part of the busiest one's; 1: no device waits for another."
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,18 @@ class Metrics(Collector):
             (counter, "jmoe:waited_seconds", "Time in which the device waited for experts.", engine.waited_s),
         ):
             yield self._family(family, name, text, None, {"": value})
+        if (placement := engine.placement) is not None:
+            balancedness = {str(layer): share for layer, share in enumerate(placement.balancedness)}
+            loads = {str(device): load for device, load in enumerate(placement.loads)}
+            yield self._family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
+            yield self._family(counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads)
+            for name, text, value in (
+                ("jmoe:placement_replans", "Placements that were planned again after a gate.", placement.replans),
+                ("jmoe:placement_swaps", "Placements that were changed.", placement.swaps),
+                ("jmoe:swapped_bytes", "Experts copied to the server's own devices.", placement.swapped_bytes),
+                ("jmoe:placement_waited_seconds", "Time in which devices waited for copies.", placement.waited_s),
+            ):
+                yield self._family(counter, name, text, None, {"": value})
         yield self._family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
         yield self._family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
 

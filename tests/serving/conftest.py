@@ -59,9 +59,17 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def start(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HttpProcess]:
+def server_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """Changes to the environment of every server, which share what they compile."""
+    return one_device(tmp_path_factory.mktemp("compile_cache"))
+
+
+@pytest.fixture(scope="session")
+def start(
+    model_folder: Path, server_env: dict[str, str | None], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., HttpProcess]:
     """`start(*options)` starts serve.py on a free port and returns when it answers. Later options take precedence."""
-    env = one_device(tmp_path_factory.mktemp("compile_cache"))
+    env = server_env
 
     def start(*options: object, folder: Path = model_folder, **more: str) -> HttpProcess:
         return start_server(tmp_path_factory.mktemp("log") / "server.log", env | more, folder, *SIZES, *options)
