@@ -114,8 +114,10 @@ class PlacedExperts(ExpertPlaces):
     def _filled(self, device: int, slots: Arrays, slot: int, record: int) -> Arrays:
         where = self._devices[device]
         with self._read(record) as arrays:  # whose memory is used again after it
-            sent = {name: jax.device_put(_numbers(arrays[name]), where, may_alias=False) for name in slots}
-            jax.block_until_ready(sent)
+            values = {name: _numbers(arrays[name]) for name in slots}
+            if where.platform == "cpu":  # where an array may be the very memory that it is made of
+                values = {name: value.copy() for name, value in values.items()}
+            sent = jax.block_until_ready(jax.device_put(values, where))
         return _put(slots, sent, np.int32(slot))
 
     def _shards(self, layer: int) -> list[Arrays]:

@@ -254,6 +254,7 @@ from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
 from jmoe.run import distributed
 from jmoe.run.run_folder import RunFolder
+from jmoe.training.packing import PackingController
 from jmoe.training.session import Session
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
 distributed.start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
@@ -274,7 +275,8 @@ batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=30)
 with distributed.Watchdog(5) as watchdog, out, checkpoints:
     config = TrainConfig(checkpoint=CheckpointConfig(drain_timeout_s=5))
-    run = Session(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, {}, None)
+    packing = PackingController(config, (2, 1, 1), 1)
+    run = Session(config, {}, mesh, None, batches, moves, checkpoints, watchdog, out, {}, packing)
     for step in (1, 2):
         train(store, step)
         run.save(step, make(np.float32(step)))
