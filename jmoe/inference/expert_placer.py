@@ -182,7 +182,7 @@ class ExpertPlacer:
         changed = self._experts.changes(layer, placement)
         saved_s = (loads_N.max() - placement.loads.max()) * row_s
         copies = np.bincount(self._experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1)
-        return changed if saved_s > copies.max() * costs.copy_s else None
+        return changed if saved_s > np.max(copies) * costs.copy_s else None
 
 
 def _loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:

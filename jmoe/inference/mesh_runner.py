@@ -103,7 +103,7 @@ class MeshRunner:
     def tokens(self, group: ChunkGroup) -> MeshBatch:
         """Return the chunks of a group by device, as numpy arrays padded to [M, width]."""
         counts_N = np.bincount([chunk.row // self._rows_per_device for chunk in group.chunks], minlength=self.mesh.size)
-        return self._batch(group, bucket(max(1, int(counts_N.max())), self._sizes(group.width)))
+        return self._batch(group, bucket(max(1, int(np.max(counts_N))), self._sizes(group.width)))
 
     def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
@@ -263,7 +263,7 @@ def _buffer_rows(placement: Placement, idx_TK: np.ndarray) -> Sequence[int]:
         return sizes
     device = placement.physical(token, idx_TK[token, choice]) // placement.slots_per_device
     sent = np.bincount(token // mine * num_devices + device)
-    return [bucket(int(sent.max()), tuple(reversed(sizes)))]
+    return [bucket(int(np.max(sent)), tuple(reversed(sizes)))]
 
 
 def make_mesh_runner(

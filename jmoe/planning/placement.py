@@ -127,7 +127,7 @@ def place(
     check(num_groups > 0 and size % num_groups == 0, "num_groups", num_groups, f"must divide the {size} experts")
 
     shape, in_order = (num_devices, slots_per_device), np.arange(size) * num_devices // size
-    largest = np.bincount(in_order, popularity_E).max()
+    largest = np.max(np.bincount(in_order, popularity_E))
     if policy != "even" and popularity_E.any():
         if policy == "lina":
             parts, devices = lina(popularity_E, num_devices, capacity)
