@@ -12,17 +12,18 @@ Afterwards each of these folders is built in the place of the real one, for a te
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+T = TypeVar("T")
 Tree = dict[str, "int | Tree"]  # name -> a file's number, or a folder
 
 
@@ -49,7 +50,7 @@ class PowerCut:
         self._last: dict[int, bytes] = {}  # content of files that have no name any more
         self._listed: dict[int, dict[str, int]] = {}  # folders as they were flushed
 
-    @contextmanager
+    @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Take what is there for flushed, then record."""
         self.root.mkdir(exist_ok=True)
@@ -138,16 +139,14 @@ class PowerCut:
     def _flush(self, path: Path) -> None:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            self._listed[self._number(status)] = {
-                entry.name: self._number(entry.stat(follow_symlinks=False)) for entry in os.scandir(path)
-            }
+            self._listed[self._number(status)] = _standing(
+                lambda: {name: self._number((path / name).lstat()) for name in os.listdir(path)}
+            )
         else:
             self._flushed[self._number(status)] = path.read_bytes()
 
     def _cut(self, before: str) -> None:
-        now: dict[int, bytes] = {}
-        folders: set[int] = set()
-        tree = self._walk(self.root, now, folders)
+        tree, now = _standing(lambda: self._walk(self.root))
         contents = {number: self._left(number, content) for number, content in (self._last | now).items()}
         listed = self._as_listed(self._number(self.root.stat()), contents)
         for kind, found in (("content", tree), ("names", listed)):
@@ -157,17 +156,20 @@ class PowerCut:
             if not any(other.tree == image.tree and other.contents == image.contents for other in same):
                 self.images.append(image)
 
-    def _walk(self, folder: Path, now: dict[int, bytes], folders: set[int]) -> Tree:
+    def _walk(self, folder: Path) -> tuple[Tree, dict[int, bytes]]:
         tree: Tree = {}
-        for entry in os.scandir(folder):
-            path, status = Path(entry.path), entry.stat(follow_symlinks=False)
+        contents: dict[int, bytes] = {}
+        for name in os.listdir(folder):
+            path = folder / name
+            status = path.lstat()
             if stat.S_ISDIR(status.st_mode):
-                tree[entry.name] = self._walk(path, now, folders)
+                tree[name], below = self._walk(path)
+                contents |= below
             else:
                 number = self._number(status)
-                tree[entry.name] = number
-                now[number] = path.read_bytes()
-        return tree
+                tree[name] = number
+                contents[number] = path.read_bytes()
+        return tree, contents
 
     def _as_listed(self, number: int, contents: dict[int, bytes]) -> Tree:
         """A folder as it was flushed: names of files, of folders that were flushed themselves, and of empty ones."""
@@ -201,6 +203,14 @@ class PowerCut:
                     made[entry] = path
 
         build(self.root, image.tree)
+
+
+def _standing(look: Callable[[], T]) -> T:
+    """What `look` finds in a folder. Threads of C++ rename files unseen: where one has gone, it looks again."""
+    for _ in range(1000):
+        with contextlib.suppress(FileNotFoundError):
+            return look()
+    raise RuntimeError("the folder does not stand still")
 
 
 _OF_TWO = ("rename", "replace", "link")
