@@ -26,7 +26,7 @@ from kernels_pallas.saved import bits
 
 
 class Gate(NamedTuple):
-    """What attention and router leave of a layer with experts. all_idx_TK: of the tokens of all devices, on each."""
+    """The output of attention and router in a layer with experts. all_idx_TK: of the tokens of all devices, on each."""
 
     routed: ExpertInputs
     all_idx_TK: jax.Array
@@ -48,6 +48,7 @@ def _sharded(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any) -> Any:
 def embed_on_mesh(
     mesh: Mesh, structure: Structure, arrays: Arrays, tokens_MC: jax.Array, positions_MC: jax.Array, dtype: Any
 ) -> Hidden:
+    """Return the first layer's input, each device's rows on it."""
     body = lambda arrays, tokens, positions: embed_local(structure, arrays, tokens, positions, dtype)  # noqa: E731
     hidden: Hidden = _sharded(mesh, body, (REPLICATED, BATCH, BATCH), BATCH)(arrays, tokens_MC, positions_MC)
     return hidden
@@ -129,6 +130,8 @@ def finish_on_mesh(mesh: Mesh, hidden: Hidden, positions_MC: jax.Array, length: 
 
 @partial(jax.jit, static_argnums=0)
 def gather_row_on_mesh(mesh: Mesh, x_MCD: jax.Array, place: jax.Array) -> jax.Array:
+    """Return [C, D] on every device: the row at `place` of the M."""
+
     def local(x_PCD: jax.Array, place: jax.Array) -> jax.Array:
         rows = x_PCD.shape[0]
         all_NCD = _all_gather(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
@@ -173,6 +176,7 @@ def _all_gather(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def pick(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
+    """Return [Q, 1, D], the rows of a group's chunks."""
     return last_MD[place_Q][:, None]
 
 

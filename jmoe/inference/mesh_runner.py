@@ -62,7 +62,7 @@ class MeshBatch(NamedTuple):
 
 
 class MeshHidden(NamedTuple):
-    """What a batch left: the last token's hidden states of each row, on every device; its number in the step."""
+    """Hidden states of a batch: of the last token of each row, on every device. number: the batch's in the step."""
 
     last_MD: jax.Array
     place_Q: np.ndarray

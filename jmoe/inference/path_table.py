@@ -35,7 +35,7 @@ class LayerEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class TableHeader:
-    """What a table was made for. fingerprint: of the model. kept: experts of a path, E or fewer."""
+    """Model and paths that a table was made for. fingerprint: of the model. kept: experts of a path, E or fewer."""
 
     num_layers: int
     num_experts: int

@@ -1,4 +1,4 @@
-"""What is used in a `with` statement and closed at its end."""
+"""A base class for objects that a `with` statement closes."""
 
 from abc import ABC, abstractmethod
 from typing import Self

@@ -15,7 +15,7 @@ NOWHERE = -1
 
 
 class ExpertParts(NamedTuple):
-    """What is packed, each part into a slot: an expert, how many of CYCLE rows it takes, and how much that weighs."""
+    """The parts to pack, each into a slot: an expert, how many of CYCLE rows it takes, and how much that weighs."""
 
     experts: np.ndarray
     turns: np.ndarray

@@ -523,7 +523,8 @@ def _report_unraisable(report: Callable[[sys.UnraisableHookArgs], Any], unraisab
 
     That one closes the event loop of its save, and every later one would print a traceback; `_fail` raises the error.
     """
-    if str(unraisable.exc_value) != "Event loop is closed":
+    late = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+    if not late:
         report(unraisable)
 
 

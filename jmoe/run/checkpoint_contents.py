@@ -1,4 +1,4 @@
-"""What a step of a checkpoint consists of, for its manifest: files with their sums, arrays by name."""
+"""The contents of a checkpoint's step, for its manifest: files with their sums, arrays by name."""
 
 import json
 import zlib

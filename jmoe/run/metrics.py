@@ -1,4 +1,4 @@
-"""What a run records and shows while it trains: `metrics.jsonl`, TensorBoard events and the progress line.
+"""Records of a run and its display while it trains: `metrics.jsonl`, TensorBoard events and the progress line.
 
 Steps are numbered from 0; only process 0 makes a `MetricsLog` or a `ProgressLine`. `metrics.jsonl` has a JSON object a
 line: a step's record, or an event (`resume`, `evaluation`). Floats keep full precision, so equal records mean

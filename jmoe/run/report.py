@@ -1,4 +1,4 @@
-"""What a run leaves to look at: `report.png`, drawn from `metrics.jsonl`, and the lines printed at its end."""
+"""The report of a run: `report.png`, drawn from `metrics.jsonl`, and the lines printed at its end."""
 
 from __future__ import annotations
 

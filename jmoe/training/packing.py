@@ -81,9 +81,12 @@ class PackingController:
         return self._config.packed(self.packing), packed_shape(self._shape, self.packing)
 
     def note_step(self, seconds: float, *, compiled: bool) -> None:
-        """Take down what a step took; compiled: its seconds are the compiler's."""
+        """Take down what a step took, while that decides anything; compiled: its seconds are the compiler's."""
+        if self.done:
+            return
         self._steps += 1
-        self._seconds += [seconds] * (not compiled)
+        if not compiled:
+            self._seconds.append(seconds)
 
     def is_due(self, step: int) -> bool:
         """Return whether to decide before `step`; a run that has just resumed takes a few steps first."""
