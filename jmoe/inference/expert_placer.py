@@ -32,14 +32,15 @@ class PlacementStats:
     """Counters of a mesh of devices.
 
     balancedness: of every layer, tokens of the mean device / of the busiest one, over all steps. loads: of every
-    device, choices of tokens that it computed. estimates: phase ones of Lina, replans: those whose most popular experts
-    were not the actual ones, so that the placement was planned again after the gate. swaps: placements that were
-    changed; swapped_bytes: copied to this process's devices. planning_s: the host's time for plans, swap_s: for copies,
-    of which waited_s after a gate, while nothing else could run.
+    device, choices of tokens that it computed; copies: experts copied to it. estimates: phase ones of Lina, replans:
+    those whose most popular experts were not the actual ones, so that the placement was planned again after the gate.
+    swaps: placements that were changed; swapped_bytes: copied to this process's devices. planning_s: the host's time
+    for plans, swap_s: for copies, of which waited_s after a gate, while nothing else could run.
     """
 
     balancedness: tuple[float, ...]
     loads: tuple[float, ...]
+    copies: tuple[int, ...]
     estimates: int
     replans: int
     swaps: int
@@ -88,6 +89,7 @@ class ExpertPlacer:
         self._mean_L, self._busiest_L = (np.zeros(self._experts.index.num_layers) for _ in range(2))
         self._loads_N = np.zeros(self._mesh.devices)
         self._copied_since = self._experts.copied_bytes, self._experts.copied_s
+        self._copies_since_N = self._experts.copies_N.copy()
         self._num_estimates = self._replans = self._swaps = 0
         self._planning_s = self._waited_s = 0.0
 
@@ -98,6 +100,7 @@ class ExpertPlacer:
         return PlacementStats(
             tuple(float(mean / busiest) if busiest else 1.0 for mean, busiest in pairs),
             tuple(self._loads_N.tolist()),
+            tuple((self._experts.copies_N - self._copies_since_N).tolist()),
             self._num_estimates,
             self._replans,
             self._swaps,

@@ -38,6 +38,7 @@ class PlacedExperts(ExpertPlaces):
         self._mine = [n for n, device in enumerate(self._devices) if device.process_index == jax.process_index()]
         self.process_of_N = np.asarray([device.process_index for device in self._devices])
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # of this process
+        self.copies_N = np.zeros(mesh.size, np.int64)  # to every device, of other processes too
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in fields.values()]
         self.expert_bytes, self.num_slots = sum(sizes), index.num_layers * slots_per_device
         self.num_bytes = self.num_slots * self.expert_bytes
@@ -59,6 +60,7 @@ class PlacedExperts(ExpertPlaces):
             self._turns.append(self._turns_of(even))
             self.apply(layer, self.changes(layer, even))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
+        self.copies_N[:] = 0
 
     def weights(self, layer: int) -> MLPWeights:
         """Return the weights in all slots of a layer, [N S, ...], split over the devices."""
@@ -79,6 +81,7 @@ class PlacedExperts(ExpertPlaces):
         held, shards = self._held[layer].copy(), dict(zip(self._mine, self._shards(layer), strict=True))
         for device, slot, expert in changed.fills:
             held[device, slot] = expert
+            self.copies_N[device] += 1
             if device in shards:
                 shards[device] = self._filled(device, shards[device], slot, self.index.records(layer, expert).item())
                 self.copied_experts += 1

@@ -18,6 +18,7 @@ from jmoe.serving.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
     Live,
+    LiveDevices,
     ModelCard,
     ModelList,
     Status,
@@ -171,6 +172,7 @@ def state_router(service: Service) -> APIRouter:
             waited_s=engine.waited_s,
             roofline_fraction=engine.roofline_fraction,
             expert_counts=view.expert_counts,
+            devices=None if engine.placement is None else LiveDevices.model_validate(vars(engine.placement)),
         )
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)

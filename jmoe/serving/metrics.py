@@ -137,7 +137,9 @@ class Metrics(Collector):
             balancedness = {str(layer): share for layer, share in enumerate(placement.balancedness)}
             loads = {str(device): load for device, load in enumerate(placement.loads)}
             yield self._family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
+            copies = {str(device): number for device, number in enumerate(placement.copies)}
             yield self._family(counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads)
+            yield self._family(counter, "jmoe:device_copies", "Experts copied to it.", "device", copies)
             for name, text, value in (
                 ("jmoe:placement_replans", "Placements that were planned again after a gate.", placement.replans),
                 ("jmoe:placement_swaps", "Placements that were changed.", placement.swaps),

@@ -495,12 +495,26 @@ class Status(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+class LiveDevices(BaseModel):
+    """Several devices that share a model, since the start.
+
+    loads, copies: of each device, choices of tokens that it computed, and experts copied to it. balancedness: of each
+    layer, the mean device's load as a part of the busiest one's. replans, swaps: as in `PlacementStats`.
+    """
+
+    loads: list[float]
+    copies: list[int]
+    balancedness: list[float]
+    replans: int
+    swaps: int
+
+
 class Live(BaseModel):
     """`GET /live`: what the page shows. Totals are since the start.
 
     chat: the model has a chat template. slots: for each slot the [layer, expert] in it, or null; empty: all experts
     stay on the device. expert_counts: [layer][expert], how many tokens chose it in the last steps. tokens_per_s: drawn
-    in the last seconds.
+    in the last seconds. devices: null where there is only one.
     """
 
     model: str
@@ -521,3 +535,4 @@ class Live(BaseModel):
     waited_s: float
     roofline_fraction: float
     expert_counts: list[list[int]]
+    devices: LiveDevices | None

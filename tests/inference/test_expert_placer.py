@@ -20,7 +20,7 @@ class NotedExperts:
 
     def __init__(self) -> None:
         self.index, self.process_of_N = ExpertIndex(LAYERS, EXPERTS), np.array([0, 0, 1, 1])
-        self.copied_bytes, self.copied_s = 0, 0.0
+        self.copied_bytes, self.copied_s, self.copies_N = 0, 0.0, np.zeros(DEVICES, int)
         options: dict[str, Any] = {"slots_per_device": SLOTS, "max_packed": SLOTS, "policy": "even"}
         self.placements = [place(np.ones(EXPERTS), DEVICES, **options)] * LAYERS
         self.moved: list[int] = []
@@ -31,6 +31,7 @@ class NotedExperts:
     def apply(self, layer: int, changed: Changes) -> None:
         self.placements[layer] = changed.placement
         self.copied_bytes += len(changed.fills)
+        self.copies_N += np.bincount([fill.device for fill in changed.fills], minlength=DEVICES)
         self.moved.append(layer)
 
 
@@ -93,8 +94,9 @@ def test_a_wrong_estimate_is_planned_again_after_the_gate() -> None:
     assert placer.stats().replans == 2
     assert experts.moved == [0, 1, 1]  # by the gate; by the estimate, and by the gate
     assert placer.stats().balancedness[1] > 0.9
-    assert placer.stats().swapped_bytes == experts.copied_bytes > 0
+    assert placer.stats().swapped_bytes == sum(placer.stats().copies) == experts.copied_bytes > 0
     placer.reset()
+    assert placer.stats().copies == (0,) * DEVICES
     assert placer.stats().swapped_bytes == placer.stats().replans == placer.stats().swaps == 0
 
 

@@ -1,7 +1,9 @@
 """An engine on several fake devices gives what it gives on one, wherever its experts are and while they move."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,76 +13,31 @@ from tiny_engines import tiny_engine
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh_runner import MeshRunner
-from jmoe.inference.path_table import LayerEstimate
-from jmoe.inference.sequence import Completion
-from jmoe.planning.placement import EMPTY, place_as
+from tests.inference.mesh_traffic import (
+    MAX_BATCH,
+    Traffic,
+    estimate_wrongly,
+    move,
+    move_at_every_step,
+    traffic,
+)
+from tests.processes import one_device as one_device_each
+from tests.train_runs import Start, free_port
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DEVICES = 8
+PROCESSES = 4
+LONG_S = 600.0
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # of log-probabilities: sums over experts have another order
 
 
-class Traffic(NamedTuple):
-    """What a mixture of requests gave. logprobs: of all outputs, and of the prompts that asked for them."""
-
-    tokens: list[list[int]]
-    logprobs: list[float]
-    reused_tokens: int
-
-
 def on_mesh(name: str, **options: Any) -> Engine:
-    return tiny_engine(name, max_batch=DEVICES, mesh=EngineMesh(**options))
+    return tiny_engine(name, max_batch=MAX_BATCH, mesh=EngineMesh(**options))
 
 
 def runner_of(engine: Engine) -> MeshRunner:
     assert isinstance(engine._runner, MeshRunner)
     return engine._runner
-
-
-def prompts() -> list[list[int]]:
-    """Return more prompts than there are rows, of many lengths; one begins as a longer one that runs beside it."""
-    rng = np.random.default_rng(0)
-    some = [rng.integers(3, 60, n).tolist() for n in (1, 5, 17, 9, 20, 2, 7, 3, 11, 4)]
-    return [*some, some[2][:12] + [7, 8]]
-
-
-def traffic(engine: Engine) -> Traffic:
-    """Run sampled requests, and then greedy ones with prefixes that are in the cache or want all log-probabilities."""
-    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1}
-    done = engine.generate(prompts(), temperature=0.8, seed=3, **options)
-    done += engine.generate([prompt + [9] for prompt in prompts()[2:4]], **options)
-    done += engine.generate(prompts()[4:5], prompt_logprobs=1, **options)
-    return summary(done, engine)
-
-
-def summary(done: list[Completion], engine: Engine) -> Traffic:
-    logprobs = [lp.logprob for c in done for lp in [*c.logprobs, *c.prompt_logprobs]]
-    return Traffic([c.token_ids for c in done], logprobs, engine.scheduler_stats().reused_tokens)
-
-
-def adversarial(num_experts: int, slots: int, seed: int) -> np.ndarray:
-    """Return random experts of each device, each once at least, many on several devices, and a slot empty."""
-    rng = np.random.default_rng(seed)
-    experts_NS = np.full((DEVICES, slots), EMPTY, np.int32)
-    for expert in rng.permutation(num_experts):  # each once
-        free = np.flatnonzero((experts_NS == EMPTY).any(axis=1))
-        device = rng.choice(free)
-        experts_NS[device, np.flatnonzero(experts_NS[device] == EMPTY)[-1]] = expert
-    for device in range(DEVICES):
-        others = rng.permutation(np.setdiff1d(np.arange(num_experts), experts_NS[device]))
-        room = np.flatnonzero(experts_NS[device] == EMPTY)[1:]
-        experts_NS[device, room[: len(others)]] = others[: len(room)]
-    return experts_NS
-
-
-def adversary(seed: int) -> Callable[[MeshRunner], None]:
-    def move(runner: MeshRunner) -> None:
-        experts = runner.residency
-        for layer, placement in enumerate(experts.placements):
-            shape = experts.index.num_experts, placement.slots_per_device, seed + layer
-            experts.apply(layer, experts.changes(layer, place_as(adversarial(*shape), np.ones(shape[0]))))
-
-    return move
 
 
 @pytest.fixture(
@@ -89,56 +46,78 @@ def adversary(seed: int) -> Callable[[MeshRunner], None]:
 )
 def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, np.ndarray]]:
     """Yield a model and its answers; the first has latent attention, a dense layer and shared experts."""
-    with tiny_engine(request.param, max_batch=DEVICES, policy="resident") as engine:
+    with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
         yield request.param, traffic(engine), engine.expert_use()
 
 
 def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, Traffic, np.ndarray]) -> None:
-    """Even, random, Lina's and EPLB's, with chunks, prefixes from other devices and seeds; bit for bit each other."""
+    """Even, random, Lina's and EPLB's, with chunks, prefixes from other devices and seeds; bit for bit each other.
+
+    Random placements are made once, or anew before every step.
+    """
     name, expected, use = one_device
     answers = []
     lina = {"placement": "lina", "slots_per_device": 3}
     eplb = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3}
-    for options, move in (({}, None), (lina, adversary(1)), (lina, adversary(20)), (lina, None), (eplb, None)):
+    for options, mover in (({}, None), (lina, move), (lina, move_at_every_step), (lina, None), (eplb, None)):
         with on_mesh(name, devices=DEVICES, **options) as engine:
             runner = runner_of(engine)
-            if move is not None:
-                move(runner)
-                engine.reset_stats()
+            if mover is not None:
+                move(runner, 1)
                 assert any(len(np.unique(experts)) > 1 for experts in runner.residency._held[0].T)
-            runner.set_costs(0.0 if move else 1.0, 0.0)  # what was moved stays; else every gain is worth a swap
+            copied = runner.residency.copied_experts
+            if mover is move_at_every_step:
+                mover(runner)
+            engine.reset_stats()
+            runner.set_costs(0.0 if mover else 1.0, 0.0)  # what was moved stays; else every gain is worth a swap
             answers.append(traffic(engine))
             assert engine.expert_use().tolist() == use.tolist()
-            stats = engine.stats()
-            assert stats.placement is not None
-            assert (stats.placement.swaps > 0) == (bool(options) and move is None)
-            assert (stats.placement.swapped_bytes > 0) == (stats.placement.swaps > 0)
-            assert all(0 < balance <= 1 for balance in stats.placement.balancedness)
+            stats = engine.stats().placement
+            assert stats is not None
+            assert (stats.swaps > 0) == (bool(options) and mover is None)
+            assert (stats.swapped_bytes > 0) == (runner.residency.copied_experts > copied)
+            assert (stats.swapped_bytes > 0) == (stats.swaps > 0 or mover is move_at_every_step)
+            assert all(0 < balance <= 1 for balance in stats.balancedness)
     for answer in answers:
         assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
         np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
     assert all(answer == answers[0] for answer in answers)
 
 
-class _Wrong:
-    """A path table that expects the experts that are least chosen."""
-
-    def __init__(self, popularity_E: np.ndarray) -> None:
-        self._popularity_E = popularity_E
-
-    def popularity(self, path: list[np.ndarray]) -> LayerEstimate:
-        return LayerEstimate(self._popularity_E, 0.0)
+@pytest.mark.slow
+def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> None:
+    """Of a device each, led as by serve.py; experts move between them after wrong estimates, at random, and by EPLB."""
+    with tiny_engine("deepseek_v3", max_batch=MAX_BATCH, policy="resident") as engine:
+        expected, use = traffic(engine), engine.expert_use()
+    port, environment = free_port(), one_device_each(tmp_path / "compiled")
+    command = ["-m", "tests.inference.mesh_ranks", "deepseek_v3"]
+    ranks = [
+        start_python([*command, *map(str, (rank, PROCESSES, port))], tmp_path / f"rank-{rank}", environment)
+        for rank in range(PROCESSES)
+    ]
+    screens = [rank.end(LONG_S).splitlines() for rank in ranks]
+    found = json.loads(screens[0][-2])
+    for answer in found.values():
+        assert answer["tokens"] == expected.tokens and answer["reused_tokens"] == expected.reused_tokens
+        np.testing.assert_allclose(answer["logprobs"], expected.logprobs, **TOLERANCE)
+        assert answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
+        assert answer["expert_use"] == use.tolist()
+    assert found["wrong"]["estimates"] > found["wrong"]["replans"] > 0  # the first layer has no path yet
+    assert found["wrong"]["swaps"] > found["wrong"]["replans"]  # phase one makes room for the wrong ones
+    assert found["eplb"]["estimates"] == found["eplb"]["replans"] == 0 < found["eplb"]["swaps"]
+    for screen in screens:
+        copied = json.loads(screen[-1])
+        assert copied["even"] == 0 and min(copied[moving] for moving in ("wrong", "random", "eplb")) > 0, copied
 
 
 def test_wrong_estimates_change_nothing_but_time() -> None:
     """Every estimate is wrong, so that each layer is placed a second time, after its gate."""
     with on_mesh("deepseek_v3", devices=DEVICES) as engine:
         expected = traffic(engine)
-        wrong_E = 1.0 / (1 + engine.expert_use().sum(axis=0))
     with on_mesh("deepseek_v3", devices=DEVICES, placement="lina", slots_per_device=3) as engine:
         runner = runner_of(engine)
         runner.set_costs(1.0, 0.0)
-        runner.placer._table = _Wrong(wrong_E)  # type: ignore[assignment]
+        estimate_wrongly(runner)
         assert traffic(engine) == expected
         stats = engine.stats().placement
         assert stats is not None

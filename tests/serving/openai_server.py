@@ -35,6 +35,7 @@ LIVE: dict[str, Any] = {
     "waited_s": 0.0,
     "roofline_fraction": 0.0,
     "expert_counts": None,
+    "devices": None,
     "chat": True,
 }
 

@@ -117,6 +117,11 @@ def test_answers_are_those_of_one_process(servers: Servers, shared_server: HttpP
     }
     assert all(samples["jmoe:device_load_total", device] > 0 for device in "01"), samples
     assert all(0.5 <= samples["jmoe:device_balancedness", layer] <= 1 for layer in "012"), samples
+    assert all(samples["jmoe:device_copies_total", device] == 0 for device in "01"), samples
+    devices = servers.server.get("/live").json()["devices"]
+    assert len(devices["loads"]) == 2 and min(devices["loads"]) > 0
+    assert (devices["copies"], devices["swaps"], len(devices["balancedness"])) == ([0, 0], 0, 3)
+    assert shared_server.get("/live").json()["devices"] is None
 
 
 def test_a_killed_process_ends_every_request(servers: Servers) -> None:

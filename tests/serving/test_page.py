@@ -33,6 +33,13 @@ MOVING = {
     "waited_s": 90.0,
     "roofline_fraction": 0.5,
     "expert_counts": [[4, 0, 2, 2, 0, 8], [], [1, 1, 1, 1, 1, 1]],
+    "devices": {
+        "loads": [3_000_000.0, 1_000_000.0],
+        "copies": [5, 0],
+        "balancedness": [0.5, 0.75],
+        "replans": 7,
+        "swaps": 3,
+    },
 }
 
 
@@ -256,6 +263,16 @@ def test_live_view(page: Page, server: OpenAIServer) -> None:
     assert labels == ["20.0, peak 31.5", "2.5 GB/s, peak 2.5 GB/s", "300 MB/s, peak 300 MB/s"]
 
 
+def test_a_row_a_device(page: Page, server: OpenAIServer) -> None:
+    """With more than one: what each computed, beside the mean, and what was copied to it."""
+    server.live |= MOVING
+    open_page(page, server)
+    rows = page.get_by_role("table").get_by_role("row")
+    head = "DeviceToken choicesOf the meanExperts copied"
+    expect(rows).to_have_text([head, "03.00 M150.0 %5", "11.00 M50.0 %0"])
+    expect(page.locator("#devices-said")).to_have_text("balance 62.5 %, worst layer 50.0 %, 3 swaps, 7 re-plans")
+
+
 def test_cells_are_said_by_keyboard_and_pointer(page: Page, server: OpenAIServer) -> None:
     server.live |= MOVING
     open_page(page, server)
@@ -297,6 +314,7 @@ def test_without_slots_or_counts(page: Page, server: OpenAIServer) -> None:
     expect(page.get_by_text("No slots: every expert stays on the device.")).to_be_visible()
     expect(page.get_by_text("No expert has been used yet.")).to_be_visible()
     expect(page.locator("canvas").first).to_be_hidden()
+    expect(page.locator("#devices")).to_be_hidden()
     expect(page.locator("#roofline")).to_have_text("\u2013")
 
 
