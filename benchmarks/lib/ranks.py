@@ -54,19 +54,25 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 def launch(mbit_per_s: float, cache_dir: str, ranks_per_node: int) -> list[dict[str, Any]]:
     """Make two nodes (0 Mbit/s: none, no link), run this program as a rank of each, return the rows of rank 0."""
+    options = ("--rates", str(mbit_per_s), "--cache-dir", cache_dir)
+    rows: list[dict[str, Any]] = run_ranks(NUM_NODES * ranks_per_node, mbit_per_s, *options)
+    return [progress(row) for row in rows]
+
+
+def run_ranks(num_ranks: int, mbit_per_s: float, *options: str) -> Any:
+    """Run this program as so many ranks, the halves on two nodes (0 Mbit/s: all here); return what rank 0 printed."""
     port, ranks = free_port(), []
     with TwoNodes(mbit_per_s) if mbit_per_s else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
-        for rank in range(NUM_NODES * ranks_per_node):
-            command = rank_command(rank, port, "--rates", str(mbit_per_s), "--cache-dir", cache_dir)
-            command = nodes.inside(rank // ranks_per_node, command) if nodes else command
+        for rank in range(num_ranks):
+            command = rank_command(rank, port, *options)
+            command = nodes.inside(rank * NUM_NODES // num_ranks, command) if nodes else command
             out: IO[str] | int = output if rank == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, stdout=out, text=True))
         codes = wait_for_all(ranks)
         if any(codes):
             raise RuntimeError(f"the ranks ended with {codes}")
         output.seek(0)
-        rows: list[dict[str, Any]] = json.loads(output.read().splitlines()[-1])
-    return [progress(row) for row in rows]
+        return json.loads(output.read().splitlines()[-1])
 
 
 def join(a: argparse.Namespace, ranks_per_node: int) -> tuple[Any, "Clock"]:

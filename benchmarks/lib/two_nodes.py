@@ -6,13 +6,16 @@ which should pass each other often go one after the other; with a rate for each 
 of the link lies idle.
 """
 
+import fcntl
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
+LOCK = Path(tempfile.gettempdir()) / "jmoebench.lock"
 BRIDGE = "jmoebench"
 PIPE = "jmoebenchpipe"  # what both directions go through
 NODES = ("jmoebench0", "jmoebench1")
@@ -36,7 +39,7 @@ def sent_bytes() -> int:
 
 
 class TwoNodes:
-    """`with TwoNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`."""
+    """`with TwoNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`; waits while others have them."""
 
     def __init__(self, mbit_per_s: float) -> None:
         self.mbit_per_s = mbit_per_s
@@ -44,6 +47,8 @@ class TwoNodes:
     def __enter__(self) -> "TwoNodes":
         if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
             raise OSError("two nodes on one machine need root and iproute2 (the commands ip and tc)")
+        self._lock = LOCK.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._down()
         _run("ip", "link", "add", BRIDGE, "up", "type", "bridge")
         _run("ip", "link", "add", PIPE, "up", "type", "ifb")
@@ -73,6 +78,7 @@ class TwoNodes:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._down()
+        self._lock.close()
 
     def inside(self, node: int, command: list[str]) -> list[str]:
         """The command that runs `command` inside this node."""

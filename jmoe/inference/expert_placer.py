@@ -59,7 +59,8 @@ class ExpertPlacer:
     differ, it plans again from the actual counts. EPLB (`between_steps`): every `rebalance_every` steps all layers are
     placed by the choices of a window of steps, one layer between two steps.
 
-    A placement is changed only where the time that it saves, by the busiest device, exceeds that of the copies.
+    A placement is changed only where the time that it saves, by the busiest device, exceeds that of the copies; where
+    all that could be saved is less than a single copy, as in most steps of a few tokens, none is looked for.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class ExpertPlacer:
         held, costs = self._experts.placements[layer], self.costs
         loads_N = _loads(held, popularity_E)
         row_s = costs.row_s * steps
-        if (loads_N.max() - loads_N.mean()) * row_s <= 0:  # even the best placement would save nothing
+        if (loads_N.max() - loads_N.mean()) * row_s <= costs.copy_s:  # what the best placement of all would save
             return None
         slots = held.slots_per_device
         placement = place(

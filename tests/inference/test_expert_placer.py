@@ -100,8 +100,12 @@ def test_a_wrong_estimate_is_planned_again_after_the_gate() -> None:
     assert placer.stats().swapped_bytes == placer.stats().replans == placer.stats().swaps == 0
 
 
-def test_dear_copies_are_not_made() -> None:
-    """Nor any while costs are not known."""
+def test_dear_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor any while costs are not known; and where one copy is dearer than all that could be saved none is planned."""
+    placer, experts = placer_of(SwapCosts(1.0, 40.0), Table(counts(OTHERS)), placement="lina")
+    step(placer, OTHERS, SKEWED)
+    assert placer.stats().replans == 2 and experts.moved == []  # at most 44 are saved, by two copies or more
+    monkeypatch.setattr("jmoe.inference.expert_placer.place", lambda *_, **__: pytest.fail("was planned"))
     placer, experts = placer_of(DEAR, Table(counts(OTHERS)), placement="lina")
     step(placer, OTHERS, SKEWED)
     assert placer.stats().replans == 2 and experts.moved == []

@@ -1,0 +1,100 @@
+"""Engines over several processes, as `serve.py` has them: rank 0 leads, the others follow, several engines at once."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.lib import report
+from benchmarks.lib.two_nodes import ADDRESSES
+from jmoe.config import DistributedConfig
+from jmoe.config.engine import EngineConfig
+from jmoe.inference.lockstep import led
+
+XLA_THREADS = 4  # more than a rank's one core: one that waits for another rank computes nothing
+Engines = Mapping[str, Any]
+Load = Mapping[str, tuple[Path, EngineConfig]]
+
+
+def take_a_core(rank: int) -> None:
+    """Keep this rank and XLA's threads to one core, as if the device that it stands for had no more.
+
+    Else a rank that has little to do would lend its core to the busy one. Call before JAX is used.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ["NPROC"] = str(XLA_THREADS)
+
+
+class EngineRank(NamedTuple):
+    """A rank, and where those of its job meet. mbit_per_s: of the link between two nodes; 0 if all are here."""
+
+    rank: int
+    num_ranks: int
+    port: int
+    mbit_per_s: float
+
+
+def run_rank(place: EngineRank, cache_dir: Path, load: Load, measure: Callable[[Engines], Any]) -> None:
+    """Be a rank: rank 0 prints what `measure` returns for an engine of each name; the others follow it.
+
+    cache_dir: of compiled programs. load: by name the folder of a checkpoint and what the engine is told.
+    """
+    import jax
+
+    from jmoe.inference.engine import Engine
+    from jmoe.inference.lockstep import Follower, join
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if place.num_ranks == 1:
+        report.finish(measure({name: Engine(*what) for name, what in load.items()}))
+        return
+    host = ADDRESSES[0] if place.mbit_per_s else "127.0.0.1"
+    config = DistributedConfig(
+        coordinator_address=f"{host}:{place.port}",
+        num_processes=place.num_ranks,
+        process_id=place.rank,
+        heartbeat_timeout_s=120,
+    )
+    with join(config) as role:
+        runners = _Runners(load)
+        if isinstance(role, Follower):
+            role.follow(runners)
+            return
+        runners.leader = role
+        engines = {}
+        for name, (folder, options) in load.items():
+            runners.load(name)
+            engines[name] = Engine(folder, options, leader=_LeaderOf(role, name))
+        report.finish(measure(engines))
+
+
+class _LeaderOf:
+    """A leader of followers, of which each has several engines."""
+
+    def __init__(self, leader: Any, name: str) -> None:
+        self.step, self._leader, self._name = leader.step, leader, name
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self._leader.tell("call", self._name, method, arguments)
+
+
+class _Runners:
+    """A follower's part of every engine; on rank 0 only what tells them to load it."""
+
+    def __init__(self, load: Load) -> None:
+        self.leader: Any = None
+        self._load, self._models = load, dict[str, Any]()
+
+    @led
+    def load(self, name: str) -> None:
+        from jmoe.inference.engine import LoadedModel
+
+        if self.leader is None:
+            self._models[name] = LoadedModel(*self._load[name])
+
+    @led
+    def call(self, name: str, method: str, arguments: list[Any]) -> None:
+        getattr(self._models[name].runner, method)(*arguments)

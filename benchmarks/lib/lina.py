@@ -1,0 +1,310 @@
+"""Contestants of `benchmarks.paper.lina_inference`, and the engine's planner without an engine, to simulate.
+
+Legend: T tokens of a step, K choices a token, E experts of a layer, L layers with experts.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.lib import report
+from jmoe.config.engine import EngineMesh
+from jmoe.inference.engine import Engine
+from jmoe.inference.expert_placer import ExpertPlacer, SwapCosts
+from jmoe.inference.lockstep import led
+from jmoe.inference.mesh_programs import Gate
+from jmoe.inference.mesh_runner import MeshRunner
+from jmoe.inference.path_table import PathCounter, PathTable
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.mesh import BATCH, REPLICATED, put
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
+
+LENGTHS = (1, 3, 6)
+TIMES = 30
+
+
+def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[int, PathTable]:
+    """Return path tables of every length with all experts of a path, counted on these prompts."""
+    config = engine.config
+    sizes = (config.num_moe_layers, config.num_experts, config.num_experts_per_tok)
+    counters = {length: PathCounter(*sizes, length) for length in LENGTHS}
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+        for counter in counters.values():
+            counter.add(engine.last_choices())
+    with LazyCheckpoint(folder) as checkpoint:
+        fingerprint = checkpoint.routing_fingerprint
+    return {length: counter.table(fingerprint, config.num_experts) for length, counter in counters.items()}
+
+
+def load_table(folder: Path, length: int, *, whole: bool = False) -> PathTable:
+    """Return a table beside a model; whole: with all experts of a path, else as Lina keeps it, with the top K."""
+    with LazyCheckpoint(folder) as checkpoint:
+        table = PathTable.load(folder / f"l{length}", checkpoint.routing_fingerprint)
+    k = table.header.num_experts_per_tok
+    if whole:
+        return table
+    header = replace(table.header, kept=k)
+    return replace(table, header=header, experts=table.experts[:, :k], counts=table.counts[:, :k])
+
+
+def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
+    """Let a placer decide as one contestant does. name: as in `CONTESTANTS`."""
+    length = int(name.rpartition(" ")[2]) if name.startswith("lina") else 3
+    lina = name not in ("even", "ideal")
+    placer._mesh = replace(placer._mesh, placement="lina" if lina else "even")
+    placer._estimates = lina and name != "without_estimate"
+    placer._table = load_table(folder, length) if placer._estimates else None
+    was_right = partial_was_right(placer, name)
+    placer._was_right = was_right  # type: ignore[method-assign]
+
+
+def partial_was_right(placer: ExpertPlacer, name: str) -> Any:
+    """Return the placer's question whether phase two has to plan; never where there is no phase two."""
+    if name == "without_phase_two":
+        return lambda counts_E: True
+    return lambda counts_E: ExpertPlacer._was_right(placer, counts_E)
+
+
+@led
+def contest(runner: MeshRunner, name: str, folder: str) -> None:
+    """Let a runner's next steps be those of a contestant, from the even placement on; every process does it."""
+    set_contestant(runner.placer, name, Path(folder))
+    experts = runner.residency
+    num_experts = experts.index.num_experts
+    for layer, placement in enumerate(experts.placements):
+        slots = placement.slots_per_device
+        even = place(
+            np.ones(num_experts), placement.num_devices, slots_per_device=slots, max_packed=slots, policy="even"
+        )
+        experts._held[layer][:] = EMPTY  # what an earlier contestant has copied is of no use to this one
+        experts.apply(layer, experts.changes(layer, even))
+    runner.placer._recent_LE[:] = 0
+    run = MeshRunner._run_experts.__get__(runner)
+    runner._run_experts = _balanced(runner, run) if name == "ideal" else run  # type: ignore[method-assign]
+
+
+MeshRunner.contest = contest  # type: ignore[attr-defined]  # followers find it there
+
+
+def _balanced(runner: MeshRunner, run: Any) -> Any:
+    """Return `_run_experts` with choices that are dealt out to all experts; whole batches without padding only."""
+    experts = runner.config.num_experts
+    made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
+
+    def dealt_out(gate: Gate) -> Gate:
+        shape = gate.all_idx_TK.shape
+        if shape not in made:
+            idx_TK = (np.arange(shape[0] * shape[1]) % experts).astype(np.int32).reshape(shape)
+            made[shape] = put(idx_TK, runner.mesh, BATCH), put(idx_TK, runner.mesh, REPLICATED)
+        own, every = made[shape]
+        return Gate(gate.routed._replace(idx_TK=own), every)
+
+    def run_experts(moe_layer: int, gates: list[Gate], path: list[np.ndarray]) -> list[jax.Array]:
+        found: list[jax.Array] = run(moe_layer, list(map(dealt_out, gates)), path)
+        return found
+
+    return run_experts
+
+
+def layer_rows(
+    engine: Engine, folder: Path, batches: list[list[list[int]]], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return a row for each contestant and layer: what it takes, the host waiting for each layer on this process."""
+    runner: Any = engine._runner
+    rows = []
+    for name in names:
+        runner.contest(name, str(folder))
+        taken: list[list[tuple[float, float, float]]] = [[] for _ in range(runner.config.num_moe_layers)]
+        inner, ended = runner._run_experts, [0.0]
+
+        def run_experts(
+            moe_layer: int,
+            gates: list[Gate],
+            path: list[np.ndarray],
+            taken: Any = taken,
+            inner: Any = inner,
+            ended: list[float] = ended,
+        ) -> Any:
+            jax.block_until_ready([gate.all_idx_TK for gate in gates])
+            begun = time.perf_counter()
+            loads_N = runner.placer._loads_N.copy()
+            out = jax.block_until_ready(inner(moe_layer, gates, path))
+            now = time.perf_counter()
+            least = float(np.min(runner.placer._loads_N - loads_N))
+            taken[moe_layer].append((now - (ended[0] if moe_layer else begun), now - begun, least))
+            ended[0] = now
+            return out
+
+        runner._run_experts = run_experts
+        for prompts in batches:
+            engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
+        runner._run_experts = inner
+        row_s = runner.placer.costs.row_s
+        for layer, found in enumerate(taken):
+            whole, experts, least = np.array(found[1:]).T
+            waits = np.maximum(0, experts - row_s * least)
+            row = {
+                "contestant": name,
+                "layer": layer,
+                "layer_ms_median": round(1e3 * float(np.median(whole)), 2) if layer else None,
+                "layer_ms_p95": round(1e3 * float(np.percentile(whole, 95)), 2) if layer else None,
+                "experts_ms_median": round(1e3 * float(np.median(experts)), 2),
+                "all_to_all_ms_median": round(1e3 * float(np.median(waits)), 2),
+                "all_to_all_ms_p95": round(1e3 * float(np.percentile(waits, 95)), 2),
+            }
+            rows.append(report.progress(row))
+    return rows
+
+
+def most_popular(popularity_E: np.ndarray, most: int) -> set[int]:
+    return set(np.argsort(-popularity_E, kind="stable")[:most].tolist())
+
+
+def accuracy(kind: str, steps: list[list[np.ndarray]], folder: Path, config: Any) -> list[dict[str, Any]]:
+    """Return a row for each length of a path and what is kept of it, with a figure a layer from the second on."""
+    experts, k = config.num_experts, config.num_experts_per_tok
+    most, rows = min(2 * k, max(1, experts // 2)), []
+    for length in LENGTHS:
+        for whole in (False, True):
+            table = load_table(folder, length, whole=whole)
+            equal: list[list[bool]] = [[] for _ in range(config.num_moe_layers - 1)]
+            right: list[list[float]] = [[] for _ in range(config.num_moe_layers - 1)]
+            for step in steps:
+                for layer in range(config.num_moe_layers - 1):
+                    actual_E = np.bincount(step[layer + 1].ravel(), minlength=experts + 1)[:-1]
+                    sets = [most_popular(x, most) for x in (table.popularity(step[: layer + 1]).popularity_E, actual_E)]
+                    equal[layer].append(sets[0] == sets[1])
+                    right[layer].append(len(sets[0] & sets[1]) / most)
+            means = {"sets_equal": equal, "share_right": right}
+            rows.append(
+                {"text": kind, "path_length": length, "kept": "all" if whole else "top k"}
+                | {name: [round(float(np.mean(x)), 3) for x in by_layer] for name, by_layer in means.items()}
+            )
+    return rows
+
+
+# The planner without an engine
+
+
+class Places:
+    """Where experts are, as `PlacedExperts` has it, without weights; of devices that are processes each."""
+
+    def __init__(self, config: Any, devices: int, slots: int) -> None:
+        self.index = ExpertIndex(config.num_moe_layers, config.num_experts)
+        self.process_of_N, self.copies_N = np.arange(devices), np.zeros(devices, np.int64)
+        self.copied_bytes, self.copied_s = 0, 0.0
+        even = place(np.ones(config.num_experts), devices, slots_per_device=slots, max_packed=slots, policy="even")
+        self.placements: list[Placement] = [even] * config.num_moe_layers
+        self._held = [even.physical_to_logical.copy() for _ in self.placements]
+        self.slowest_copies = 0  # of the process that has most to copy, every time
+
+    def changes(self, layer: int, placement: Placement) -> Changes:
+        return changes(self._held[layer], placement)
+
+    def apply(self, layer: int, changed: Changes) -> None:
+        copies_N = np.zeros_like(self.copies_N)
+        for fill in changed.fills:
+            self._held[layer][fill.device, fill.slot] = fill.expert
+            copies_N[fill.device] += 1
+        self.copies_N += copies_N
+        self.slowest_copies += int(np.max(copies_N))
+        self.placements[layer] = changed.placement
+
+
+def planner_of(name: str, folder: Path, places: Places, costs: SwapCosts, config: Any) -> ExpertPlacer:
+    """Return the engine's planner as a contestant has it."""
+    devices, slots = len(places.copies_N), places.placements[0].slots_per_device
+    mesh, experts = EngineMesh(devices=devices, placement="lina", slots_per_device=slots), places
+    placer = ExpertPlacer(mesh, experts, config.num_experts_per_tok, True, None)  # type: ignore[arg-type]
+    set_contestant(placer, name, folder)
+    placer.costs = costs
+    return placer
+
+
+class Replayed(NamedTuple):
+    """Of every step: rows of the busiest device over all layers; copies and plans. replanned: share of estimates."""
+
+    busiest: np.ndarray
+    copies: np.ndarray
+    plans: np.ndarray
+    replanned: float
+
+
+def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
+    """Let a planner see the choices of steps."""
+    places: Any = placer._experts
+    busiest, copies, plans = [], [], []
+    for step in steps:
+        path: list[np.ndarray] = []
+        most, copied, planned = 0, places.slowest_copies, placer._replans + placer._num_estimates
+        for layer, idx_TK in enumerate(step):
+            placer.before(layer, path)
+            placer.after(layer, idx_TK)
+            placement = places.placements[layer]
+            token, choice = np.nonzero(idx_TK < placement.num_experts)
+            device = placement.physical(token, idx_TK[token, choice]) // placement.slots_per_device
+            most += int(np.max(np.bincount(device, minlength=1)))
+            path.append(idx_TK)
+        placer.end_step()
+        busiest.append(most)
+        copies.append(places.slowest_copies - copied)
+        plans.append(placer._replans + placer._num_estimates - planned)
+    replanned = placer._replans / placer._num_estimates if placer._num_estimates else 0.0
+    return Replayed(np.array(busiest, float), np.array(copies), np.array(plans), replanned)
+
+
+def plans_ms(folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_devices: int) -> dict[str, Any]:
+    """Return the median milliseconds of a plan and its parts, beside the paper's figures of a schedule."""
+    config, table = engine.config, load_table(folder, 3)
+    step, layer = steps[0], config.num_moe_layers - 1
+    counts_E = np.bincount(step[layer].ravel(), minlength=config.num_experts + 1)[:-1].astype(float)
+    slots = engine.residency.placements[0].slots_per_device
+
+    def median_ms(call: Any) -> float:
+        taken = []
+        for _ in range(TIMES):
+            begun = time.perf_counter()
+            call()
+            taken.append(1e3 * (time.perf_counter() - begun))
+        return report.median(taken, 3)
+
+    def plan(devices: int, slots: int) -> Any:
+        places = Places(config, devices, slots)
+
+        def call() -> None:
+            planned = place(counts_E, devices, slots_per_device=slots, max_packed=slots, policy="lina")
+            places.changes(layer, planned)
+
+        return call
+
+    right = planner_of("lina, l = 3", folder, Places(config, 2, slots), SwapCosts(1.0, 1e9), config)
+    right._table = _Knows(counts_E)  # type: ignore[assignment]
+    right.before(layer, step[:layer])
+    return {
+        "lookup": median_ms(lambda: table.popularity(step[:layer])),
+        "plan_2_devices": median_ms(plan(2, slots)),
+        f"plan_{many_devices}_devices": median_ms(plan(many_devices, 4)),
+        "nothing_changes": median_ms(lambda: right.after(layer, step[layer])),
+        "paper_plan": 6.2,
+        "paper_nothing_changes": 1.45,
+    }
+
+
+class _Knows:
+    """A path table that is right."""
+
+    def __init__(self, popularity_E: np.ndarray) -> None:
+        self.popularity_E = popularity_E
+
+    def popularity(self, path: Sequence[np.ndarray]) -> Any:
+        return self
