@@ -76,8 +76,11 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """With a cache for the same share of the experts in use, beside what is being read and written."""
-    result = {}
+    """Return bytes with a cache for the same share of the experts in use, beside what is being read and written.
+
+    Where everything fits no bytes move, and there is nothing to compare.
+    """
+    result = dict[str, Any]()
     for name, experts in (("all", a.experts), ("half", a.experts // 2)):
         slots = int(a.cache * a.layers * experts) + 4 * THREADS  # two under way for each that reads or writes
         cache_bytes = slots * (expert_bytes(a) + 4 * 4096)
@@ -86,7 +89,7 @@ def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         steps = [session.step(i) for i in range(a.rounds + 2)][2:]
         result[name] = median(step.read_bytes + step.written_bytes for step in steps)
         session.program.close()
-    return result | {"half_against_all": result["half"] / result["all"]}
+    return result | {"half_against_all": result["half"] / result["all"] if result["all"] else None}
 
 
 def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:

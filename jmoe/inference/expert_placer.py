@@ -35,7 +35,7 @@ class PlacementStats:
     device, choices of tokens that it computed; copies: experts copied to it. estimates: phase ones of Lina, replans:
     those whose most popular experts were not the actual ones, so that the placement was planned again after the gate.
     swaps: placements that were changed; swapped_bytes: copied to this process's devices. planning_s: the host's time
-    for plans, swap_s: for copies, of which waited_s after a gate, while nothing else could run.
+    for estimates and plans, swap_s: for copies, of which waited_s after a gate, while nothing else could run.
     """
 
     balancedness: tuple[float, ...]
@@ -83,6 +83,7 @@ class ExpertPlacer:
         self._estimated_E: np.ndarray | None = None  # of the layer that comes
         self._to_place: deque[int] = deque()
         self._steps = 0
+        self.estimate_s = 0.0  # for estimates alone, since the start
         self.reset()
 
     def reset(self) -> None:
@@ -122,7 +123,9 @@ class ExpertPlacer:
         else:
             self._estimated_E = self._recent_LE[layer].copy()
         self._num_estimates += 1
-        self._planning_s += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self.estimate_s += seconds
+        self._planning_s += seconds
         self._improve(layer, self._estimated_E, steps=1)
 
     def after(self, layer: int, chosen_TK: np.ndarray) -> None:

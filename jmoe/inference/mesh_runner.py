@@ -7,6 +7,7 @@ processes read (4 K bytes a token), and the experts, to which tokens are sent. W
 are, each process computes from the choices of all tokens, so that nothing more has to be agreed on.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from jmoe.inference.mesh_programs import (
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_after, logits_of_row
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket, buckets
+from jmoe.layers.experts import SLOT_MULTIPLE
 from jmoe.mesh import BATCH, REPLICATED, put
 from jmoe.models.block import Block
 from jmoe.models.functional import Structure, split
@@ -44,8 +46,8 @@ from jmoe.models.lazy_checkpoint import EmbedAndHead, LazyCheckpoint
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.planning.placement import Placement
 
-LADDER_RATIO = 4  # of the sizes of buffers
-TIMED_ROWS = 256
+BUFFER_FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0)  # sizes of buffers / a device's fair share
+FEW_ROWS = 64  # buffers of so many have one size: a smaller one would save too little for a program of its own
 TIMED_RUNS = 3
 
 
@@ -188,9 +190,10 @@ class MeshRunner:
     def measure_costs(self) -> SwapCosts:
         """Return what an expert for a row of tokens, and the copy of an expert, take on this process's first device."""
         weights = jax.tree.map(lambda w: w.addressable_data(0), self.residency.weights(0))
-        x_ND = jnp.zeros((TIMED_ROWS, self.config.hidden_size), self.dtype, device=jax.local_devices()[0])
+        num_rows = SLOT_MULTIPLE * weights.w_up.shape[0]
+        x_ND = jnp.zeros((num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0])
         run = partial(timed_experts, self.config.hidden_act, x_ND, weights)
-        return SwapCosts(_seconds(run) / TIMED_ROWS, _seconds(self.residency.copy_again))
+        return SwapCosts(_seconds(run) / num_rows, _seconds(self.residency.copy_again))
 
     @led
     def set_costs(self, row_s: float, copy_s: float) -> None:
@@ -200,6 +203,7 @@ class MeshRunner:
     def _run_experts(self, moe_layer: int, gates: list[Gate], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before, and then of this."""
         self.placer.before(moe_layer, path)
+        self.estimate_s = self.placer.estimate_s
         here = [gate.all_idx_TK.addressable_data(0) for gate in gates]
         for choices in here:
             choices.copy_to_host_async()
@@ -255,15 +259,16 @@ def _buffer_rows(placement: Placement, idx_TK: np.ndarray) -> Sequence[int]:
     """
     num_devices, (num_tokens, k) = placement.num_devices, idx_TK.shape
     mine = num_tokens // num_devices
-    sizes = [mine * k]
-    while sizes[-1] >= LADDER_RATIO * max(1, mine * k // num_devices):
-        sizes.append(sizes[-1] // LADDER_RATIO)
+    everything, fair = mine * k, mine * k / num_devices
+    sizes = {everything}
+    if everything > FEW_ROWS:
+        sizes.update(min(everything, math.ceil(factor * fair)) for factor in BUFFER_FACTORS)
     token, choice = np.nonzero(idx_TK < placement.num_experts)
     if not token.size:
-        return sizes
+        return sorted(sizes)
     device = placement.physical(token, idx_TK[token, choice]) // placement.slots_per_device
     sent = np.bincount(token // mine * num_devices + device)
-    return [bucket(int(np.max(sent)), tuple(reversed(sizes)))]
+    return [bucket(int(np.max(sent)), tuple(sorted(sizes)))]
 
 
 def make_mesh_runner(

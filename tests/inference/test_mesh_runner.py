@@ -12,7 +12,8 @@ from tiny_engines import tiny_engine
 
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
-from jmoe.inference.mesh_runner import MeshRunner
+from jmoe.inference.mesh_runner import MeshRunner, _buffer_rows
+from jmoe.planning.placement import place_as
 from tests.inference.mesh_traffic import (
     MAX_BATCH,
     Traffic,
@@ -122,12 +123,29 @@ def test_wrong_estimates_change_nothing_but_time() -> None:
         stats = engine.stats().placement
         assert stats is not None
         assert stats.estimates > stats.replans > 0
+        assert 0 < engine.stats().estimate_s <= stats.planning_s
         assert stats.swaps > stats.replans  # phase one made room for the wrong ones
         assert stats.waited_s > 0 and stats.planning_s > 0
 
 
-def test_rows_of_several_sequences_on_a_device() -> None:
-    """Four rows on each of two devices, prefixes that cross from one to the other; nothing is compiled meanwhile."""
+def test_buffers_hold_the_largest_part_and_little_more() -> None:
+    """What each of two devices sends to each: sizes are those that padding compiles, one where rows are few."""
+    even = place_as(np.arange(4).reshape(2, 2), np.ones(4))
+    choices = {"none": np.full((128, 2), 4), "even": np.tile([0, 2], (128, 1)), "all to one": np.tile([0, 1], (128, 1))}
+    uneven = np.concatenate([choices["even"][:100], choices["all to one"][:28]])  # at most 92 of 128 to one device
+    assert list(_buffer_rows(even, choices["none"])) == [80, 96, 128]
+    assert list(_buffer_rows(even, choices["even"])) == [80]
+    assert list(_buffer_rows(even, uneven)) == [96]
+    assert list(_buffer_rows(even, choices["all to one"])) == [128]
+    assert list(_buffer_rows(even, choices["none"][:32])) == [32]
+
+
+def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows on each of two devices, prefixes that cross from one to the other; nothing is compiled meanwhile.
+
+    Buffers have several sizes, however small they are.
+    """
+    monkeypatch.setattr("jmoe.inference.mesh_runner.FEW_ROWS", 0)
     compiled: list[str] = []
     listens = False
 
