@@ -104,11 +104,12 @@ def main(arguments: Sequence[str]) -> None:
         plan = training_plan(config)
         print(plan, *([packing_line(config)] if config.comm.packing != 1 else []), sep="\n")
         sys.exit(1 if plan.lacking else 0)
-    run_all(config)
+    completed = run_all(config)
+    sys.exit(0 if completed or jax.process_index() > 0 else config.distributed.stopped_exit_code)
 
 
-def run_all(config: TrainConfig) -> None:
-    """Set up processes, mesh, data and trainer, then train, evaluate and report."""
+def run_all(config: TrainConfig) -> bool:
+    """Set up processes, mesh, data and trainer, then train, evaluate and report; return whether all steps were done."""
     distributed.start(config.distributed)
     devices, per_host = jax.device_count(), devices_per_host()
     config.check_devices(devices, per_host)
@@ -180,6 +181,7 @@ def run_all(config: TrainConfig) -> None:
             say(f"stopped by a signal after step {int(state.step)}; the same command goes on from there")
             if main_process:
                 say(f"report of the steps so far: {write_report(output_dir)}")
+        return completed
 
 
 if __name__ == "__main__":

@@ -119,9 +119,11 @@ class DistributedConfig:
     start_timeout_s: int = 300  # all processes must have started within this
     step_timeout_s: int = 600  # a step, save or evaluation that takes longer names the stuck ranks and ends the run
     heartbeat_timeout_s: int = 10  # a process that gives no sign of life for so long is given up, and ends the run
+    stopped_exit_code: int = 0  # of process 0 when a signal has stopped the run; 75 tells a launcher to start it again
 
     def __post_init__(self) -> None:
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
+        check_field(0 <= self.stopped_exit_code <= 255, self, "distributed.stopped_exit_code", "must be from 0 to 255")
         names = ("coordinator_address", "num_processes", "process_id")
         missing = [f"distributed.{name}" for name in names if getattr(self, name) is None]
         check(len(missing) in (0, 3), ", ".join(missing), None, f"{names[0]}, {names[1]} and {names[2]} go together")

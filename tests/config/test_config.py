@@ -156,6 +156,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
         wrong("distributed.process_id", 2, "must be between 0 and num_processes - 1 = 1"),
     ),
+    (
+        DistributedConfig,
+        {"stopped_exit_code": 256},
+        wrong("distributed.stopped_exit_code", 256, "must be from 0 to 255"),
+    ),
     (ProfileConfig, {"steps": "10"}, wrong("profile.steps", "10", "must read FIRST:LAST")),
     (ProfileConfig, {"steps": "13:10"}, wrong("profile.steps", "13:10", "must read FIRST:LAST with FIRST < LAST")),
     (ProfileConfig, {"steps": "a:b"}, wrong("profile.steps", "a:b", "must read FIRST:LAST")),
