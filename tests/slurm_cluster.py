@@ -169,7 +169,9 @@ class SlurmCluster:
 
         def ended() -> bool:
             job = self.job(number)
-            if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":  # two minutes after it was requeued
+            waits = job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"  # two minutes after a requeue
+            if waits and set(self.states().values()) == {"IDLE"}:
+                time.sleep(5)  # sooner, a node takes it for the start that was killed
                 self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
             return job["JobState"] in ENDED
 
