@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 
-def wait_for(condition: Callable[[], bool], what: str = "the condition does not hold", limit_s: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str = "the condition does not hold", limit_s: float = 240.0) -> None:
     """Return when the condition holds; fail with `what` after `limit_s` seconds."""
     deadline_s = time.monotonic() + limit_s
     while not condition():
@@ -20,7 +20,7 @@ def wait_for(condition: Callable[[], bool], what: str = "the condition does not 
         time.sleep(0.005)
 
 
-def wait_for_text(log: Path, text: str, limit_s: float = 60) -> None:
+def wait_for_text(log: Path, text: str, limit_s: float = 240) -> None:
     """Return when the log has the text; fail with the log after `limit_s` seconds."""
     deadline_s = time.monotonic() + limit_s
     while not log.exists() or text not in log.read_text():
@@ -41,7 +41,7 @@ class Gate:
 
     def __call__(self, index: int, record_R: NDArray[np.uint8]) -> None:
         self.begun.append(index)
-        assert self.open.wait(60)
+        assert self.open.wait(240)
         if index in self.fail:
             raise self.fail.pop(index)
         self.real(index, record_R)

@@ -39,7 +39,7 @@ def test_processes_on_two_hosts(
     ranks = [start_python(["-c", PROCESS, str(i), port, host], logs[i]) for i, host in enumerate(hosts)]
     for process, log in zip(ranks, logs):
         try:
-            code: int | None = process.wait(60)
+            code: int | None = process.wait(240)
         except subprocess.TimeoutExpired:
             code = None
         assert code == 0, "\n".join(log.read_text() for log in logs)

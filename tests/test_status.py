@@ -1,5 +1,6 @@
 """Status lines."""
 
+import re
 import time
 
 from jmoe.status import first_line, status
@@ -10,11 +11,11 @@ def test_time_passes() -> None:
     lines: list[str] = []
     with status("loading", lines.append, every_s=0.01):
         assert lines[0] == "loading ..."
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while len(lines) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
     said = len(lines)
-    assert said >= 4 and lines[1] == "loading ... 0 s"
+    assert said >= 4 and re.fullmatch(r"loading \.\.\. \d+ s", lines[1])
     time.sleep(0.05)
     assert len(lines) == said
 

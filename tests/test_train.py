@@ -146,7 +146,7 @@ def test_signals_save_and_resume(
         process = start_python(runs.command(tmp_path, *ENDLESS), tmp_path / f"log-{number}", runs.environment())
         process.wait_until(lambda before=before: len(losses(tmp_path)) >= before + 7)
         process.send_signal(number)
-        screen = process.end(120)
+        screen = process.end(240)
         stops.append(committed(tmp_path)[-1])
         assert f"stopped by a signal after step {stops[-1]};" in screen
         assert f"jmoe: {number.name}: the run finishes this step, saves and stops" in screen
@@ -172,11 +172,11 @@ def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) ->
     for process, line in ((early, "evaluating on"), (late, "compiling the training step")):
         process.wait_until(lambda process=process, line=line: line in process.screen)
         process.send_signal(signal.SIGINT)
-    assert "Traceback" not in early.end(30, -signal.SIGINT)
+    assert "Traceback" not in early.end(240, -signal.SIGINT)
     late.wait_until(lambda: "jmoe: SIGINT: the run finishes this step" in late.screen)
     assert losses(tmp_path / "late") == []  # it still compiles
     late.send_signal(signal.SIGINT)
-    screen = late.end(30, 128 + signal.SIGINT)
+    screen = late.end(240, 128 + signal.SIGINT)
     assert "a second Ctrl-C: ended at once" in screen and "Traceback" not in screen
 
 
@@ -218,7 +218,7 @@ def test_two_processes_stop_together_and_go_on_as_one(
     pair = runs.start(start_python, tmp_path, 2, *ENDLESS, "--distributed.stopped-exit-code", 75)
     pair[0].wait_until(lambda: len(losses(tmp_path)) >= 4)
     pair[1].send_signal(signal.SIGTERM)
-    screens = [process.end(120, code) for process, code in zip(pair, (75, 0), strict=True)]
+    screens = [process.end(240, code) for process, code in zip(pair, (75, 0), strict=True)]
     stop = committed(tmp_path)[-1]
     assert losses(tmp_path)[-1][0] == stop - 1
     assert f"stopped by a signal after step {stop};" in screens[0]
@@ -238,7 +238,7 @@ def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_pyt
     survivor, victim = runs.start(start_python, tmp_path, 2, *ENDLESS, *limits)
     survivor.wait_until(lambda: len(losses(tmp_path)) > 5)
     victim.kill()
-    assert survivor.wait(120) != 0
+    assert survivor.wait(240) != 0
     assert "rank 1: no sign of life" in survivor.screen, survivor.screen
     for drowning in ("Traceback", "stack trace", "most recent call"):
         assert drowning not in survivor.screen
@@ -246,7 +246,7 @@ def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_pyt
 
 def test_a_missing_rank_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     command = runs.ranks(tmp_path / "run", 3, "--num-steps", 5, "--distributed.start-timeout-s", 2)[0]
-    done = run_python(command, runs.environment(), timeout=60)
+    done = run_python(command, runs.environment(), timeout=240)
     assert done.returncode == 1
     assert done.stderr == "train.py: ranks 1, 2 did not start within distributed.start_timeout_s = 2 s\n"
     assert not (tmp_path / "run").exists()
@@ -321,7 +321,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_help_and_mistakes_do_not_wait_for_jax(
     run_python: Run, arguments: list[str], status: int, message: str
 ) -> None:
-    done = run_python(["-c", WITHOUT_JAX, *arguments], {"JMOE_RUNTIME": "1"}, timeout=60)
+    done = run_python(["-c", WITHOUT_JAX, *arguments], {"JMOE_RUNTIME": "1"}, timeout=240)
     assert done.returncode == status, done.stderr
     assert message in done.stdout + done.stderr
 
@@ -375,7 +375,7 @@ def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
     folder.mkdir(parents=True)
     command = ("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     except FileNotFoundError:
         pytest.skip("no mount command")
     if done.returncode:
@@ -383,7 +383,7 @@ def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(("umount", "-l", str(folder)), check=True, timeout=30)
+        subprocess.run(("umount", "-l", str(folder)), check=True, timeout=240)
 
 
 def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
         assert "; step 5 is complete" in message
         assert committed(tmp_path) == [5]
         size = f"remount,size={10 * one}"
-        subprocess.run(("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=30)
+        subprocess.run(("mount", "-o", size, str(tmp_path / "checkpoints")), check=True, timeout=240)
         assert "resuming from step 5 " in runs.finish(tmp_path, "--num-steps", 30)
         assert [(step, loss) for step, loss in losses(tmp_path) if loss != reference[step]] == []
         assert {step for step, _ in losses(tmp_path)} == set(range(30))

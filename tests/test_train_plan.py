@@ -14,7 +14,7 @@ def test_the_example_of_the_docs_fits(run_python: Run) -> None:
     example = re.compile(r"^python train.py mixtral-8x7b --plan .*", re.MULTILINE)
     (line,) = {match for page in pages for match in example.findall(page)}
     assert all(line in page for page in pages)
-    done = run_python(shlex.split(line)[1:], {}, timeout=60)
+    done = run_python(shlex.split(line)[1:], {}, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "per device, 8 devices; host and nvme per host, 1 host" in done.stdout
     assert "\nit fits\n" in done.stdout
@@ -25,7 +25,7 @@ def test_the_example_of_the_docs_fits(run_python: Run) -> None:
 
 def test_a_plan_that_does_not_fit_ends_with_1(run_python: Run, tmp_path: Path) -> None:
     command = ("train.py", "tiny", "--plan", "--machine.device-bytes", "100000000", "--output-dir", tmp_path / "run")
-    done = run_python(command, {}, timeout=60)
+    done = run_python(command, {}, timeout=240)
     assert done.returncode == 1
     assert "per device, 1 device; " in done.stdout
     assert "it does not fit" in done.stdout

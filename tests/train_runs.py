@@ -1,5 +1,7 @@
 """Runs of train.py with a model so small that a step takes milliseconds, on a few modules of the standard library."""
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -7,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -34,9 +37,20 @@ ENDLESS = ("--num-steps", "1000000")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """Return a port that nobody listens on, for a process that is still to start.
+
+    Linux gives out none of this range by itself, and a test in another process passes over it: this one holds a lock.
+    """
+    locks = Path(tempfile.gettempdir()) / f"jmoe-test-ports-{os.getuid()}"
+    locks.mkdir(exist_ok=True)
+    for port in range(20_000, 30_000):
+        lock = os.open(locks / str(port), os.O_CREAT | os.O_RDWR)  # until this process ends
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            socket.create_server(("", port)).close()
+            return port
+        os.close(lock)
+    raise RuntimeError("no port is free")
 
 
 class TrainRuns:

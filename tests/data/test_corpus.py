@@ -498,7 +498,7 @@ def test_killed_while_it_tokenises(tmp_path: Path, texts: Path, corpus: Corpus) 
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "inside"
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert not (tmp_path / "manifest.json").exists()
     left = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert left

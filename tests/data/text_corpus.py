@@ -43,6 +43,10 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
+    with process:
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
     assert process.returncode == 0, err
     return out.strip()

@@ -178,28 +178,28 @@ def test_a_silent_follower_is_given_up(lines: Pair, leader: Lead) -> None:
 def test_a_step_without_progress_names_who_is_behind(lines: Pair, leader: Lead) -> None:
     """Rank 2 lives, and does not come on."""
     pairs = {rank: lines() for rank in (1, 2)}
-    first, lost = leader({rank: here for rank, (here, _) in pairs.items()}, silence_s=0.1, step_timeout_s=0.5)
+    first, lost = leader({rank: here for rank, (here, _) in pairs.items()}, silence_s=0.1, step_timeout_s=2)
     with first.step():
         first.tell("add", 1, 1)
         pairs[1][1].send("beat", 1)
         pairs[2][1].send("beat", 0)
-        assert lost.wait() == "a step has made no progress for 0.5 s (step_timeout_s): rank 2 behind"
+        assert lost.wait() == "a step has made no progress for 2 s (step_timeout_s): rank 2 behind"
 
 
 @pytest.mark.parametrize(
-    ("end", "line"),
+    ("end", "line", "silence_s"),
     [
-        (lambda line: line.close(), "ends: rank 0 was lost: its process has ended"),
-        (lambda line: line.send("lost", "rank 2 was lost"), "ends with rank 0: rank 2 was lost"),
-        (lambda line: None, "ends: rank 0 was lost: no sign of life, it is stopped or out of reach"),
+        (lambda line: line.close(), "ends: rank 0 was lost: its process has ended", LONG_S),
+        (lambda line: line.send("lost", "rank 2 was lost"), "ends with rank 0: rank 2 was lost", LONG_S),
+        (lambda line: None, "ends: rank 0 was lost: no sign of life, it is stopped or out of reach", 0.5),
     ],
     ids=["closed", "gives up", "silent"],
 )
 def test_a_follower_without_leader_ends(
-    end: Callable[[Line], None], line: str, lines: Pair, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[Line], None], line: str, silence_s: float, lines: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its main thread waits for a collective."""
-    there, here = lines(silence_s=0.5)
+    there, here = lines(silence_s)
     lost, ended = Lost(), threading.Event()
 
     def end_process(reason: str) -> None:
@@ -251,13 +251,13 @@ from jmoe.run.line import Line
 
 rank, processes, port = map(int, sys.argv[1:4])
 config = DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
-    heartbeat_timeout_s=60)
-lines = {rank: Line(connection, 60) for rank, connection in connect(config, rank_0_outlives=True).items()}
+    heartbeat_timeout_s=240)
+lines = {rank: Line(connection, 240) for rank, connection in connect(config, rank_0_outlives=True).items()}
 sharding = NamedSharding(jax.make_mesh((processes,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
 total = jax.jit(lambda x: x.sum(axis=0), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 
 class Runner:
-    leader = None if rank else Leader(lines, silence_s=60, step_timeout_s=60)
+    leader = None if rank else Leader(lines, silence_s=240, step_timeout_s=240)
 
     @led
     def add(self, x):
@@ -267,7 +267,7 @@ class Runner:
 runner = Runner()
 print("computes", flush=True)
 if rank > 0:
-    Follower(lines[0], silence_s=60).follow(runner)
+    Follower(lines[0], silence_s=240).follow(runner)
 else:
     for number in range(int(sys.argv[4])):
         with runner.leader.step():

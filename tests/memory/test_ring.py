@@ -29,7 +29,7 @@ class Slots:
         self.fail_layer: int | None = None
 
     def load(self, layer: int, slot: int) -> int:
-        assert self.gate.wait(60)
+        assert self.gate.wait(240)
         if layer == self.fail_layer:
             raise OSError("bad sector")
         for part in range(16):  # in pieces, so that a reader would see a half-written slot
@@ -218,9 +218,9 @@ def test_close_ends_a_wait() -> None:
         waiting = pool.submit(ring.acquire)
         closing = pool.submit(ring.close)
         with pytest.raises(ValueError, match="closed"):
-            waiting.result(60)
+            waiting.result(240)
         slots.gate.set()
-        closing.result(60)
+        closing.result(240)
     with pytest.raises(ValueError, match="closed"):
         ring.acquire()
 
@@ -260,7 +260,7 @@ def test_what_stays_is_loaded_again_when_told_to() -> None:
         reader.join(0.1)
         assert reader.is_alive()  # it waits, although the layer is there
         slots.gate.set()
-        reader.join(60)
+        reader.join(240)
         slots.use(ring, 1)
         assert [layer for layer, _ in slots.loads[:2]] == [0, 1]
         slots.use(ring, 2)

@@ -141,7 +141,7 @@ def test_who_waits_goes_before_what_is_read_ahead(store: RecordStore, gate: Gate
             waiting = pool.submit(tiers.get, 3)
             wait_for(lambda: tiers._reads[3].waiters == 1)
             gate.open.set()
-            waiting.result(60).close()
+            waiting.result(240).close()
         wait_for(lambda: len(gate.begun) == 4)
         assert gate.begun == [0, 3, 1, 2]
 
@@ -236,9 +236,9 @@ def test_close_wakes_who_waits(store: RecordStore, gate: Gate) -> None:
         wait_for(lambda: gate.begun == [5])
         closing = pool.submit(tiers.close)
         with pytest.raises(ValueError, match="closed while record 5 of"):
-            waiting.result(60)
+            waiting.result(240)
         gate.open.set()
-        closing.result(60)
+        closing.result(240)
     with pytest.raises(ValueError, match="the store is closed"):
         tiers.get(0)
 

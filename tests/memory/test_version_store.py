@@ -290,7 +290,7 @@ def test_processes_own_disjoint_records(start_python: Start, tmp_path: Path) -> 
     """Two processes write their records at the same time; one process then takes all of them."""
     owners = [start_python(["-c", OWNER, tmp_path, str(rank)], tmp_path / f"log-{rank}") for rank in range(2)]
     for rank, owner in enumerate(owners):
-        assert owner.wait(120) == 0, (tmp_path / f"log-{rank}").read_text()
+        assert owner.wait(300) == 0, (tmp_path / f"log-{rank}").read_text()
     files = pinned(tmp_path / "process-0", "9") | pinned(tmp_path / "process-1", "9")
     with open_store(tmp_path / "process-0", owned=[0, 2, 4]) as store:
         assert [got(store, index) for index in (0, 2, 4)] == [39, 239, 439]
@@ -435,7 +435,7 @@ def test_killed_at_any_moment(start_python: Start, tmp_path: Path) -> None:
     for attempt in range(3):
         log = tmp_path / f"log-{attempt}"
         process = start_python(["-c", script, tmp_path / "store"], log)
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while "begun" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.01)

@@ -331,7 +331,7 @@ def test_a_full_disk_is_an_error_and_the_older_step_stays(tmp_path: Path, how: s
             pytest.skip("this user may not mount a file system")
         command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "went on"  # the error is that of the background save
@@ -411,7 +411,7 @@ from jmoe.run.distributed import Watchdog, start
 rank, processes, port, folder, mode = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 if processes > 1:
     start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
-                            start_timeout_s=60, heartbeat_timeout_s=60))
+                            start_timeout_s=240, heartbeat_timeout_s=240))
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 rows, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
 width = 500_000 if mode == "fail" else 5000
@@ -463,7 +463,7 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
             )
             for rank, folder in enumerate(folders or [tmp_path / "shared"] * processes)
         ]
-        return [rank.wait(timeout=120) for rank in ranks], [rank.screen for rank in ranks]
+        return [rank.wait(timeout=300) for rank in ranks], [rank.screen for rank in ranks]
 
     return run
 

@@ -30,16 +30,19 @@ from jmoe.run.distributed import PreemptionSignal, Watchdog, start
 
 rank, processes, port = map(int, sys.argv[1:4])
 option = dict(word.split("=") for word in sys.argv[4:])
+print("imported", flush=True)
+while not os.path.exists(option.get("go", "/")):
+    time.sleep(0.01)
 start(DistributedConfig(
     coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
-    start_timeout_s=int(option.get("start_s", 60)), heartbeat_timeout_s=int(option.get("heartbeat_s", 60)),
-    step_timeout_s=60))
+    start_timeout_s=int(option.get("start_s", 240)), heartbeat_timeout_s=int(option.get("heartbeat_s", 60)),
+    step_timeout_s=240))
 print("started", jax.process_index(), jax.process_count(), flush=True)
 sharding = NamedSharding(jax.make_mesh((processes,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
 total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 total(jax.make_array_from_process_local_data(sharding, np.ones((1,), np.float32))).block_until_ready()
 steps = int(option.get("steps", 1000000))
-step_limit_s = float(option.get("step_s", 60))
+step_limit_s = float(option.get("step_s", 240))
 with Watchdog(step_limit_s, float(option.get("heartbeat_s", 60))) as watchdog, PreemptionSignal() as preemption:
     pending = []
     for step in range(1, steps + 1):
@@ -79,9 +82,9 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
     return run
 
 
-def ends(process: Child, seconds: float) -> int:
-    """Its exit status, within this many seconds: the ranks' own limits, plus what a busy machine adds."""
-    return process.wait(timeout=seconds)
+def ends(process: Child) -> int:
+    """Its exit status. The limit is for what hangs: it ends by limits of its own."""
+    return process.wait(timeout=300)
 
 
 def in_step_20(ranks: list[Child]) -> list[Child]:
@@ -92,10 +95,13 @@ def in_step_20(ranks: list[Child]) -> list[Child]:
 
 
 @pytest.mark.parametrize("present", [[0, 2], [2]])
-def test_a_missing_rank_is_named_on_every_rank_present(run_ranks: RunRanks, present: list[int]) -> None:
+def test_a_missing_rank_is_named_on_every_rank_present(run_ranks: RunRanks, tmp_path: Path, present: list[int]) -> None:
     """With rank 0 absent the others can name only it; else rank 0 names all that are missing."""
-    ranks = run_ranks(present, 4, "start_s=4")
-    assert [ends(rank, 40) for rank in ranks] == [1] * len(present)
+    ranks = run_ranks(present, 4, "start_s=4", f"go={tmp_path / 'go'}")
+    for rank in ranks:
+        wait_for_text(rank.log, "imported\n")  # only then the limit begins, for all of them together
+    (tmp_path / "go").touch()
+    assert [ends(rank) for rank in ranks] == [1] * len(present)
     expected = "TimeoutError: ranks 1, 3 did not start within" if 0 in present else "TimeoutError: rank 0 (the coord"
     for rank in ranks:
         assert expected in rank.screen
@@ -105,8 +111,8 @@ def test_a_missing_rank_is_named_on_every_rank_present(run_ranks: RunRanks, pres
 def test_two_processes_with_one_rank_are_an_error_everywhere(tmp_path: Path, start_python: Start) -> None:
     port = free_port()
     arguments = [(0, "a"), (1, "b"), (1, "c")]
-    ranks = [start_python(["-c", WORKER, rank, 3, port, "start_s=30"], tmp_path / name) for rank, name in arguments]
-    assert [ends(rank, 60) for rank in ranks] == [1, 1, 1]
+    ranks = [start_python(["-c", WORKER, rank, 3, port, "start_s=200"], tmp_path / name) for rank, name in arguments]
+    assert [ends(rank) for rank in ranks] == [1, 1, 1]
     for rank in ranks:
         assert "ValueError: distributed: two processes were told process_id = 1" in rank.screen
 
@@ -118,7 +124,7 @@ def test_a_killed_rank_is_named_and_the_others_end(run_ranks: RunRanks, killed: 
     assert all(f"started {number} 3" in rank.screen for number, rank in enumerate(ranks))
     ranks[killed].kill()
     left = [rank for rank in range(3) if rank != killed]
-    assert all(ends(ranks[rank], 30) != 0 for rank in left)
+    assert all(ends(ranks[rank]) != 0 for rank in left)
     logs = [ranks[rank].screen for rank in left]
     named = {0: r"rank 0 .the coordinator. does not answer: dead", 1: r"rank 1: no sign of life.* dead or stopped"}
     assert any(re.search(named[killed], log) for log in logs), logs
@@ -129,7 +135,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(run_ranks: RunRanks) -> None
     """SIGSTOP: no connection breaks, only the signs of life end."""
     ranks = in_step_20(run_ranks([0, 1], 2, "heartbeat_s=5"))
     os.kill(ranks[1].pid, signal.SIGSTOP)
-    assert ends(ranks[0], 30) != 0
+    assert ends(ranks[0]) != 0
     log = ranks[0].screen
     assert re.search(r"jmoe: rank 1: no sign of life for \d s, dead or stopped, at training", log), log
 
@@ -137,18 +143,18 @@ def test_a_stopped_rank_is_named_and_the_others_end(run_ranks: RunRanks) -> None
 def test_a_stopped_coordinator_ends_the_others(run_ranks: RunRanks) -> None:
     ranks = in_step_20(run_ranks([0, 1], 2, "heartbeat_s=60", "step_s=4"))
     os.kill(ranks[0].pid, signal.SIGSTOP)
-    assert ends(ranks[1], 30) == distributed.EXIT_CODE
+    assert ends(ranks[1]) == distributed.EXIT_CODE
     log = ranks[1].screen
-    assert re.search(r"rank 1 has waited . s for training step \d+ .*; rank 0 .the coord.* does not answer", log), log
+    assert re.search(r"rank 1 has waited \d+ s for training step \d+ .*; rank 0 .the coord.* does not answer", log), log
 
 
 def test_a_stuck_rank_is_named_and_prints_its_own_stack(run_ranks: RunRanks) -> None:
     """Rank 1 is alive but does not come on: heartbeats go on, steps do not."""
     ranks = run_ranks([0, 1], 2, "stuck=1:10", "step_s=4")
-    assert [ends(rank, 60) for rank in ranks] == [distributed.EXIT_CODE] * 2
+    assert [ends(rank) for rank in ranks] == [distributed.EXIT_CODE] * 2
     logs = [rank.screen for rank in ranks]
     # Whichever limit ran out first told the other rank.
-    told = r"rank 1 is behind, at training data 10|rank 1 has waited \d s for training data 10"
+    told = r"rank 1 is behind, at training data 10|rank 1 has waited \d+ s for training data 10"
     assert all(re.search(told, log) for log in logs), logs
     assert all("most recent call first" in log for log in logs), logs
 
@@ -156,8 +162,8 @@ def test_a_stuck_rank_is_named_and_prints_its_own_stack(run_ranks: RunRanks) -> 
 def test_an_error_on_one_rank_is_told_to_the_others(run_ranks: RunRanks) -> None:
     """No rank waits for the shutdown barrier, in which the failed one would keep it for `step_timeout_s`."""
     ranks = run_ranks([0, 1], 2, "error=0:10", "heartbeat_s=5")
-    assert ends(ranks[0], 30) == 1
-    assert ends(ranks[1], 30) != 0
+    assert ends(ranks[0]) == 1
+    assert ends(ranks[1]) != 0
     logs = [rank.screen for rank in ranks]
     assert "OSError: no space left on the moon" in logs[0]
     assert "jmoe: rank 0 ended with OSError: no space left on the moon" in logs[1]
@@ -181,7 +187,7 @@ def test_all_ranks_stop_after_the_same_step(run_ranks: RunRanks, numbers: list[s
     for rank in ranks:
         wait_for_text(rank.log, "stop ")
         rank.send_signal(signal.SIGTERM)
-    assert [ends(rank, 30) for rank in ranks] == [0, 0]
+    assert [ends(rank) for rank in ranks] == [0, 0]
     logs = [rank.screen for rank in ranks]
     said = [re.sub(r"(?m)^jmoe: .*\n", "", log) for log in logs]  # what a signal has begun, between any two lines
     stops = [re.findall(r"stop (\d+)\nsaved\nend", log) for log in said]
@@ -222,11 +228,11 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
                     print("begun", flush=True)
                     time.sleep(60)
     """
-    ended = run_python(["-c", code], timeout=60)
+    ended = run_python(["-c", code], timeout=240)
     assert ended.returncode == distributed.EXIT_CODE
     assert ended.stdout == "begun\n"
     assert re.search(
-        r"jmoe: rank 0 has waited \d s for training data 7 \(limit 1 s, distributed.step_timeout_s\)", ended.stderr
+        r"jmoe: rank 0 has waited \d+ s for training data 7 \(limit 1 s, distributed.step_timeout_s\)", ended.stderr
     )
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
@@ -238,29 +244,29 @@ def test_a_wait_that_makes_progress_goes_on(
         import time
         from jmoe.run.distributed import Watchdog
         moved = 0
-        with Watchdog(1.0) as watchdog:
+        with Watchdog(4.0) as watchdog:
             with watchdog.waiting_for("records", progress=lambda: moved):
-                for moved in range(30):
+                for moved in range(45):
                     time.sleep(0.1)
                 print("moved", flush=True)
                 time.sleep(60)
     """
-    ended = run_python(["-c", code], timeout=60)
+    ended = run_python(["-c", code], timeout=240)
     assert ended.returncode == distributed.EXIT_CODE
     assert ended.stdout == "moved\n"
-    assert re.search(r"jmoe: rank 0 has waited \d s for records without progress \(limit 1 s, d", ended.stderr)
+    assert re.search(r"jmoe: rank 0 has waited \d+ s for records without progress \(limit 4 s, d", ended.stderr)
 
 
 def test_waits_in_time_do_nothing() -> None:
-    with Watchdog(1.0) as watchdog:
+    with Watchdog(2.5) as watchdog:
         for step in range(4):
             with watchdog.waiting_for("training step", step):
-                time.sleep(0.3)
-        time.sleep(1.1)  # between waits there is no limit
+                time.sleep(0.7)
+        time.sleep(2.6)  # between waits there is no limit
         with watchdog.waiting_for("evaluation", timeout_s=60):
             for step in range(3):
                 with watchdog.waiting_for("held-out batch", step):
-                    time.sleep(0.4)
+                    time.sleep(0.9)
 
 
 # Where the processes are
@@ -333,43 +339,43 @@ def slowly(tokenizer, pieces):
         yield piece
 
 corpus.encode_pieces = slowly
-with Watchdog(60, 60) as watchdog:
+with Watchdog(240, 240) as watchdog:
     begun = time.monotonic()
     seen, option = PreparingData(lambda line: print(line, flush=True), every_s=1), "distributed.start_timeout_s"
-    with watchdog.waiting_for("data", timeout_s=2, progress=seen.progress, option=option):
-        role = corpus.Role(rank == 0, seen.report, 2, watchdog.progress_of_rank_0)
+    with watchdog.waiting_for("data", timeout_s=4, progress=seen.progress, option=option):
+        role = corpus.Role(rank == 0, seen.report, 4, watchdog.progress_of_rank_0)
         made = corpus.prepare(DataConfig(path=(text,)), 300, cache, role)
     print("prepared", made.fingerprint, f"after {time.monotonic() - begun:.1f} s", flush=True)
 """
 
 
 def prepare_slowly(start_python: Start, folder: Path, slow_s: float) -> list[tuple[int, str]]:
-    """(return code, log) of two ranks that prepare 20 files with a limit of 2 s."""
+    """(return code, log) of two ranks that prepare 20 files with a limit of 4 s."""
     (folder / "text").mkdir()
     for i in range(20):
         (folder / "text" / f"{i}.txt").write_text(f"a document of no importance, {i}\n" * 50)
     arguments = [2, free_port(), folder / "text", folder / "cache", slow_s]
     ranks = [start_python(["-c", PREPARING, rank, *arguments], folder / f"{rank}.log") for rank in range(2)]
-    return [(ends(rank, 90), rank.screen) for rank in ranks]
+    return [(ends(rank), rank.screen) for rank in ranks]
 
 
 def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_path: Path) -> None:
     """Process 0 takes at least three times the limit; the other waits for it as long."""
-    results = prepare_slowly(start_python, tmp_path, 0.3)
+    results = prepare_slowly(start_python, tmp_path, 0.6)
     assert [code for code, _ in results] == [0, 0], results
     fingerprints = set()
-    assert re.search(r"preparing data: tokenising, \d+ % of 0.0 MB, 0:0\d", results[0][1])
+    assert re.search(r"preparing data: tokenising, \d+ % of 0.0 MB, \d:\d\d", results[0][1])
     for _, log in results:
         (line,) = (line for line in log.splitlines() if line.startswith("prepared "))
         fingerprints.add(line.split()[1])
-        assert float(line.split()[3]) >= 6
+        assert float(line.split()[3]) >= 12
     assert len(fingerprints) == 1
 
 
 def test_preparing_data_that_stands_still_ends_both_and_names_the_limit(start_python: Start, tmp_path: Path) -> None:
     results = prepare_slowly(start_python, tmp_path, 1000)
     assert all(code != 0 for code, _ in results), results
-    limit = r"\(limit 2 s, distributed.start_timeout_s\)"
+    limit = r"\(limit 4 s, distributed.start_timeout_s\)"
     assert re.search(rf"rank 0 has waited \d+ s for data, .*\) without progress {limit}", results[0][1]), results[0][1]
     for _, log in results:
         assert "distributed.start_timeout_s" in log, log

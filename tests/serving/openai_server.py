@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(*self.server.refuse.pop(0))
             return
         if self.server.gate:
-            self.server.gate.wait(60)
+            self.server.gate.wait(240)
         chat = self.path == "/v1/chat/completions"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

@@ -1,7 +1,7 @@
 """Requests that are made to stop the server: it refuses them, goes on answering others, and keeps no memory.
 
 How long `/health` took at worst and what the process grew by is printed (`pytest -rP`). The bounds leave room for
-machines that do much else: on one that does not, nothing takes a second.
+machines that do much else: on one that does not, nothing takes a second, and what is refused late takes minutes.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ LIMITS = (
     *("--max-connections", MAX_CONNECTIONS, "--max-body-bytes", 8 << 20, *LONG),
 )
 LONGEST_TOKEN = 512
-WORST_S = 5.0
+WORST_S = 60.0
 GROWTH_BYTES = 160 << 20
 
 
@@ -55,7 +55,7 @@ class Watch:
         self._process = psutil.Process(server.process.pid)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.times_s: list[float] = []
+        self.requests_s: list[tuple[float, float]] = []  # begin and end
         self.wrong: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -68,15 +68,19 @@ class Watch:
         self._end.set()
         self._thread.join()
         took_s, grown = time.monotonic() - self._begun_s, (self._peak_bytes - self._begin_bytes) / 2**20
-        print(f"/health {len(self.times_s)} times in {took_s:.1f} s, worst {max(self.times_s):.3f} s; +{grown:.0f} MiB")
+        print(f"/health {len(self.requests_s)} times in {took_s:.1f} s, worst {self.worst_s:.3f} s; +{grown:.0f} MiB")
 
-    def check(self, *, worst_s: float = WORST_S, growth_bytes: int = GROWTH_BYTES) -> None:
+    @property
+    def worst_s(self) -> float:
+        return max(end - begun for begun, end in self.requests_s)
+
+    def check(self, *, growth_bytes: int = GROWTH_BYTES) -> None:
         assert not self.wrong
-        assert max(self.times_s) < worst_s
+        assert self.worst_s < WORST_S
         assert self._peak_bytes - self._begin_bytes < growth_bytes
 
     def _run(self) -> None:
-        while not self._end.is_set() or not self.times_s:
+        while not self._end.is_set() or not self.requests_s:
             begun_s = time.monotonic()
             connection = http.client.HTTPConnection(self._address, timeout=LIMIT_S)
             try:
@@ -87,7 +91,7 @@ class Watch:
                 self.wrong.append(error)
             finally:
                 connection.close()
-            self.times_s.append(time.monotonic() - begun_s)
+            self.requests_s.append((begun_s, time.monotonic()))
             self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
             time.sleep(0.02)
 
@@ -163,10 +167,12 @@ def test_a_text_that_is_encoded(server: HttpProcess) -> None:
     with Watch(server) as watch, server.client() as client:
         begun_s = time.monotonic()
         response = client.post("/tokenize", json={"prompt": "The quick brown fox. " * 50_000})
-        took_s = time.monotonic() - begun_s
+        end_s = time.monotonic()
     assert response.status_code == 200
-    print(f"encoded in {took_s:.1f} s")
-    watch.check(worst_s=took_s / 2 + 0.25, growth_bytes=320 << 20)  # the tokenizer takes 170 bytes a character
+    print(f"encoded in {end_s - begun_s:.1f} s")
+    meanwhile = sum(begun_s < begun and end < end_s for begun, end in watch.requests_s)
+    assert meanwhile > 4, "of a server that does nothing else, one before and one after"
+    watch.check(growth_bytes=320 << 20)  # the tokenizer takes 170 bytes a character
 
 
 def connect(server: HttpProcess, *, buffer_bytes: int | None = None) -> socket.socket:
@@ -194,7 +200,7 @@ def send_until_refused(server: HttpProcess, begin: bytes, piece: bytes, most: in
                     answer = connection.recv(65536)
                 connection.settimeout(LIMIT_S)
         if not answer:
-            connection.settimeout(0.5)
+            connection.settimeout(LIMIT_S)
             with contextlib.suppress(OSError):
                 answer = connection.recv(65536)
         return sent, answer
@@ -232,7 +238,7 @@ def open_connections(server: HttpProcess) -> int:
 def until_closed(server: HttpProcess, most: int = 0) -> None:
     begun_s = time.monotonic()
     while open_connections(server) > most:
-        assert time.monotonic() < begun_s + 10 * TIMEOUT_S, f"{open_connections(server)} connections are still open"
+        assert time.monotonic() < begun_s + LIMIT_S, f"{open_connections(server)} connections are still open"
         time.sleep(0.05)
 
 
@@ -256,7 +262,7 @@ def test_clients_that_say_little(server: HttpProcess) -> None:
                 with contextlib.suppress(OSError):
                     client.sendall(drip)
             time.sleep(TIMEOUT_S / 5)
-        assert open_connections(server) <= 8, "the watch's, and those of its last requests"
+        until_closed(server, most=8)  # the watch's, and those of its last requests
     watch.check()
     until_closed(server)
 
@@ -315,7 +321,7 @@ def test_bodies_that_nothing_asks_for(server: HttpProcess) -> None:
             with contextlib.suppress(OSError):
                 while client.recv(65536):
                     pass
-            assert time.monotonic() < begun_s + 10 * TIMEOUT_S, "the rest of the body may not take for ever either"
+            assert time.monotonic() < begun_s + LIMIT_S, "the rest of the body may not take for ever either"
 
 
 def test_bodies_of_many_clients(server: HttpProcess) -> None:

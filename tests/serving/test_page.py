@@ -41,6 +41,7 @@ MOVING = {
         "swaps": 3,
     },
 }
+LIMIT_MS = 120_000  # a guard against what hangs
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def browser() -> Iterator[Browser]:
     started = subprocess.run([node, "--version"], capture_output=True, text=True)
     if started.returncode:
         pytest.skip(f"playwright does not start on this machine: {started.stderr.strip()}")
+    expect.set_options(timeout=LIMIT_MS)
     with sync_playwright() as driver:
         found = [path for name in BROWSERS if (path := shutil.which(name))] + [driver.chromium.executable_path]
         path = next((path for path in found if Path(path).exists()), None)
@@ -70,6 +72,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A tab; whatever its script did not catch fails the test."""
     errors: list[str] = []
     with browser.new_context(viewport={"width": 1280, "height": 860}) as context:
+        context.set_default_timeout(LIMIT_MS)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         yield page
@@ -147,7 +150,7 @@ def test_the_first_message_is_answered(page: Page, shared_server: HttpProcess) -
     page.goto(shared_server.url)
     expect(page.locator("#state")).to_have_text("connected")
     say(page, "Hello")
-    expect(page.locator("article .note").last).to_contain_text("tokens · first after", timeout=60_000)
+    expect(page.locator("article .note").last).to_contain_text("tokens · first after")
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
