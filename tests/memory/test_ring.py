@@ -202,6 +202,7 @@ def test_waits_are_counted_and_limited() -> None:
             ring.acquire()
         with pytest.raises(TimeoutError, match=r"slot 0 is still being loaded 0.2 s after close"):
             ring.close()
+        ring._wait_limit_s = 240.0  # from here on it guards against what hangs
         slots.gate.set()
     slots = Slots(2)
     with Ring(range(2), 2, slots.load) as ring:
@@ -241,6 +242,7 @@ def test_wait_is_for_all_that_is_planned() -> None:
     with Ring(range(5), 2, slots.load, wait_limit_s=0.2) as ring:
         with pytest.raises(TimeoutError, match=r"was not loaded within 0.2 s"):
             ring.wait()
+        ring._wait_limit_s = 240.0  # from here on it guards against what hangs
         slots.gate.set()
         ring.wait()
         assert [layer for layer, _ in slots.loads] == [0, 1]

@@ -215,6 +215,7 @@ def test_every_wait_has_a_limit(store: RecordStore, gate: Gate) -> None:
             tiers.get(5)
         with pytest.raises(TimeoutError, match="'read-0-records"):
             tiers.close()
+        tiers._wait_limit_s = 240.0  # from here on it guards against what hangs
         gate.open.set()
 
 
@@ -223,6 +224,7 @@ def test_too_many_open_records(store: RecordStore) -> None:
         held = [tiers.get(0), tiers.get(1)]
         with pytest.raises(TimeoutError, match=r"record 2 .* every staging slot is held open"):
             tiers.get(2)
+        tiers._wait_limit_s = 240.0  # from here on it guards against what hangs
         held[1].close()
         with tiers.get(2) as record:
             check_record(record, 2)
