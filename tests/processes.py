@@ -56,7 +56,7 @@ class Child(subprocess.Popen[str]):
     def kill_now(self) -> None:
         """SIGKILL, and wait for the end."""
         self.kill()
-        assert self.wait(30) == -signal.SIGKILL
+        assert self.wait(120) == -signal.SIGKILL
 
 
 def start_process(args: Sequence[str | Path], changes: Mapping[str, str | None] | None, **streams: Any) -> Child:
