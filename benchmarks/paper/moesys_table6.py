@@ -12,7 +12,7 @@ same: one model and as many sequences everywhere, dealt out to the devices. grow
 device, as the paper's models grow with their GPUs. A step gives every sequence a token. compared_to_one: tokens a
 second of all devices to those of one process with one core. link_ms: what the link alone takes for a step's bytes.
 The paper (Table 6; A100s, against DeepSpeed) has 10.0, 106.5 and 209.6 billion parameters on 1, 8 and 16 GPUs, and is
-5.8 to 13 % faster; it names no rate of a link between them that could be set here.
+5.8 to 13 % faster.
 """
 
 if __name__ == "__main__":
