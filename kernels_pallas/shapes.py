@@ -24,7 +24,7 @@ class MoEShape:
         return self.num_tokens * self.num_experts_per_tok
 
     def scaled(self, width: int, experts: int, rows: int) -> "MoEShape":
-        """The same ratios with D at most `width`, E at most `experts` and about `rows` rows: for interpret mode."""
+        """Return these ratios with D at most `width`, E at most `experts` and about `rows` rows, for interpret mode."""
         divisor = max(1, self.hidden_size // width)
         some = min(self.num_experts, experts)
         k = min(self.num_experts_per_tok, some)

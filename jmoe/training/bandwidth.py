@@ -1,4 +1,4 @@
-"""What the network between the devices of a mesh carries."""
+"""Measures the bandwidth between the devices of a mesh."""
 
 import time
 

@@ -172,7 +172,7 @@ def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, f
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """Of a micro-operation."""
+    """Sizes of a micro-operation: tokens of a device, choices of each, and features."""
 
     tokens: int
     top_k: int

@@ -1,4 +1,4 @@
-"""What a run has beside its steps: its batches, evaluations, checkpoints, log and last words."""
+"""A training run but for its steps: batches, evaluations, checkpoints, log and last words."""
 
 from __future__ import annotations
 

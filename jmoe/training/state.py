@@ -1,4 +1,4 @@
-"""What a training step changes.
+"""The state that a training step changes.
 
 Legend: B sequences, S sequence length, N layers with experts, E experts, P experts asked for.
 """

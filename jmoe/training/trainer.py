@@ -1,4 +1,4 @@
-"""What trains a run's model, wherever its experts lie.
+"""Trainers of a run's model, for experts on the device and off it.
 
 Legend: A accumulation steps, B batch, S sequence, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""What a function's backward pass keeps of its forward pass (its residuals), without what the caller has anyway.
+"""Backward passes as values: the residuals of a forward pass, without the arguments that the caller has anyway.
 
 Parameters are residuals too: whoever has them at hand on the way back need not keep them twice. So
 `vjp_with_residuals` leaves out all arguments of the function, and `apply_vjp` is given them again.

@@ -79,26 +79,16 @@ def test_a_requeued_job_goes_on(cluster: SlurmCluster, runs: TrainRuns, tmp_path
     assert losses(job.run) == undisturbed
 
 
+@pytest.mark.parametrize("name", ["n1", "n0"])
 def test_a_node_is_lost_and_comes_back(
-    cluster: SlurmCluster, runs: TrainRuns, tmp_path: Path, undisturbed: Losses
+    cluster: SlurmCluster, runs: TrainRuns, tmp_path: Path, undisturbed: Losses, name: str
 ) -> None:
+    """n0 also runs the batch script."""
     job = Job(cluster, runs, tmp_path / "run", *STEPS)
     job.reaches(10)
-    cluster.kill("n1")
+    cluster.kill(name)
     cluster.wait_until(lambda: cluster.job(job.number)["JobState"] != "RUNNING", log=job.log)
-    cluster.start_node("n1")
-    assert "start 1 on n[0-1]" in job.ends()
-    assert losses(job.run) == undisturbed
-
-
-def test_the_node_of_the_batch_script_is_lost(
-    cluster: SlurmCluster, runs: TrainRuns, tmp_path: Path, undisturbed: Losses
-) -> None:
-    job = Job(cluster, runs, tmp_path / "run", *STEPS)
-    job.reaches(10)
-    cluster.kill("n0")
-    cluster.wait_until(lambda: cluster.job(job.number)["JobState"] != "RUNNING", log=job.log)
-    cluster.start_node("n0")
+    cluster.start_node(name)
     assert "start 1 on n[0-1]" in job.ends()
     assert losses(job.run) == undisturbed
 
