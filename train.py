@@ -4,7 +4,7 @@ import sys
 
 from jmoe.command_line import answer_early, parse_train
 from jmoe.configs import PRESETS
-from jmoe.runtime import closing, end_at_once_on_interrupt, program_name, reexec_with_env
+from jmoe.runtime import EXIT_LOST, closing, end_at_once_on_interrupt, program_name, reexec_with_env
 
 if __name__ == "__main__":
     reexec_with_env()  # before JAX is imported
@@ -127,7 +127,7 @@ def run_all(config: TrainConfig) -> bool:
     for warning in config.warnings():
         say(f"warning: {warning}")
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(distributed.Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s))
+        watchdog = stack.enter_context(distributed.watchdog_of(limits))
         folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
         option = "distributed.start_timeout_s"
         with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
@@ -187,5 +187,8 @@ def run_all(config: TrainConfig) -> bool:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+    except TimeoutError as error:  # another process is missing
+        print(f"{program_name()}: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_LOST)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{program_name()}: {error}")

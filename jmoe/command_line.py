@@ -14,6 +14,7 @@ import tyro
 from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
+from jmoe.config.supervise import SuperviseConfig
 from jmoe.runtime import program_name
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ TRAIN = "Train a Mixture-of-Experts language model: {program} PRESET [--section.
 SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: {program} MODEL [--option VALUE ...].
 
 MODEL is a Hugging Face folder, or the output folder of a run of train.py.
+"""
+SUPERVISE = """Start the processes of a run, and all of them again when one is lost: {program} [--option VALUE ...] --
+train.py PRESET [--section.field VALUE ...].
 """
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
@@ -118,3 +122,13 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
             tyro.conf.FlagCreatePairsOff,
         ),
     )
+
+
+def parse_supervise(arguments: Sequence[str]) -> tuple[SuperviseConfig, list[str]]:
+    """Return the settings before `--` and the command after it. Help and mistakes end the process."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    program = program_name()
+    config = tyro.cli(SuperviseConfig, args=arguments[:at], prog=program, description=SUPERVISE.format(program=program))
+    if not arguments[at + 1 :]:
+        sys.exit(f"{program}: give the command after `--`: {program} --processes 4 -- train.py PRESET ...")
+    return config, list(arguments[at + 1 :])

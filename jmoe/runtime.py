@@ -15,6 +15,9 @@ from types import TracebackType
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
 MARK = "JMOE_RUNTIME"  # set in a process that was run again, so that it is not run once more
+# Exit codes of train.py beside 0 and those of mistakes, 1 and 2
+EXIT_LOST = 70  # another process is missing, lost or stuck, or a limit is passed: a new start may mend it
+EXIT_STOPPED = 75  # what launchers give as distributed.stopped_exit_code (EX_TEMPFAIL)
 FAKE_DEVICES = "NPROC"  # XLA's thread pool: collectives between fake devices deadlock on fewer threads
 
 

@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.processes import Child, one_device
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -194,3 +196,13 @@ def run_split(
     """A run of so many processes with so many devices each to its end."""
     for process in runs.start(start_python, output_dir, processes, *options, devices=devices):
         process.end(250)
+
+
+def ranks_of(supervisor: int) -> dict[int, psutil.Process]:
+    """The processes of train.py below a supervisor, by rank."""
+    ranks = {}
+    for process in psutil.Process(supervisor).children(recursive=True):
+        with contextlib.suppress(psutil.Error, ValueError):
+            words = process.cmdline()
+            ranks[int(words[words.index("--distributed.process-id") + 1])] = process
+    return ranks

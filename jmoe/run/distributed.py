@@ -20,20 +20,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
 
 from jmoe.config import DistributedConfig
+from jmoe.run.heartbeat import Heartbeat
 from jmoe.run.rendezvous import named, rendezvous
+from jmoe.runtime import EXIT_LOST
 from jmoe.status import first_line
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
 ANSWERS = "jmoe/answer/"  # + name: what rank 0 found out for all
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
-EXIT_CODE = 70  # of a rank ended by its watchdog (EX_SOFTWARE)
+EXIT_CODE = EXIT_LOST  # of a rank ended by its watchdog
 CALL_TIMEOUT_S = 3.0
 CLOSED = -1  # the last beat of a rank that has left its watchdog in order
 NO_COORDINATOR = "rank 0 (the coordinator) does not answer: dead, stopped or out of reach"
@@ -89,13 +92,13 @@ def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict
     return lines
 
 
-def _leave_after_an_error(failed: bool = False, linger_s: float = 0.0) -> None:
+def _leave_after_an_error(code: int = 0, linger_s: float = 0.0) -> None:
     """End this rank at exit if it failed: it must not wait for the others to finish."""
-    if failed or getattr(sys, "last_value", None) is not None:
+    if code or getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(linger_s)
-        os._exit(1)
+        os._exit(code or 1)
 
 
 def _detect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int, int] | None:
@@ -147,11 +150,13 @@ class Watchdog:
 
     With many processes each rank also shows the others, about once a second, where it is: a rank that is behind, dead
     or stopped is named on every rank, and one that gives up makes all of them print their stacks. An error that leaves
-    the context ends the rank without JAX's shutdown barrier, in which the others would be waited for.
+    the context ends the rank without JAX's shutdown barrier, in which the others would be waited for. heartbeat: the
+    file in which a supervisor looks for signs of life.
     """
 
-    def __init__(self, timeout_s: float, heartbeat_timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float, heartbeat_timeout_s: float = 10.0, heartbeat: Heartbeat | None = None) -> None:
         self.timeout_s = timeout_s
+        self._heartbeat = heartbeat
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._tick_s = min(1.0, timeout_s / 10)
         self._beat_s = min(1.0, heartbeat_timeout_s / 10)
@@ -206,6 +211,8 @@ class Watchdog:
         return None if report is None else report["progress"]
 
     def __enter__(self) -> Watchdog:
+        if self._heartbeat is not None:
+            self._heartbeat.beat(self._at())
         for thread in self._threads:
             thread.start()
         return self
@@ -216,16 +223,21 @@ class Watchdog:
             words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
             _limited(lambda: self._publish(words, ends=False))
             # the coordinator takes the store with it: let the others read first
-            atexit.register(_leave_after_an_error, True, 2 * self._beat_s if self._rank == 0 else 0.0)
+            code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
+            atexit.register(_leave_after_an_error, code, 2 * self._beat_s if self._rank == 0 else 0.0)
         self._closing.set()
         for thread in self._threads:
             thread.join(CALL_TIMEOUT_S)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         if regular and self._store is not None:
             _limited(lambda: self._beat(CLOSED))
 
     def _watch(self) -> None:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
             wait = self._wait
+            if self._heartbeat is not None:
+                self._heartbeat.beat(self._at())
             # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this process unexplained.
             silent_s = time.monotonic() - self._answered_s
             if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():
@@ -300,7 +312,7 @@ class Watchdog:
             if silent:
                 _say(f"{named(silent)}: no sign of life, dead or stopped")
             explained = bool(ended or silent)
-        if explained and isinstance(error, jax.errors.JaxRuntimeError):
+        if explained and _comes_from_jax(error):
             words = f"rank {self._rank} was at {label}; ends too"
             _say(words)
             _limited(lambda: self._publish(words, ends=False))
@@ -383,6 +395,14 @@ class Watchdog:
         return _read(self._store, NOTICES)
 
 
+def watchdog_of(limits: DistributedConfig) -> Watchdog:
+    """Return the watchdog of a run with these limits."""
+    heartbeat = None
+    if limits.heartbeat_folder is not None:
+        heartbeat = Heartbeat(Path(limits.heartbeat_folder), jax.process_index(), jax.local_device_count())
+    return Watchdog(limits.step_timeout_s, limits.heartbeat_timeout_s, heartbeat)
+
+
 @dataclass
 class _Wait:
     """One `with watchdog.waiting_for(...)`. seen: every rank's progress at the last look."""
@@ -460,6 +480,13 @@ def _coordinator_has_ended() -> bool:
         return True
     except OSError:
         return False
+
+
+def _comes_from_jax(error: BaseException | None) -> bool:
+    """Return whether JAX has raised the error, or one that led to it, as where ranks wait for each other to save."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _read(store: Any, folder: str) -> dict[int, Any]:

@@ -1,0 +1,58 @@
+"""Settings of `jmoe-supervise`. Standard library only."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from jmoe.config.checks import check, check_field, not_negative, positive
+
+
+@dataclass(frozen=True)
+class SuperviseConfig:
+    """Processes of a run on hosts without a scheduler, all started again when one of them is lost."""
+
+    processes: int | None = None  # that the run has; None: one a host
+    min_processes: int | None = None  # while hosts are away it goes on with as few as these; None: with all or none
+    hosts: tuple[str, ...] = ()  # each NAME, or NAME=ADDRESS where others reach it by that; empty: this machine
+    # what stands before a command that is to run on a host of `hosts`
+    launch: str = "ssh -o BatchMode=yes -o ServerAliveInterval=5 {host}"
+    max_restarts: int = 10  # in a row without a new checkpoint
+    same_step_limit: int = 2  # attempts in a row that end at the same step, after which there is no other
+    backoff_s: float = 5.0  # before the second restart in a row without a new checkpoint; twice as long at each other
+    max_backoff_s: float = 300.0  # the longest of them
+    host_timeout_s: float = 60.0  # a host that has not answered by then is away
+    host_wait_s: float = 600.0  # with fewer than `min_processes` the run waits so long for hosts, then is given up
+    return_check_s: float = 60.0  # how often a host that is away is asked again
+
+    def __post_init__(self) -> None:
+        check_field(self.processes is None or self.processes > 0, self, "processes", "must be greater than 0")
+        most = self.num_processes
+        if self.min_processes is not None:
+            constraint = f"must be between 1 and processes = {most}"
+            check_field(1 <= self.min_processes <= most, self, "min_processes", constraint)
+        positive(self, "same_step_limit", "host_timeout_s", "host_wait_s", "return_check_s")
+        not_negative(self, "max_restarts", "backoff_s", "max_backoff_s")
+        if self.hosts:
+            constraint = f"must be a multiple of {len(self.hosts)} hosts"
+            check(most % len(self.hosts) == 0, "processes", most, constraint)
+            names = [host.partition("=")[0] for host in self.hosts]
+            check(all(names) and len(set(names)) == len(names), "hosts", self.hosts, "must be different names")
+            check_field("{host}" in self.launch, self, "launch", "must have {host} where the host's name goes")
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes the run has when no host is away."""
+        return self.processes if self.processes is not None else max(1, len(self.hosts))
+
+    @property
+    def processes_per_host(self) -> int:
+        return self.num_processes // max(1, len(self.hosts))
+
+    @property
+    def fewest_processes(self) -> int:
+        return self.min_processes if self.min_processes is not None else self.num_processes
+
+    def prefix(self, host: str) -> list[str]:
+        """Return the words before a command that is to run on `host`; none for this machine."""
+        return [word.replace("{host}", host) for word in shlex.split(self.launch)] if host else []

@@ -1,0 +1,110 @@
+"""When a run whose processes have ended is started again, and what it has done until then. Standard library."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jmoe.config.supervise import SuperviseConfig
+from jmoe.runtime import EXIT_LOST
+
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+TAIL_BYTES = 1 << 20  # of metrics.jsonl, which has a line a step
+ABORTED = 128 + signal.SIGABRT  # how JAX ends a process whose coordinator is gone
+NONE = -1  # no step yet, no checkpoint yet
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a run has come. step: the last one done; checkpoint: the newest complete one's; NONE: there is none."""
+
+    step: int = NONE
+    checkpoint: int = NONE
+
+
+def reached(output_dir: Path) -> Reached:
+    """Return how far the run in this folder has come, from what its process 0 and its checkpoints have left there."""
+    return Reached(_last_step(output_dir / METRICS), _newest(output_dir / CHECKPOINTS))
+
+
+def _newest(checkpoints: Path) -> int:
+    """Return the newest checkpoint with its final name: it is complete."""
+    try:
+        return max((int(name) for name in os.listdir(checkpoints) if name.isdigit()), default=NONE)
+    except OSError:
+        return NONE
+
+
+def _last_step(metrics: Path) -> int:
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # a kill can tear the last line
+    except OSError:
+        return NONE
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("event") == "resume":
+            return int(record["step"]) - 1
+        if "event" not in record:
+            return int(record["step"])
+    return NONE
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of an attempt have ended.
+
+    lost: a rank was lost, killed or stuck; mistake: one has ended with an error of its own. why: a clause about the
+    rank that was first.
+    """
+
+    kind: Literal["done", "stopped", "lost", "mistake"]
+    code: int
+    why: str = ""
+
+
+def named_code(code: int) -> str:
+    """Return `exit code 1`, `killed by SIGKILL`."""
+    if code > 128 and code - 128 in set(signal.Signals):
+        return f"killed by {signal.Signals(code - 128).name}"
+    return f"exit code {code}"
+
+
+def kind_of(code: int) -> Literal["lost", "mistake"]:
+    """Return what the exit code of the rank that ended first says: whether a new start may mend it."""
+    return "lost" if code == EXIT_LOST or code > 128 else "mistake"
+
+
+class Restarts:
+    """Decides whether an attempt is followed by another one, and when."""
+
+    def __init__(self, config: SuperviseConfig, now: Reached) -> None:
+        self._config = config
+        self._last = Reached(NONE - 1, now.checkpoint)
+        self.in_a_row = 0  # restarts without a new checkpoint
+        self._at_same_step = 0
+
+    def after(self, ending: Ending, now: Reached) -> float | str:
+        """Return the seconds to wait before the next attempt, or why there is none."""
+        if ending.kind == "mistake":
+            return "which a new start does not mend"
+        if now.checkpoint > self._last.checkpoint:
+            self.in_a_row = self._at_same_step = 0
+        self._at_same_step = self._at_same_step + 1 if now.step == self._last.step else 1
+        self._last = now
+        config = self._config
+        if self._at_same_step >= config.same_step_limit:
+            where = f"after step {now.step}" if now.step >= 0 else "before the first step"
+            return f"given up: {self._at_same_step} attempts in a row have ended {where} (same_step_limit)"
+        if self.in_a_row >= config.max_restarts:
+            return f"given up: {self.in_a_row} restarts in a row have made no checkpoint (max_restarts)"
+        self.in_a_row += 1
+        return 0.0 if self.in_a_row == 1 else min(config.max_backoff_s, config.backoff_s * 2.0 ** (self.in_a_row - 2))

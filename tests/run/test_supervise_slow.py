@@ -1,0 +1,179 @@
+"""Supervised runs of four processes under random faults, on hosts that come and go, over a link that is lost.
+
+JMOE_FAULTS sets the number of faults.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.lib.two_nodes import ADDRESSES, NODES, TwoNodes
+from tests.processes import Child
+from tests.run.test_supervise import LAUNCHER
+from tests.train_runs import ENDLESS, Start, TrainRuns, committed, losses, ranks_of, resumes, run_split
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+FAULTS = int(os.environ.get("JMOE_FAULTS", "50"))
+SEED = random.SystemRandom().randrange(1 << 30)
+EVERY = 5  # steps between checkpoints
+SPREAD = ("--mesh.expert-inter", "2", "--mesh.expert-intra", "2")
+NVME = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.host-cache-bytes", "500000")
+PATIENT = ("--same-step-limit", "1000", "--max-restarts", "1000", "--backoff-s", "0")
+SLOWER = ("--sequence-length", "256", "--batch-size", "32")
+
+
+def supervise(runs: TrainRuns, start_python: Start, run: Path, settings: tuple[str, ...], *options: object) -> Child:
+    command = ("-m", "jmoe.run.supervise", *PATIENT, *settings, "--", *runs.command(run, *SLOWER, *ENDLESS, *options))
+    return start_python(command, run.with_suffix(".log"), runs.environment())
+
+
+def stop(supervisor: Child) -> None:
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.end(900)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    path = run / "supervise" / "events.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def undisturbed(runs: TrainRuns, start_python: Start, run: Path, *options: object) -> dict[int, float]:
+    """The losses of as many steps as this run has made, with nothing in their way."""
+    whole = run.with_name("undisturbed")
+    run_split(runs, start_python, whole, 4, 1, *SLOWER, *options, "--num-steps", losses(run)[-1][0] + 1)
+    return dict(losses(whole))
+
+
+@pytest.mark.parametrize("kind", ["device", "nvme"])
+def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kind: str) -> None:
+    """SIGKILL or SIGSTOP of any rank at any time, also while all start: every loss is that of an undisturbed run."""
+    options = (*SPREAD, *(NVME if kind == "nvme" else ()), "--distributed.start-timeout-s", "60")
+    rng, counts, run = random.Random(f"{SEED} {kind}"), Counter[str](), tmp_path / "run"
+    supervisor = supervise(runs, start_python, run, ("--processes", "4"), *options)
+
+    def wait_for_attempt(number: int) -> None:
+        supervisor.wait_until(lambda: len(ranks_of(supervisor.pid)) == 4 and len(events(run, "start")) > number, 900)
+
+    def wait_for_step_beyond(number: int) -> None:
+        supervisor.wait_until(lambda: len(losses(run)) not in (0, number), 900)
+
+    def wait_for_end(number: int) -> None:
+        supervisor.wait_until(lambda: len(events(run, "end")) > number, 900)
+
+    while counts.total() < FAULTS:
+        attempt, steps = len(events(run, "end")), len(losses(run))
+        wait_for_attempt(attempt)
+        if rng.random() < 0.7:
+            wait_for_step_beyond(steps)
+            time.sleep(rng.uniform(0, 2))
+        else:
+            time.sleep(rng.uniform(0, 10))
+        victim, number = ranks_of(supervisor.pid).get(rng.randrange(4)), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        if victim is None:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.send_signal(number)
+            counts[number.name] += 1
+            wait_for_end(attempt)
+    before = len(resumes(run))
+    supervisor.wait_until(lambda: len(resumes(run)) > before or len(losses(run)) > 10, 900)
+    stop(supervisor)
+    ends = events(run, "end")
+    repeated = [event["step"] + 1 - max(0, event["checkpoint"]) for event in ends]
+    print(f"\nexperts on {kind} (seed {SEED}): {dict(counts)}, {len(ends)} attempts, {losses(run)[-1][0] + 1} steps")
+    print(f"steps done again: {sum(repeated)}, at most {max(repeated)} at once")
+    assert max(repeated) <= 2 * EVERY  # of one checkpoint that was being written, and since
+    assert dict(losses(run)) == undisturbed(runs, start_python, run, *options)
+
+
+def test_hosts_go_and_come_back(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    """Four processes, two after two hosts are lost, four again."""
+    run, away, launcher = tmp_path / "run", tmp_path / "away", tmp_path / "launcher.py"
+    launcher.write_text(LAUNCHER)
+    away.write_text("")
+    launch = f"{sys.executable} {launcher} {away} {{host}}"
+    hosts = ("--hosts", "a=127.0.0.1", "b", "c", "d", "--min-processes", "2", "--return-check-s", "1")
+    supervisor = supervise(runs, start_python, run, (*hosts, "--launch", launch))
+    supervisor.wait_until(lambda: committed(run), 900)
+    away.write_text("c d")
+    for rank in (2, 3):
+        ranks_of(supervisor.pid)[rank].parent().kill()
+    supervisor.wait_until(lambda: len(resumes(run)) == 1, 900)
+    supervisor.wait_until(lambda: committed(run)[-1] > resumes(run)[0], 900)
+    away.write_text("")
+    supervisor.wait_until(lambda: len(resumes(run)) == 2, 900)
+    supervisor.wait_until(lambda: committed(run)[-1] > resumes(run)[1], 900)
+    stop(supervisor)
+    assert [event["processes"] for event in events(run, "start")] == [4, 2, 4]
+    assert [event["kind"] for event in events(run, "end")] == ["lost", "stopped", "stopped"]
+    last, ours = resumes(run)[1], dict(losses(run))
+    expected = undisturbed(runs, start_python, run)
+    assert {step: ours[step] for step in range(last)} == pytest.approx(
+        {step: expected[step] for step in range(last)}, rel=1e-4, abs=0
+    )
+
+
+def cycles(process: psutil.Process) -> Iterator[None]:
+    """Let the process run for a tenth of the time."""
+    while True:
+        process.suspend()
+        time.sleep(0.45)
+        process.resume()
+        time.sleep(0.05)
+        yield
+
+
+def test_a_slow_rank_is_survived(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    """A rank that gets a tenth of its processor holds the others up; it is no reason to start again."""
+    run = tmp_path / "run"
+    supervisor = supervise(
+        runs, start_python, run, ("--processes", "4"), *SPREAD, "--distributed.heartbeat-timeout-s", 60
+    )
+    supervisor.wait_until(lambda: committed(run), 900)
+    slow, end = cycles(ranks_of(supervisor.pid)[3]), losses(run)[-1][0] + 10
+    deadline = time.monotonic() + 900
+    while losses(run)[-1][0] < end:
+        next(slow)
+        assert time.monotonic() < deadline
+    stop(supervisor)
+    assert len(events(run, "start")) == 1 and resumes(run) == []
+    assert dict(losses(run)) == undisturbed(runs, start_python, run, *SPREAD)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
+    reason="two nodes on one machine need root and iproute2",
+)
+def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    """Each rank is alone in its node: they say who is missing, and start again until the link is back."""
+    run = tmp_path / "run"
+    hosts = [f"{node}={address}" for node, address in zip(NODES, ADDRESSES, strict=True)]
+    settings = ("--hosts", *hosts, "--launch", "ip netns exec {host}", "--max-backoff-s", "5")
+    with TwoNodes(1000):
+        supervisor = supervise(runs, start_python, run, settings, "--distributed.start-timeout-s", 60)
+        supervisor.wait_until(lambda: committed(run), 900)
+        subprocess.run(["ip", "link", "set", f"{NODES[1]}v", "down"], check=True)
+        time.sleep(30)
+        subprocess.run(["ip", "link", "set", f"{NODES[1]}v", "up"], check=True)
+        before = committed(run)[-1]
+        supervisor.wait_until(lambda: committed(run)[-1] > before + EVERY, 900)
+        stop(supervisor)
+    print("\n".join(event["why"] for event in events(run, "end")))
+    whole = tmp_path / "whole"
+    run_split(runs, start_python, whole, 2, 1, *SLOWER, "--num-steps", losses(run)[-1][0] + 1)
+    assert dict(losses(run)) == dict(losses(whole))
