@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train decode serve test test-all lint bench docs kernels-aot
+.PHONY: help setup train decode serve test test-all lint bench gpu docs kernels-aot
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-all   lint and all tests, the slow ones too'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make bench      time a training step'
+	@echo 'make gpu        everything a GPU has to show, in nine minutes; ARGS=--cpu tries it at toy sizes'
 	@echo 'make docs       write docs/benchmarks.md from benchmarks/results'
 	@echo 'make kernels-aot  compile the GPU kernels for an H200 without one (EXTRA=cuda13 for the libraries)'
 
@@ -57,6 +58,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/training.py $(ARGS)
+
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python benchmarks/render.py

@@ -1,7 +1,7 @@
 """Time the kernels against their physical floors; the last line of output is one JSON object.
 
     python benchmarks/kernels.py          grouped matmul against one dense matmul, MoE layer against dense FFN
-    python benchmarks/kernels.py --gpu    named shapes on a Hopper GPU; writes benchmarks/results/kernels_<gpu>.json
+    python benchmarks/kernels.py --gpu    named shapes on a Hopper GPU; no shape: the floors alone
 
 On a CPU ours and the dense product run in turn, round by round; a ratio is the median of the rounds' ratios.
 On a GPU the floors are the copy bandwidth and the dense bfloat16 matmul rate measured in the same run. `lax.ragged_dot`
@@ -14,13 +14,11 @@ if __name__ == "__main__":
     script.reexec_with_env()
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import flax.nnx as nnx
@@ -28,16 +26,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.comm import exchange
 from benchmarks.lib import report
 from jmoe.config import MoEConfig
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
+from jmoe.mesh import make_mesh
+from jmoe.planning.exchange import plan_exchange
 from kernels_pallas.grouped_matmul import grouped_matmul, quantize, quantized_grouped_matmul
 from kernels_pallas.matmul import matmul
 from kernels_pallas.shapes import CPU, MODELS, ROUTINGS, MoEShape, group_sizes
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
-RESULTS = Path(__file__).resolve().parent / "results"
 RAGGED_DOT_BYTES = 16 * 2**30  # its masked copies of the rows may take so much
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=11, help="on a CPU")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="on a GPU")
+    parser.add_argument("--shapes", nargs="*", choices=tuple(MODELS), default=list(MODELS), help="on a GPU")
     return parser.parse_args()
 
 
@@ -279,6 +279,23 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     return {"forward_backward": times}
 
 
+def exchange_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[str, float]]:
+    """One device's part of the exchange, to the experts and back: what packing and unpacking take without a link."""
+    t, k, e, d = shape.num_tokens, shape.num_experts_per_tok, shape.num_experts, exchange.HIDDEN_SIZE
+    sizes = {"num_experts": e, "num_experts_per_tok": k}
+    plan = plan_exchange("flat", num_nodes=1, devices_per_node=1, **sizes)
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    operands = exchange.draw(mesh, 0, (k, e, t))
+    rows_bytes = 2 * d * (2 * t + 4 * t * k)  # tokens read and written; rows written and read, there and back
+    return {
+        f"exchange {direction}": {
+            "s": seconds(exchange.make_program(plan, mesh, e, 1.0, direction), *operands),
+            "floor_s": (1 if direction == "forward" else 3) * rows_bytes / floor["bytes_per_s"],
+        }
+        for direction in exchange.DIRECTIONS
+    }
+
+
 def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
     floor = floors()
     print(f"copy {floor['bytes_per_s'] / 1e9:.0f} GB/s, dense bfloat16 {floor['flops_per_s'] / 1e12:.0f} TFLOP/s")
@@ -290,6 +307,7 @@ def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
             for what, row in matmuls_on_gpu(shape, routing, floor).items():
                 found[f"matmul {routing} {what}"] = row
         found["layer"] = layer_on_gpu(shape)["forward_backward"]
+        found |= exchange_on_gpu(shape, floor)
         results["shapes"][name] = found
         for what, row in found.items():
             others = "".join(f", {k} {1e6 * v:.0f}" for k, v in row.items() if k not in ("s", "floor_s"))
@@ -308,11 +326,7 @@ def main() -> int:
         print(f"--gpu: the default device must be a Hopper GPU, not {device.device_kind}", file=sys.stderr)
         return 1
     results = {"jax": jax.__version__, "device": device.device_kind} | (on_gpu(a) if a.gpu else on_cpu(a))
-    if a.gpu:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"kernels_{device.device_kind.lower().replace(' ', '_')}.json"
-        path.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results))
+    report.finish(results)
     return 0
 
 

@@ -1,9 +1,10 @@
-"""Training with experts on NVMe: python benchmarks/training_tiers.py step | traffic | replay | two_nodes
+"""Training with experts on tiers: python benchmarks/training_tiers.py step | traffic | replay | retention | two_nodes
 
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
          as many bytes a second by itself, does to a step that needs no disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
+retention  tokens/s with experts in host memory over tokens/s with all of them on the device, by tokens of a step
 two_nodes  as step, in two processes with a limited link between them; needs root
 
 Prints one JSON object as its last line. Legend: E experts of a layer, N layers with experts.
@@ -29,6 +30,7 @@ from benchmarks.offload import two_nodes
 from benchmarks.offload.session import Session, StepCost, add_model_options, config_of, disk_rates, expert_bytes
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
+from jmoe.training.trainer import make_trainer
 
 
 def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -121,12 +123,33 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result
 
 
+def measure_retention(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the speed kept with experts' weights and optimizer state in host memory, for each number of tokens."""
+    rows = []
+    for tokens in a.tokens:
+        a.batch_size = tokens // a.sequence_length
+        on_device = config_of(a, folder, experts="device", optimizer="device", gradients="host")
+        on_host = config_of(a, folder, experts="host", optimizer="host", gradients="host")
+        taken = dict[str, list[float]]()
+        # one after the other, since both states together may not fit the device
+        for name, config in (("device", on_device), ("host", on_host)):
+            session = Session(config, make=make_trainer)
+            taken[name] = [session.step(number).seconds for number in range(a.rounds + 2)][2:]
+            session.program.close()
+            del session
+        step_s = {name: median(seconds) for name, seconds in taken.items()}
+        row = {"tokens": tokens, "step_s": step_s, "speed_of_device": report.ratio(taken["device"], taken["host"])}
+        rows.append(report.progress(row))
+    return {"parameters_of_experts": 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts, "rows": rows}
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     measures = {
         "step": measure_steps,
         "traffic": measure_traffic,
         "replay": measure_replay,
+        "retention": measure_retention,
         "two_nodes": two_nodes.measure,
     }
     parser.add_argument("what", choices=measures)
@@ -136,6 +159,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention")
     two_nodes.add_options(parser)
     a = parser.parse_args()
     if a.rank is not None:

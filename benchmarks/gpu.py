@@ -1,0 +1,179 @@
+"""Everything a GPU has to show, part by part, in at most nine minutes; the last line is one JSON object.
+
+    python benchmarks/gpu.py                   all parts, into benchmarks/results/gpu_<part>.json
+    python benchmarks/gpu.py --only decode_ring training_olmoe
+    python benchmarks/gpu.py --cpu             the same parts at toy sizes on this machine, into a temporary folder
+
+A part is one of the other benchmarks in a process of its own with a limit of its own. One that fails or runs into its
+limit is named with its last lines, and the rest goes on; what has a result already is not run again (--fresh runs it).
+"""
+
+if __name__ == "__main__":
+    import script  # noqa: F401  makes benchmarks and jmoe importable
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.lib.published import LAYERS, published, tiny
+
+HERE = Path(__file__).resolve().parent
+BUDGET_S = 9 * 60
+
+
+@dataclass(frozen=True)
+class Part:
+    """A benchmark with its options; `seconds` is its limit. Nothing runs it where a part that it `needs` has failed."""
+
+    name: str
+    command: str
+    seconds: int
+    needs: str | None = None
+
+
+FULL = {
+    "training": "--batch 4 --seq 2048",
+    "decode": "--prompt 128 --rounds 3",
+    "ring": "--ring-slots 2",
+    "retention": "--hidden-size 2048 --intermediate-size 1024 --layers 4 --experts 64 --top-k 8 --rounds 5 "
+    "--tokens 8192 16384 32768",
+}
+TOY = {
+    "training": "--batch 2 --seq 64 --steps 2",
+    "decode": "--prompt 16 --new-tokens 4 --rounds 1",
+    "ring": "--ring-slots 1",
+    "retention": "--hidden-size 64 --intermediate-size 64 --layers 2 --experts 4 --sequence-length 64 --rounds 1 "
+    "--tokens 128 256",
+}
+
+
+def parts(scratch: Path, on_cpu: bool) -> list[Part]:
+    """Return the parts, the shortest way to a first figure first."""
+    sizes = TOY if on_cpu else FULL
+    if on_cpu:
+        found = [Part("kernels", "kernels.py --rounds 1", 300)]
+    else:
+        found = [Part("floors", "kernels.py --gpu --shapes", 45)]
+        shapes = ("olmoe", "qwen3-30b-a3b", "mixtral-8x7b")
+        found += [Part(f"kernels_{shape}", f"kernels.py --gpu --shapes {shape}", 75) for shape in shapes]
+    for name in LAYERS:
+        command = f"training.py --hf-config {scratch / name}.json {sizes['training']}"
+        found.append(Part(f"training_{name}", command, 75))
+    found.append(Part("model", f"random_model.py {scratch / 'olmoe.json'} {scratch / 'model'}", 60))
+    decode = f"decoding.py --model {scratch / 'model'} --batch 1 8 {sizes['decode']} --policy"
+    for policy in ("resident", f"ring --expert-tier host {sizes['ring']}", "experts --expert-tier host"):
+        found.append(Part(f"decode_{policy.split()[0]}", f"{decode} {policy}", 60, needs="model"))
+    return [*found, Part("retention", f"training_tiers.py retention {sizes['retention']}", 90)]
+
+
+def run(part: Part, limit_s: float, environment: dict[str, str]) -> dict[str, Any]:
+    """Return the part's result, or `failed` and its last lines; whatever it started has ended."""
+    begun = time.perf_counter()
+    program, *options = part.command.split()
+    command = [sys.executable, str(HERE / program), *options]
+    with tempfile.TemporaryFile("w+", errors="replace") as printed, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=printed, stderr=errors, env=environment, start_new_session=True)
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"longer than {limit_s:.0f} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        printed.seek(0), errors.seek(0)
+        lines, complaints = printed.read().strip().splitlines(), errors.read().strip().splitlines()
+    seconds = round(time.perf_counter() - begun, 1)
+    if code == 0 and lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            return {"seconds": seconds, "result": json.loads(lines[-1])}
+    return {"seconds": seconds, "failed": f"{code}", "last_lines": [*lines[-3:], *complaints[-12:]]}
+
+
+def utilisation(out: Path) -> dict[str, float]:
+    """Return each training's FLOP/s over those that a dense product reached on this device."""
+    floors = out / "gpu_floors.json"
+    if not floors.exists():
+        return {}
+    reached = json.loads(floors.read_text())["floors"]["flops_per_s"]
+    trained = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("gpu_training_*.json"))}
+    return {name: round(result["model_flops_per_s"] / reached, 4) for name, result in trained.items()}
+
+
+def main() -> int:
+    """Run what has no result yet; the exit status is 1 where a part has failed."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--cpu", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument("--fresh", action="store_true", help="also what has a result already")
+    parser.add_argument("--list", action="store_true", help="print the parts and their commands, and end")
+    parser.add_argument(
+        "--out", type=Path, help="folder of results; default: benchmarks/results, with --cpu a temporary one"
+    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all parts together")
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="jmoe-gpu-") as folder:
+        return run_all(a, parser, Path(folder))
+
+
+def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Path) -> int:
+    """Run the parts that are asked for and have no result."""
+    all_parts = parts(scratch, a.cpu)
+    names = [part.name for part in all_parts]
+    if unknown := set(a.only or ()) - set(names):
+        parser.error(f"--only: {', '.join(sorted(unknown))}: must be among {', '.join(names)}")
+    if a.list:
+        for part in all_parts:
+            print(part.name, part.command)
+        return 0
+    for name in LAYERS:
+        config = tiny(name) if a.cpu else published(name, LAYERS[name])
+        (scratch / f"{name}.json").write_text(json.dumps(config))
+    out: Path = a.out or (scratch / "results" if a.cpu else HERE / "results")
+    out.mkdir(parents=True, exist_ok=True)
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled")} | os.environ
+    if a.cpu:
+        environment["JAX_PLATFORMS"] = "cpu"
+    there = set() if a.fresh else {name for name in names if (out / f"gpu_{name}.json").exists()}
+    wanted = set(a.only or names) - there - {"model"}
+    wanted |= {part.needs for part in all_parts if part.needs and part.name in wanted}
+    failed, ends = dict[str, Any](), time.perf_counter() + a.budget_s
+    for part in all_parts:
+        if part.name not in wanted:
+            continue
+        left_s = ends - time.perf_counter()
+        if part.needs in failed:
+            done = {"failed": f"not run, for {part.needs} failed"}
+        elif left_s <= 0:
+            done = {"failed": "no time left"}
+        else:
+            done = run(part, min(part.seconds, left_s), environment)
+        result = done.pop("result", None)
+        report.progress({"part": part.name} | done)
+        if result is None:
+            failed[part.name] = done
+        elif part.name != "model":
+            text = json.dumps(described(part, result), indent=1).replace(str(scratch), "FOLDER")
+            (out / f"gpu_{part.name}.json").write_text(text + "\n")
+    report.finish({"ran": sorted(wanted - set(failed)), "failed": failed, "utilisation": utilisation(out)})
+    return 1 if failed else 0
+
+
+def described(part: Part, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result file: what ran, when, and its figures."""
+    command = f"python benchmarks/{part.command}"
+    return {"benchmark": f"gpu {part.name}", "command": command, "date": date.today().isoformat()} | result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Shapes of published models, as their `config.json` gives them, with as many layers as a benchmark can hold."""
+
+from typing import Any
+
+# name: layers whose weights, gradients and two moments fit a GPU of 80 GB in float32
+LAYERS = {"olmoe": 6, "mixtral": 2}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "olmoe": {  # allenai/OLMoE-1B-7B-0924, 16 layers
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {  # mistralai/Mixtral-8x7B-v0.1, 32 layers
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "router_aux_loss_coef": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def published(name: str, layers: int) -> dict[str, Any]:
+    """Return the fields of `config.json` with so many layers."""
+    return CONFIGS[name] | {"num_hidden_layers": layers}
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """Return the same model at a toy size: two layers of four experts, hidden size 64."""
+    config = published(name, 2)
+    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return config | small | {experts: 4, "num_experts_per_tok": 2, "vocab_size": 256}
