@@ -71,14 +71,23 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class OneDevice:
-    """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts that gather."""
+    """All experts are here: a sort, nothing is sent or dropped, and no rows are written for experts that gather.
+
+    complete: every choice is an expert, none is E.
+    """
+
+    complete: bool = True
 
     def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
         with jax.named_scope("dispatch"):
             topk_idx_TK, topk_weights_TK, counts_E = chosen
             order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
             token_N, slot_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
-        rows, dropped = RowMap(token_N, slot_TK, complete=True), jnp.zeros((), jnp.int32)
+            if not self.complete:
+                used_N = jnp.arange(token_N.size, dtype=jnp.int32) < counts_E.sum(dtype=jnp.int32)
+                token_N = jnp.where(used_N, token_N, topk_idx_TK.shape[0])
+                slot_TK = jnp.where(topk_idx_TK < counts_E.size, slot_TK, topk_idx_TK.size)
+        rows, dropped = RowMap(token_N, slot_TK, complete=self.complete), jnp.zeros((), jnp.int32)
         return DispatchedTokens(x_TD, rows, counts_E, topk_idx_TK.size, dropped, (topk_weights_TK, rows))
 
     def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
@@ -275,14 +284,16 @@ def _choices_of_rows(topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, n
     return idx_PCK.reshape(idx_MK.shape).astype(f"uint{8 * index_bytes(node_size)}")
 
 
-def make_exchange(plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: float | None) -> Exchange:
+def make_exchange(
+    plan: ExchangePlan, axes: tuple[str, ...], capacity_factor: float | None, *, complete: bool = True
+) -> Exchange:
     """The planned exchange over `axes`; `hierarchical` and `dedup` need two, (across nodes, inside a node).
 
     capacity_factor: rows per destination / its fair share when routing is uniform, at each level; None: dropless, whose
-    first try has room for twice the fair share.
+    first try has room for twice the fair share. complete: every choice is an expert, none is E.
     """
     if plan.num_devices == 1:
-        return OneDevice()
+        return OneDevice(complete)
     if plan.kind != "flat" and len(axes) != 2:
         raise ValueError(f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not {axes}")
     if plan.kind != "dedup":

@@ -28,6 +28,8 @@ class RouterConfig:
     bias: bool = False  # logits = x @ kernel + bias (gpt-oss)
     norm_topk_prob: bool = True  # divide the chosen weights by their sum
     jitter_noise: float = 0.0  # switch: inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
+    # gshard, in training: `random` sends a token to its second expert with probability min(1, 2 times its weight)
+    second_expert_policy: Literal["all", "random"] = "all"
     aux_loss_coef: float = 0.01  # balance loss: E * sum_e f_e P_e
     z_loss_coef: float = 0.0  # mean squared logsumexp of the router's logits
     bias_update_speed: float = 0.001  # sigmoid, group_limited: step of the loss-free bias
@@ -41,6 +43,13 @@ class RouterConfig:
         check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
         positive(self, "n_group", "topk_group", "routed_scaling_factor")
         check_field(self.topk_group <= self.n_group, self, "topk_group", f"must not exceed n_group = {self.n_group}")
+        random = self.second_expert_policy == "random"
+        check_field(not random or self.kind == "gshard", self, "second_expert_policy", "needs router.kind = 'gshard'")
+
+    @property
+    def draws(self) -> bool:
+        """Return whether training draws random numbers to route."""
+        return self.jitter_noise > 0 or self.second_expert_policy == "random"
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,8 @@ class YarnConfig:
 
 
 # What of a model concerns its training only; a run that starts from a checkpoint (`init_from`) keeps its own.
-TRAINING_ONLY = ("capacity_factor", "router.jitter_noise", "router.z_loss_coef", "router.bias_update_speed")
+TRAINING_ONLY = ("capacity_factor", "router.jitter_noise", "router.second_expert_policy", "router.z_loss_coef")
+TRAINING_ONLY += ("router.bias_update_speed",)
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,8 @@ class MoELayer(nnx.Module):
         self.exchange_plan = one_device if parallel is None else parallel.plan(config)
         expert_axes = () if parallel is None else parallel.expert_axes
         self.num_chunks = 1 if parallel is None else parallel.num_chunks
-        self.exchange = make_exchange(self.exchange_plan, expert_axes, config.capacity_factor)
+        complete = config.router.second_expert_policy == "all"
+        self.exchange = make_exchange(self.exchange_plan, expert_axes, config.capacity_factor, complete=complete)
 
     def route(
         self,
@@ -201,7 +202,7 @@ class MoELayer(nnx.Module):
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
     ) -> Routing:
-        """Return where each token goes. key: for jitter; topk_idx_TK: choices made before, to keep to."""
+        """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before, to keep to."""
         choices = {} if topk_idx_TK is None else {"topk_idx_TK": topk_idx_TK}
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train, **choices)

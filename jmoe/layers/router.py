@@ -29,9 +29,9 @@ class RouterBias(nnx.Variable[jax.Array]):
 class Routing:
     """A router's decisions for T local tokens. Sums are over the local tokens, so devices' values add up.
 
-    topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id.
+    topk_idx_TK: int32, expert ids in [0, E), by falling score; a tie goes to the lowest id. E: none, with weight 0.
     topk_weights_TK: float32, the factor of each expert's output.
-    counts_E: int32, assignments to each expert; sums to T * K.
+    counts_E: int32, assignments to each expert; sums to T * K if every choice is an expert.
     probs_sum_E: float32, router probabilities (they sum to 1 over experts) summed over tokens.
     z_sum: float32 scalar, sum of logsumexp(logits)^2.
     entropy_sum: float32 scalar in nats, sum of -sum_e p_e log p_e; carries no gradient. Divided by the number of
@@ -54,13 +54,15 @@ def route(
     config: RouterConfig = RouterConfig(),  # noqa: B008 (frozen)
     bias_E: jax.Array | None = None,
     topk_idx_TK: jax.Array | None = None,
+    key: jax.Array | None = None,
 ) -> Routing:
     """Choose K experts for each token from its logits.
 
     With p = softmax(logits) and s = sigmoid(logits), in float32:
 
     - `switch` (arXiv:2101.03961): K = 1, weight p. `gshard` (arXiv:2006.16668): K = 2, weights p divided by their
-      sum; GShard's random dropping of the second expert is not done. `softmax`: the K largest p.
+      sum. With a `key` and `second_expert_policy` = random a token goes to its second expert with probability
+      min(1, 2 weight) (its Algorithm 1); the weights stay. `softmax`: the K largest p.
     - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E; weights from s. The bias only selects.
     - `group_limited` (DeepSeek-V3): experts form `n_group` groups of neighbours, ranked by the sum of their two
       largest s + bias; only the best `topk_group` groups can be chosen from, then as `sigmoid`.
@@ -90,11 +92,18 @@ def route(
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
     if config.kind == "group_limited":
         selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
-    idx_TK = top_k_indices(selection_TE, num_experts_per_tok) if topk_idx_TK is None else topk_idx_TK
-    weights_TK, counts_E = _gather_and_count(scores_TE, idx_TK)
+    sampled = config.second_expert_policy == "random"
+    chosen_TK = top_k_indices(selection_TE, num_experts_per_tok) if topk_idx_TK is None or sampled else topk_idx_TK
+    weights_TK, counts_E = _gather_and_count(scores_TE, chosen_TK)
     normalise = config.kind == "gshard" or (config.kind != "switch" and config.norm_topk_prob)
     if normalise and num_experts_per_tok > 1:
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
+    idx_TK = chosen_TK if topk_idx_TK is None else topk_idx_TK
+    if sampled:
+        if topk_idx_TK is None and key is not None:
+            idx_TK = _sample_second(idx_TK, weights_TK, num_experts, key)
+        weights_TK = jnp.where(idx_TK < num_experts, weights_TK, 0.0)
+        counts_E = jnp.sum(idx_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     if config.routed_scaling_factor != 1.0:
         weights_TK = weights_TK * config.routed_scaling_factor
 
@@ -127,6 +136,13 @@ def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
         chosen.append(idx_T1)
         scores_TE = jnp.where(columns_TE == idx_T1, -jnp.inf, scores_TE)
     return jnp.concatenate(chosen, axis=1)
+
+
+def _sample_second(idx_T2: jax.Array, weights_T2: jax.Array, num_experts: int, key: jax.Array) -> jax.Array:
+    """Return the choices with E (none) for the second experts that GShard's draw leaves out."""
+    drawn_T = jax.random.uniform(key, (idx_T2.shape[0],), jnp.float32)
+    goes_T = 2.0 * lax.stop_gradient(weights_T2[:, 1]) > drawn_T
+    return idx_T2.at[:, 1].set(jnp.where(goes_T, idx_T2[:, 1], num_experts))
 
 
 def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
@@ -230,20 +246,24 @@ class Router(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
     ) -> Routing:
         """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise), for the logits
-        only; `key` is needed if jitter_noise > 0 and must differ between devices (fold in the device's index).
+        only, and second experts may be left out; `key` is needed if `config.draws` and must differ between devices
+        (fold in the device's index).
         topk_idx_TK: choices to keep to, made before from the same x.
         """
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
         check(ok, "x_TD.shape", x_TD.shape, f"must be [tokens, hidden_size = {kernel_DE.shape[0]}]")
         x_TD = x_TD.astype(jnp.float32)
-        jitter = self.config.jitter_noise
+        jitter, policy = self.config.jitter_noise, self.config.second_expert_policy
+        if train and self.config.draws and key is None:
+            draws = f"jitter_noise = {jitter}" if jitter else f"second_expert_policy = {policy!r}"
+            raise ValueError(f"key = None: is needed in training with {draws}")
         if train and jitter > 0:
-            if key is None:
-                raise ValueError(f"key = None: is needed in training with jitter_noise = {jitter}")
+            assert key is not None
             x_TD = x_TD * jax.random.uniform(key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
         logits_TE = jnp.dot(x_TD, kernel_DE.astype(jnp.float32))
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
-        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, topk_idx_TK)
+        second_key = None if key is None or not train else jax.random.fold_in(key, 1)
+        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, topk_idx_TK, second_key)

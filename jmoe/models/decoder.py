@@ -206,7 +206,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (hidden [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None).
 
-        Runs inside `shard_map` or on one device. key: for router jitter. keep_routing: the statistics hold every
+        Runs inside `shard_map` or on one device. key: for what routers draw. keep_routing: the statistics hold every
         token's routing.
         """
         x_BSD = self.embed(tokens_BS, dtype, execution.lookup)

@@ -84,10 +84,10 @@ class FusedTrainer:
     def gradients_local(self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool) -> tuple[Any, Metrics]:
         """Return this device's part of the gradients, summed over accumulation steps, and of the metrics."""
         loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
-        jitter = self.config.model.router.jitter_noise > 0
+        draws = self.config.model.router.draws
 
         def one(index: jax.Array, tokens_BS: jax.Array) -> tuple[Any, Metrics]:
-            key = router_key(self.config, state.step, lax.axis_index(ALL), index) if jitter else None
+            key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
             (_, metrics), grads = loss_and_gradients(state.params, state.router_bias, tokens_BS, key)
             return grads, metrics
 
@@ -105,7 +105,7 @@ class FusedTrainer:
     def loss_local(
         self, params: Any, router_bias: Any, tokens_BS: jax.Array, key: jax.Array | None, *, full_capacity: bool
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss, and what it consists of. key: for router jitter."""
+        """Return this device's part of the loss, and what it consists of. key: for what the router draws."""
         config = self.config
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         options = {"key": key, "train": True, "full_capacity": full_capacity}

@@ -51,7 +51,7 @@ ExpertStacks = Mapping[str, jax.Array]  # of one layer, [E, ...] each
 
 
 class LayerIndex(NamedTuple):
-    """Which layer of its kind, how far its attention looks, and what its router's jitter is drawn of; int32 scalars."""
+    """Which layer of its kind, how far its attention looks, and what its router draws from; int32 scalars."""
 
     number: jax.Array
     window: jax.Array | None  # None: all tokens before
@@ -352,9 +352,9 @@ class LayerPrograms:
         )
 
     def _router_key(self, layer: LayerIndex) -> jax.Array | None:
-        """Return the key of the router's jitter, the fused step's too; None where there is none."""
+        """Return the key of what the router draws, the fused step's too; None where it draws nothing."""
         config = self.config
-        if not config.model.router.jitter_noise:
+        if not config.model.router.draws:
             return None
         assert layer.step is not None and layer.accumulation is not None
         device = lax.axis_index(ALL) if self.mesh.size > 1 else 0

@@ -23,7 +23,7 @@ def tokens_per_accumulation_step(config: TrainConfig) -> int:
 
 
 def router_key(config: TrainConfig, step: jax.Array, device: jax.Array | int, accumulation: jax.Array) -> jax.Array:
-    """Return the key of a device's router jitter in one accumulation step; split it over the MoE layers."""
+    """Return the key of what a device's routers draw in one accumulation step; split it over the MoE layers."""
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     return jax.random.fold_in(jax.random.fold_in(key, device), accumulation)
 

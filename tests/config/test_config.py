@@ -75,6 +75,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     ),
     (RouterConfig, {"kind": "top2"}, wrong("kind", "top2", "must be one of switch, gshard, softmax")),
     (RouterConfig, {"jitter_noise": 1.0}, wrong("jitter_noise", 1.0, "must be in [0, 1)")),
+    (
+        RouterConfig,
+        {"second_expert_policy": "random"},
+        wrong("second_expert_policy", "random", "needs router.kind = 'gshard'"),
+    ),
     (RouterConfig, {"jitter_noise": -0.1}, wrong("jitter_noise", -0.1, "must be in [0, 1)")),
     (RouterConfig, {"n_group": 2, "topk_group": 3}, wrong("topk_group", 3, "must not exceed n_group = 2")),
     (ModelConfig, {"hidden_act": "relu"}, wrong("hidden_act", "relu", "must be one of swiglu, gelu")),

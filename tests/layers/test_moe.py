@@ -86,13 +86,13 @@ class Result:
     dparams: dict[str, Any]
 
 
-def run(layer: MoELayer, x: jax.Array, g: jax.Array) -> Result:
-    """The layer under `jit`, with the gradients of sum(y g) + balance loss + z loss."""
+def run(layer: MoELayer, x: jax.Array, g: jax.Array, key: jax.Array | None = None) -> Result:
+    """The layer under `jit`, with the gradients of sum(y g) + balance loss + z loss. key: as in training."""
     parts: Any = nnx.split(layer, nnx.Param, ...)
     graph, params, rest = parts
 
     def loss(params: nnx.State, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, MoEMetrics]]:
-        y, metrics = nnx.merge(graph, params, rest)(x)
+        y, metrics = nnx.merge(graph, params, rest)(x, key=key, train=key is not None)
         total = (y * g).sum().astype(jnp.float32) + metrics.balance_loss + metrics.z_loss
         return total, (y, metrics)
 
@@ -476,6 +476,41 @@ def test_devices_draw_different_jitter() -> None:
     y, _ = jax.jit(lambda x, key: nnx.merge(graph, state)(x, key=key, train=True))(jnp.ones((T, D)), jax.random.key(0))
     shards = np.asarray(y).reshape(8, -1)
     assert len({shard.tobytes() for shard in shards}) == 8
+
+
+def sampled(layer: MoELayer, x: jax.Array, key: jax.Array) -> np.ndarray:
+    """[T, K] the experts that tokens go to in training with this key, E for none."""
+    graph, state = nnx.split(layer.router)
+    axes = () if layer.parallel is None else layer.parallel.axes
+
+    def body(state: Any, x_TD: jax.Array, key: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+        router: Any = nnx.merge(graph, state)
+        return router(x_TD, key=key, train=True).topk_idx_TK  # type: ignore[no-any-return]
+
+    if layer.parallel is not None:
+        specs = split_over(()), split_over(axes), split_over(())
+        mesh = layer.parallel.mesh
+        body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split_over(axes), check_vma=False)
+    return np.asarray(jax.jit(body)(state, x, key))
+
+
+@pytest.mark.parametrize(
+    ("split", "exchange"), [(None, "flat"), ((2, 2, 2), "flat"), ((1, 4, 2), "hierarchical"), ((1, 2, 4), "dedup")]
+)
+def test_second_experts_are_sampled(split: Split | None, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = RouterConfig(kind="gshard", second_expert_policy="random", aux_loss_coef=0.0, z_loss_coef=0.1)
+    monkeypatch.setitem(CASES, "sampled", (2, router))
+    layer = make("sampled", split, bias=True, **({} if split is None else {"exchange": exchange}))
+    (x, g), key = inputs(), jax.random.key(7)
+    kept_TK = sampled(layer, x, key) < E
+    assert kept_TK[:, 0].all()
+    assert 0.2 * T < kept_TK[:, 1].sum() < 0.95 * T
+    ours, expected = run(layer, x, g, key), dense(make("sampled", bias=True), x, g, kept_TK)
+    assert_trees_close((ours.y, ours.dx, ours.dparams), (expected.y, expected.dx, expected.dparams))
+    assert float(ours.metrics.dropped_fraction) == 0
+    everything, without = run(layer, x, g), dense(make("sampled", bias=True), x, g)
+    assert_trees_close((everything.y, everything.dparams), (without.y, without.dparams))
 
 
 @pytest.mark.parametrize("split", [None, (2, 2, 2)])

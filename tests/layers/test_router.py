@@ -246,6 +246,26 @@ def test_jitter_only_in_training_and_within_bounds() -> None:
     assert float(calm(one, train=True).z_sum) == float(calm(one).z_sum)
 
 
+def test_a_token_goes_to_its_second_expert_as_often_as_its_weight_says() -> None:
+    config = RouterConfig(kind="gshard", second_expert_policy="random")
+    second_T = np.repeat([0.0, 0.1, 0.25, 0.5], 4000)  # the normalised weight of expert 1
+    logits = jnp.asarray(np.stack([np.log(1 - second_T), np.log(second_T + 1e-30), -60 + 0 * second_T], 1), jnp.float32)
+    routing = route(logits, 2, config, key=jax.random.key(0))
+    went_T = np.asarray(routing.topk_idx_TK[:, 1]) == 1
+    assert (np.asarray(routing.topk_idx_TK)[~went_T, 1] == 3).all()
+    rates = went_T.reshape(4, -1).mean(axis=1)
+    np.testing.assert_allclose(rates, [0.0, 0.2, 0.5, 1.0], atol=0.03)  # four standard deviations
+    assert rates[3] == 1
+    np.testing.assert_allclose(routing.topk_weights_TK, np.stack([1 - second_T, second_T * went_T], 1), atol=1e-6)
+    np.testing.assert_array_equal(routing.counts_E, [went_T.size, went_T.sum(), 0])
+    kept = route(logits, 2, config, topk_idx_TK=routing.topk_idx_TK)
+    for ours, first in zip(jax.tree.leaves(kept), jax.tree.leaves(routing), strict=True):
+        np.testing.assert_array_equal(ours, first)
+    assert (route(logits, 2, config).topk_idx_TK < 3).all()  # no key: not in training
+    with pytest.raises(ValueError, match=r"key = None.*second_expert_policy = 'random'"):
+        Router(1, 3, 2, config, rngs=nnx.Rngs(0))(jnp.ones((1, 1)), train=True)
+
+
 def test_bias_update_drives_a_skewed_load_to_balance() -> None:
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(512, E)) + np.linspace(-2, 2, E), jnp.float32)  # a strong favourite

@@ -389,10 +389,14 @@ def test_capacity_drops_without_stopping() -> None:
     assert metrics["counts"].sum(axis=1).tolist() == [2 * B * S] * N
 
 
+DRAWING = [(1, RouterConfig(kind="switch", jitter_noise=0.1))]
+DRAWING += [(2, RouterConfig(kind="gshard", second_expert_policy="random"))]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_jitter_is_traced_on_every_mesh(accumulation: int) -> None:
-    router = RouterConfig(kind="switch", jitter_noise=0.1)
-    model = dataclasses.replace(MODEL, router=router, num_experts_per_tok=1)
+@pytest.mark.parametrize(("k", "router"), DRAWING, ids=["jitter", "second expert"])
+def test_what_routers_draw_is_traced_on_every_mesh(accumulation: int, k: int, router: RouterConfig) -> None:
+    model = dataclasses.replace(MODEL, router=router, num_experts_per_tok=k)
     for shape in (ONE, (2, 2, 2)):
         ours, mesh, _ = program(shape, model=model, gradient_accumulation_steps=accumulation)
         state, metrics = jax.eval_shape(ours.step, ours.state_shape, batch(mesh, 0, accumulation))

@@ -161,9 +161,16 @@ def test_accumulation_steps() -> None:
 
 
 @pytest.mark.slow
-def test_router_jitter_is_the_same() -> None:
-    router = RouterConfig(kind="switch", jitter_noise=0.3)
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts_per_tok=1, router=router))
+@pytest.mark.parametrize(
+    ("k", "router"),
+    [
+        (1, RouterConfig(kind="switch", jitter_noise=0.3)),
+        (2, RouterConfig(kind="gshard", second_expert_policy="random")),
+    ],
+    ids=["jitter", "second expert"],
+)
+def test_what_routers_draw_is_the_same(k: int, router: RouterConfig) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts_per_tok=k, router=router))
     np.testing.assert_allclose(train(config, HOST, steps=2).losses, train(config, steps=2).losses, rtol=2e-6)
 
 
