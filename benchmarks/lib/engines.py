@@ -17,10 +17,10 @@ from jmoe.inference.sampling_params import SamplingParams
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the checkpoint and the fields of `EngineConfig`, but those of its size; "none" is None."""
+    """Add the checkpoint and the fields of `EngineConfig`, but its size and its mesh; "none" is None."""
     parser.add_argument("--model", type=Path, required=True)
     for field in fields(EngineConfig):
-        if field.name not in ("max_batch", "max_seq_len"):
+        if field.name not in ("max_batch", "max_seq_len", "mesh"):
             kind = (lambda text: int(float(text))) if "int" in str(field.type) else str
             default = defaults.get(field.name, field.default)
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default)

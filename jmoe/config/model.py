@@ -128,8 +128,10 @@ class YarnConfig:
 
 
 # What of a model concerns its training only; a run that starts from a checkpoint (`init_from`) keeps its own.
-TRAINING_ONLY = ("capacity_factor", "router.jitter_noise", "router.second_expert_policy", "router.z_loss_coef")
-TRAINING_ONLY += ("router.bias_update_speed",)
+TRAINING_ONLY = (
+    "capacity_factor",
+    *(f"router.{name}" for name in ("jitter_noise", "second_expert_policy", "z_loss_coef", "bias_update_speed")),
+)
 
 
 @dataclass(frozen=True)
