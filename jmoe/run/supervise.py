@@ -333,8 +333,8 @@ class Supervisor:
         code = codes[rank]
         assert code is not None
         at = f", at {listener.at(rank)}" if listener.at(rank) else ""
-        words = ranks[rank].last_words() or self._last_line(rank)
-        return Ending(kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}: {words}")
+        words = "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_line(rank)}"
+        return Ending(kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}")
 
     def _asker(self, ranks: Sequence[Tether]) -> Asker:
         """Return what asks the hosts that are away."""

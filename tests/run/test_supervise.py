@@ -86,7 +86,7 @@ def test_a_killed_rank_starts_all_again(supervised_run: Supervised) -> None:
     """Those that are left are killed at once: the stand-in would sleep on."""
     code, screen = supervised_run.end({"1 0": "beat 1; steps 3; signal 9", "1 1": "sleep 1000"})
     assert code == 0
-    assert "rank 0: killed by SIGKILL, at step 7: " in screen
+    assert "rank 0: killed by SIGKILL, at step 7; " in screen
     assert "all processes start again, from checkpoint 3 (restart 1 in a row)" in screen
     assert "attempt 2 rank 1 of 2" in supervised_run.log(1)
     assert [event["attempt"] for event in supervised_run.events("start")] == [1, 2]

@@ -33,11 +33,12 @@ EVERY = 5  # steps between checkpoints
 SPREAD = ("--mesh.expert-inter", "2", "--mesh.expert-intra", "2")
 NVME = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", "--tiers.host-cache-bytes", "500000")
 PATIENT = ("--same-step-limit", "1000", "--max-restarts", "1000", "--backoff-s", "0")
+QUICK = ("--distributed.start-timeout-s", "60", "--distributed.heartbeat-timeout-s", "6")  # to notice what is stopped
 SLOWER = ("--sequence-length", "256", "--batch-size", "32")
 
 
 def supervise(runs: TrainRuns, start_python: Start, run: Path, settings: tuple[str, ...], *options: object) -> Child:
-    command = ("-m", "jmoe.run.supervise", *PATIENT, *settings, "--", *runs.command(run, *SLOWER, *ENDLESS, *options))
+    command = ("-m", "jmoe.run.supervise", *PATIENT, *settings, "--", *runs.command(run, *ENDLESS, *options))
     return start_python(command, run.with_suffix(".log"), runs.environment())
 
 
@@ -55,14 +56,14 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 def undisturbed(runs: TrainRuns, start_python: Start, run: Path, *options: object) -> dict[int, float]:
     """The losses of as many steps as this run has made, with nothing in their way."""
     whole = run.with_name("undisturbed")
-    run_split(runs, start_python, whole, 4, 1, *SLOWER, *options, "--num-steps", losses(run)[-1][0] + 1)
+    run_split(runs, start_python, whole, 4, 1, *options, "--num-steps", losses(run)[-1][0] + 1)
     return dict(losses(whole))
 
 
 @pytest.mark.parametrize("kind", ["device", "nvme"])
 def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kind: str) -> None:
     """SIGKILL or SIGSTOP of any rank at any time, also while all start: every loss is that of an undisturbed run."""
-    options = (*SPREAD, *(NVME if kind == "nvme" else ()), "--distributed.start-timeout-s", "60")
+    options = (*SPREAD, *(NVME if kind == "nvme" else ()), *QUICK)
     rng, counts, run = random.Random(f"{SEED} {kind}"), Counter[str](), tmp_path / "run"
     supervisor = supervise(runs, start_python, run, ("--processes", "4"), *options)
 
@@ -80,7 +81,7 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
         wait_for_attempt(attempt)
         if rng.random() < 0.7:
             wait_for_step_beyond(steps)
-            time.sleep(rng.uniform(0, 2))
+            time.sleep(rng.uniform(0, 5))
         else:
             time.sleep(rng.uniform(0, 10))
         victim, number = ranks_of(supervisor.pid).get(rng.randrange(4)), rng.choice([signal.SIGKILL, signal.SIGSTOP])
@@ -108,7 +109,7 @@ def test_hosts_go_and_come_back(runs: TrainRuns, tmp_path: Path, start_python: S
     away.write_text("")
     launch = f"{sys.executable} {launcher} {away} {{host}}"
     hosts = ("--hosts", "a=127.0.0.1", "b", "c", "d", "--min-processes", "2", "--return-check-s", "1")
-    supervisor = supervise(runs, start_python, run, (*hosts, "--launch", launch))
+    supervisor = supervise(runs, start_python, run, (*hosts, "--launch", launch), *SLOWER)
     supervisor.wait_until(lambda: committed(run), 900)
     away.write_text("c d")
     for rank in (2, 3):
@@ -122,7 +123,7 @@ def test_hosts_go_and_come_back(runs: TrainRuns, tmp_path: Path, start_python: S
     assert [event["processes"] for event in events(run, "start")] == [4, 2, 4]
     assert [event["kind"] for event in events(run, "end")] == ["lost", "stopped", "stopped"]
     last, ours = resumes(run)[1], dict(losses(run))
-    expected = undisturbed(runs, start_python, run)
+    expected = undisturbed(runs, start_python, run, *SLOWER)
     assert {step: ours[step] for step in range(last)} == pytest.approx(
         {step: expected[step] for step in range(last)}, rel=1e-4, abs=0
     )
@@ -165,7 +166,7 @@ def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start
     hosts = [f"{node}={address}" for node, address in zip(NODES, ADDRESSES, strict=True)]
     settings = ("--hosts", *hosts, "--launch", "ip netns exec {host}", "--max-backoff-s", "5")
     with TwoNodes(1000):
-        supervisor = supervise(runs, start_python, run, settings, "--distributed.start-timeout-s", 60)
+        supervisor = supervise(runs, start_python, run, settings, *SLOWER, "--distributed.start-timeout-s", 60)
         supervisor.wait_until(lambda: committed(run), 900)
         subprocess.run(["ip", "link", "set", f"{NODES[1]}v", "down"], check=True)
         time.sleep(30)
