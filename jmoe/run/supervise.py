@@ -32,6 +32,7 @@ FOLDER = "supervise"
 POLL_S = 0.05
 END_S = 10.0  # ranks may say so long why they end, after the first one has
 BEGIN_S = 60.0  # beyond distributed.start_timeout_s until a rank's first sign of life
+LOG_TAIL_BYTES = 1 << 16  # an aborted process ends with a long stack
 TORN_S = 5.0  # what was written to the compile cache so shortly before a kill may be half of an entry
 PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")  # environment, to other hosts
 
@@ -333,7 +334,7 @@ class Supervisor:
         code = codes[rank]
         assert code is not None
         at = f", at {listener.at(rank)}" if listener.at(rank) else ""
-        words = "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_line(rank)}"
+        words = "" if _is_killed(code) else f": {ranks[rank].last_words() or self._last_words(rank)}"
         return Ending(kind_of(code), code, f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}{words}")
 
     def _asker(self, ranks: Sequence[Tether]) -> Asker:
@@ -363,12 +364,15 @@ class Supervisor:
     def _log_size(self) -> int:
         return self._log(0).stat().st_size if self._log(0).exists() else 0
 
-    def _last_line(self, rank: int) -> str:
+    def _last_words(self, rank: int) -> str:
+        """Return the last line of jmoe's own in a rank's log of this attempt; the last one if there is none."""
         try:
-            lines = self._log(rank).read_bytes()[-4096:].decode(errors="replace").split("\n")
+            text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         except OSError:
             return "no log"
-        return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+        lines = [line.strip() for line in text.rpartition("\n=== ")[2].splitlines()[1:] if line.strip()]
+        own = [line for line in lines if line.startswith(("jmoe: ", "train.py: ", "jmoe-train: "))]
+        return ([*lines, *own] or ["its log is empty"])[-1]
 
     def _show_log(self, position: int) -> int:
         """Copy what rank 0 has written since to the screen; return up to where."""

@@ -1,0 +1,172 @@
+"""Seconds from the loss of a rank to the next step, by part: python benchmarks/restart.py
+
+Runs `train.py` under `jmoe-supervise` and kills a rank with SIGKILL after a checkpoint, --rounds times. The parts of
+each restart are taken when lines appear in the log of rank 0: detect (the supervisor has seen the end, and the other
+ranks are killed), start (new processes are told what to run), import_and_meet (Python, JAX and jmoe are imported, the
+ranks have met), data, restore, compile_and_step (from the shared cache). Alone: the same number of processes, started
+together without a supervisor, import `train` and end (import); and resume from the same checkpoint with the same cache
+(restore, compile_and_step). The ratio is that of the whole restart to the sum of the three.
+
+Prints one JSON object as its last line.
+"""
+
+if __name__ == "__main__":
+    import script  # noqa: F401  makes benchmarks and jmoe importable
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+from jmoe.run.restarts import reached
+from jmoe.run.tether import reserve_port
+
+PARTS = ("detect", "start", "import_and_meet", "data", "restore", "compile_and_step")
+ALONE = ("import", "restore", "compile_and_step")
+POLL_S = 0.002
+LIMIT_S = 600.0
+EVERY = 20  # steps between checkpoints
+# Lines of the log of rank 0, each the end of a part; the first comes when the ranks have met.
+LINES = {
+    "import_and_meet": " active; ",
+    "data": "restoring or initialising the state ...",
+    "restore": "resuming from step ",
+    "compile_and_step": "\nstep ",
+}
+
+
+def wait(ready: Any, what: str) -> float:
+    """Return the time when the condition first held."""
+    deadline = time.time() + LIMIT_S
+    while not ready():
+        if time.time() > deadline:
+            sys.exit(f"waited {LIMIT_S:g} s for {what}")
+        time.sleep(POLL_S)
+    return time.time()
+
+
+def times_of(log: Path, position: int) -> dict[str, float]:
+    """The time at which each of `LINES` appears in what the log has got since `position`."""
+
+    def has(text: str) -> bool:
+        return log.exists() and text in log.read_bytes()[position:].decode(errors="replace")
+
+    return {part: wait(lambda text=text: has(text), f"{text!r} in {log}") for part, text in LINES.items()}
+
+
+def options_of(a: argparse.Namespace, run: Path) -> list[str]:
+    sizes = ("--batch-size", str(a.batch_size), "--sequence-length", str(a.sequence_length))
+    endless = ("--num-steps", "1000000", "--optimizer.schedule", "constant", "--checkpoint.every-steps", str(EVERY))
+    return ["tiny", *sizes, *endless, "--output-dir", str(run)]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | cache | {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def started(commands: list[list[str]], logs: list[Path], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that are told to stop, and waited for, at the end."""
+    processes = []
+    for command, log in zip(commands, logs, strict=True):
+        with log.open("ab") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+            processes.append(subprocess.Popen(command, env=environment(folder), **streams))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.wait(LIMIT_S)
+
+
+def victim_of(run: Path, rank: int) -> int:
+    """The process number of a rank: the one that was told so."""
+    words = f"--distributed.process-id\0{rank}\0".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if words in line and str(run).encode() in line:
+                return int(entry.name)
+    sys.exit(f"rank {rank} is not there")
+
+
+def restarts(a: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    """The parts of every restart, in seconds."""
+    run, rows = folder / "run", []
+    command = [sys.executable, "-m", "jmoe.run.supervise", "--processes", str(a.processes), "--same-step-limit", "99"]
+    log, events = run / "supervise" / "rank-0.log", run / "supervise" / "events.jsonl"
+    with started([[*command, "--", "train.py", *options_of(a, run)]], [folder / "supervisor.log"], folder):
+        for _ in range(a.rounds):
+            newest = reached(run).checkpoint
+            wait(lambda newest=newest: reached(run).checkpoint > newest, "a checkpoint")
+            position, victim = log.stat().st_size, victim_of(run, a.processes - 1)
+            killed = time.time()
+            os.kill(victim, signal.SIGKILL)
+            times = times_of(log, position)
+            last = {event["event"]: event["time"] for event in map(json.loads, events.read_text().splitlines())}
+            ends = [killed, last["end"], last["start"], *times.values()]
+            seconds = [round(after - before, 3) for before, after in itertools.pairwise(ends)]
+            row = dict(zip(PARTS, seconds, strict=True)) | {"restart_s": round(ends[-1] - killed, 3)}
+            rows.append(report.progress(row))
+    return rows
+
+
+def alone(a: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The parts that no restart can do without, in seconds: of one start without a supervisor."""
+    run, logs = folder / "run", [folder / f"alone-{rank}.log" for rank in range(a.processes)]
+    begun = time.time()
+    with started([[sys.executable, "-c", "import train"]] * a.processes, logs, folder) as processes:
+        for process in processes:
+            process.wait(LIMIT_S)
+    imported_s = time.time() - begun
+    with reserve_port() as reserved:
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        together = ["--distributed.coordinator-address", address, "--distributed.num-processes", str(a.processes)]
+        command = [sys.executable, "train.py", *options_of(a, run), *together, "--distributed.process-id"]
+        with started([[*command, str(rank)] for rank in range(a.processes)], logs, folder):
+            times = times_of(logs[0], 0)
+            time.sleep(1.0)  # a signal before the first step ends would not save
+    restore_s = times["restore"] - times["data"]
+    return dict(zip(ALONE, (imported_s, restore_s, times["compile_and_step"] - times["restore"]), strict=True))
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=128)
+    a = parser.parse_args()
+    os.environ["JAX_NUM_CPU_DEVICES"] = "1"
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = restarts(a, Path(folder))
+        own = [report.progress(alone(a, Path(folder))) for _ in range(a.rounds)]
+    parts = {f"{part}_s": report.median((row[part] for row in rows), 3) for part in PARTS}
+    needed = {f"{part}_alone_s": report.median((row[part] for row in own), 3) for part in ALONE}
+    restart_s = report.median((row["restart_s"] for row in rows), 3)
+    result = {"benchmark": "restart", "options": report.options(a), "load_before": load, "restart_s": restart_s}
+    ratio = round(restart_s / sum(needed.values()), 3)
+    result |= parts | needed | {"ratio": ratio, "restarts": rows, "alone": own}
+    report.finish(result | {"versions": report.versions("jax", "jaxlib")})
+
+
+if __name__ == "__main__":
+    main()
