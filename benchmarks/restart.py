@@ -5,7 +5,8 @@ each restart are taken when lines appear in the log of rank 0: detect (the super
 ranks are killed), start (new processes are told what to run), import_and_meet (Python, JAX and jmoe are imported, the
 ranks have met), data, restore, compile_and_step (from the shared cache). Alone: the same number of processes, started
 together without a supervisor, import `train` and end (import); and resume from the same checkpoint with the same cache
-(restore, compile_and_step). The ratio is that of the whole restart to the sum of the three.
+(restore, compile_and_step). The ratio is that of the whole restart to the sum of the three. cold_compile_and_step_s:
+what the run's very first step took, with an empty cache.
 
 Prints one JSON object as its last line.
 """
@@ -17,6 +18,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +82,7 @@ def started(commands: list[list[str]], logs: list[Path], folder: Path) -> Iterat
     """Processes that are told to stop, and waited for, at the end."""
     processes = []
     for command, log in zip(commands, logs, strict=True):
-        with log.open("ab") as output:
+        with log.open("wb") as output:
             streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
             processes.append(subprocess.Popen(command, env=environment(folder), **streams))
     try:
@@ -107,8 +109,8 @@ def victim_of(run: Path, rank: int) -> int:
     sys.exit(f"rank {rank} is not there")
 
 
-def restarts(a: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """The parts of every restart, in seconds."""
+def restarts(a: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], float]:
+    """(The parts of every restart, the first step with an empty compile cache), in seconds."""
     run, rows = folder / "run", []
     command = [sys.executable, "-m", "jmoe.run.supervise", "--processes", str(a.processes), "--same-step-limit", "99"]
     log, events = run / "supervise" / "rank-0.log", run / "supervise" / "events.jsonl"
@@ -125,7 +127,9 @@ def restarts(a: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
             seconds = [round(after - before, 3) for before, after in itertools.pairwise(ends)]
             row = dict(zip(PARTS, seconds, strict=True)) | {"restart_s": round(ends[-1] - killed, 3)}
             rows.append(report.progress(row))
-    return rows
+    cold = re.search(r"compiled and run in ([0-9.]+) s", log.read_text())
+    assert cold is not None
+    return rows, float(cold[1])
 
 
 def alone(a: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -144,7 +148,8 @@ def alone(a: argparse.Namespace, folder: Path) -> dict[str, float]:
             times = times_of(logs[0], 0)
             time.sleep(1.0)  # a signal before the first step ends would not save
     restore_s = times["restore"] - times["data"]
-    return dict(zip(ALONE, (imported_s, restore_s, times["compile_and_step"] - times["restore"]), strict=True))
+    seconds = (imported_s, restore_s, times["compile_and_step"] - times["restore"])
+    return {part: round(value, 3) for part, value in zip(ALONE, seconds, strict=True)}
 
 
 def main() -> None:
@@ -157,14 +162,14 @@ def main() -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = "1"
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        rows = restarts(a, Path(folder))
+        rows, cold_s = restarts(a, Path(folder))
         own = [report.progress(alone(a, Path(folder))) for _ in range(a.rounds)]
     parts = {f"{part}_s": report.median((row[part] for row in rows), 3) for part in PARTS}
     needed = {f"{part}_alone_s": report.median((row[part] for row in own), 3) for part in ALONE}
     restart_s = report.median((row["restart_s"] for row in rows), 3)
     result = {"benchmark": "restart", "options": report.options(a), "load_before": load, "restart_s": restart_s}
     ratio = round(restart_s / sum(needed.values()), 3)
-    result |= parts | needed | {"ratio": ratio, "restarts": rows, "alone": own}
+    result |= parts | needed | {"ratio": ratio, "cold_compile_and_step_s": cold_s, "restarts": rows, "alone": own}
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 
