@@ -20,23 +20,18 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks.lib import report
+from benchmarks.lib.train_processes import LIMIT_S, started, times_of, wait
 from jmoe.run.restarts import reached
 from jmoe.run.tether import reserve_port
 
 PARTS = ("detect", "start", "import_and_meet", "data", "restore", "compile_and_step")
 ALONE = ("import", "restore", "compile_and_step")
-POLL_S = 0.002
-LIMIT_S = 600.0
 EVERY = 20  # steps between checkpoints
 # Lines of the log of rank 0, each the end of a part; the first comes when the ranks have met.
 LINES = {
@@ -47,52 +42,10 @@ LINES = {
 }
 
 
-def wait(ready: Any, what: str) -> float:
-    """Return the time when the condition first held."""
-    deadline = time.time() + LIMIT_S
-    while not ready():
-        if time.time() > deadline:
-            sys.exit(f"waited {LIMIT_S:g} s for {what}")
-        time.sleep(POLL_S)
-    return time.time()
-
-
-def times_of(log: Path, position: int) -> dict[str, float]:
-    """The time at which each of `LINES` appears in what the log has got since `position`."""
-
-    def has(text: str) -> bool:
-        return log.exists() and text in log.read_bytes()[position:].decode(errors="replace")
-
-    return {part: wait(lambda text=text: has(text), f"{text!r} in {log}") for part, text in LINES.items()}
-
-
 def options_of(a: argparse.Namespace, run: Path) -> list[str]:
     sizes = ("--batch-size", str(a.batch_size), "--sequence-length", str(a.sequence_length))
     endless = ("--num-steps", "1000000", "--optimizer.schedule", "constant", "--checkpoint.every-steps", str(EVERY))
     return ["tiny", *sizes, *endless, "--output-dir", str(run)]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return os.environ | cache | {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "PYTHONUNBUFFERED": "1"}
-
-
-@contextmanager
-def started(commands: list[list[str]], logs: list[Path], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that are told to stop, and waited for, at the end."""
-    processes = []
-    for command, log in zip(commands, logs, strict=True):
-        with log.open("wb") as output:
-            streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-            processes.append(subprocess.Popen(command, env=environment(folder), **streams))
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in processes:
-            process.wait(LIMIT_S)
 
 
 def victim_of(run: Path, rank: int) -> int:
@@ -121,7 +74,7 @@ def restarts(a: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]
             position, victim = log.stat().st_size, victim_of(run, a.processes - 1)
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
-            times = times_of(log, position)
+            times = times_of(LINES, log, position)
             last = {event["event"]: event["time"] for event in map(json.loads, events.read_text().splitlines())}
             ends = [killed, last["end"], last["start"], *times.values()]
             seconds = [round(after - before, 3) for before, after in itertools.pairwise(ends)]
@@ -145,7 +98,7 @@ def alone(a: argparse.Namespace, folder: Path) -> dict[str, float]:
         together = ["--distributed.coordinator-address", address, "--distributed.num-processes", str(a.processes)]
         command = [sys.executable, "train.py", *options_of(a, run), *together, "--distributed.process-id"]
         with started([[*command, str(rank)] for rank in range(a.processes)], logs, folder):
-            times = times_of(logs[0], 0)
+            times = times_of(LINES, logs[0])
             time.sleep(1.0)  # a signal before the first step ends would not save
     restore_s = times["restore"] - times["data"]
     seconds = (imported_s, restore_s, times["compile_and_step"] - times["restore"])
@@ -159,7 +112,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=128)
     a = parser.parse_args()
-    os.environ["JAX_NUM_CPU_DEVICES"] = "1"
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         rows, cold_s = restarts(a, Path(folder))

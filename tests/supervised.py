@@ -40,6 +40,9 @@ def act(action: str, number: int) -> None:
         time.sleep(1000)
     elif action == "return":
         Path(os.environ["SUPERVISED_AWAY"]).write_text("")
+    elif action == "abort":  # as JAX does where another rank is gone
+        print(f"jmoe: rank {number}: no sign of life, dead or stopped\n    @ 0x7f26 (unknown)", flush=True)
+        os.kill(os.getpid(), signal.SIGABRT)
     elif action == "sleep":
         time.sleep(number)
     elif action == "exit":

@@ -101,6 +101,15 @@ def test_a_mistake_is_not_started_again(supervised_run: Supervised, monkeypatch:
     assert len(supervised_run.events("start")) == 1
 
 
+def test_an_aborted_rank_says_why_in_words_of_its_own(
+    supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line of its log is one of the stack that JAX prints."""
+    monkeypatch.setattr(supervise, "END_S", 0.2)
+    _, screen = supervised_run.end({"1 0": "sleep 1000", "1 1": "abort 0"})
+    assert "rank 1: killed by SIGABRT: jmoe: rank 0: no sign of life, dead or stopped; all processes start" in screen
+
+
 def test_the_same_step_twice_is_given_up(supervised_run: Supervised) -> None:
     code, screen = supervised_run.end({"1 0": "steps 3; exit 70", "2 0": "exit 70"})
     assert code == 70
