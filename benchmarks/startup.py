@@ -125,7 +125,7 @@ def callers(number: int, present: int, limit_s: int) -> tuple[float, list[dict[s
         return begun, [json.loads(process.communicate()[0]) for process in processes]
 
 
-def meet(number: int) -> dict[str, float]:
+def all_come(number: int) -> dict[str, float]:
     """Return the seconds until all of `number` processes have met."""
     begun, told = callers(number, number, int(LIMIT_S))
     if any(one["problem"] for one in told):
@@ -134,7 +134,7 @@ def meet(number: int) -> dict[str, float]:
     return {"import": round(last - begun, 3), "meet": round(max(one["told"] for one in told) - last, 3)}
 
 
-def miss(number: int, limit_s: int) -> dict[str, Any]:
+def one_never_comes(number: int, limit_s: int) -> dict[str, Any]:
     """Return when, and how, the last of `number` processes is named, which never comes."""
     told = callers(number, number - 1, limit_s)[1]
     words = {one["problem"] for one in told}
@@ -160,8 +160,8 @@ def main() -> None:
         starts = [
             report.progress({"compile cache": name} | supervised(a, Path(folder), name)) for name in ("empty", "filled")
         ]
-    met = report.progress(meet(a.callers))
-    missing = report.progress(miss(a.callers, a.limit_s))
+    met = report.progress(all_come(a.callers))
+    missing = report.progress(one_never_comes(a.callers, a.limit_s))
     result = {"benchmark": "startup", "options": report.options(a), "load_before": load, "start and two steps": starts}
     result |= {"rendezvous alone": met, "a rank that never comes": missing}
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})

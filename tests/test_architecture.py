@@ -39,7 +39,7 @@ FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress deploy.export inference.mesh_programs inference.stats kernels.groups
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names offload.residency offload.saved_experts
-run.checkpoint_contents run.rendezvous runtime serving.answer serving.errors serving.metrics serving.schemas
+run.checkpoint_contents runtime serving.answer serving.errors serving.metrics serving.schemas
 serving.service serving.vocabulary training.bandwidth training.evaluation training.gradient_reduction
 training.session training.update"""
 

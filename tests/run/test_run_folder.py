@@ -1,12 +1,16 @@
 """The lock on a run's output folder. A lock belongs to who opened the file: two in one process exclude each other."""
 
+import itertools
+import json
 import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jmoe.run import run_folder
 from jmoe.run.run_folder import IDENTITY, LOCK, RunFolder
 
 
@@ -18,6 +22,16 @@ def test_one_run_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with RunFolder(tmp_path, wait_s=0):
         pass
     assert (tmp_path / LOCK).is_file()  # the folder was there before
+
+
+def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 is on another host and has taken the folder of that name there."""
+    elsewhere = json.dumps({"token": "of process 0", "run": "run-1"})
+    monkeypatch.setattr(run_folder.distributed, "from_rank_0", lambda *_: elsewhere)
+    clock = itertools.count(0.0, 3.0)
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    with pytest.raises(OSError, match="it must lie on a file system that all processes share"), RunFolder(tmp_path):
+        pass
 
 
 def test_many_starts_at_once(tmp_path: Path) -> None:

@@ -8,15 +8,16 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
-from jmoe.run import supervise
+from jmoe.run import heartbeat, supervise
 from jmoe.run.distributed import Watchdog
-from jmoe.run.heartbeat import Heartbeat, Listener
+from jmoe.run.heartbeat import Heartbeat, Listener, heartbeat_file
 from jmoe.run.restarts import Ending, Reached, Restarts, kind_of, named_code, reached
 from jmoe.run.supervise import Supervisor, program_and_arguments
 from jmoe.run.tether import Order, Tether, answered, reserve_port
@@ -255,15 +256,31 @@ def test_signs_of_life(tmp_path: Path) -> None:
     listener = Listener(tmp_path, 2)
     listener.look()
     assert not listener.has_begun(1) and listener.silence_s(1) == 0.0 and listener.at(1) == ""
-    heartbeat = Heartbeat(tmp_path, 1, 4)
-    heartbeat.beat("step 3")
+    rank = Heartbeat(tmp_path, 1, 4)
+    rank.beat("step 3")
     listener.look()
     assert listener.has_begun(1) and listener.at(1) == "step 3" and listener.local_devices() == 4
     before = listener.silence_s(1)
     assert listener.silence_s(1) > before
-    with Watchdog(100.0, heartbeat=heartbeat):
+    with Watchdog(100.0, heartbeat=rank):
         assert listener.at(1) != "step 3"
     assert listener.at(1) == "closed"
+
+
+def test_the_clocks_of_hosts_need_not_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat that is dated years ago, or ahead, is as good a sign of life as any other."""
+    now = [100.0]
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    listener, rank = Listener(tmp_path, 1), Heartbeat(tmp_path, 0, 1)
+    for dated in (1.0, 4e9, 2.0):
+        rank.beat("step 1")
+        os.utime(heartbeat_file(tmp_path, 0), (dated, dated))
+        now[0] += 50.0
+        listener.look()
+        assert listener.has_begun(0) and listener.silence_s(0) == 0.0
+    now[0] += 7.0
+    listener.look()
+    assert listener.silence_s(0) == 7.0
 
 
 def test_a_reserved_port_is_for_who_is_told_it() -> None:

@@ -174,7 +174,9 @@ def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start
         before = committed(run)[-1]
         supervisor.wait_until(lambda: committed(run)[-1] > before + EVERY, 900)
         stop(supervisor)
-    print("\n".join(event["why"] for event in events(run, "end")))
+    whys = [event["why"] for event in events(run, "end")]
+    print("\n".join(whys))
+    assert any(NODES[0] in why or NODES[1] in why for why in whys)
     whole = tmp_path / "whole"
     run_split(runs, start_python, whole, 2, 1, *SLOWER, "--num-steps", losses(run)[-1][0] + 1)
     assert dict(losses(run)) == dict(losses(whole))
