@@ -20,3 +20,6 @@ from jmoe.config.train import OptimizerConfig as OptimizerConfig
 from jmoe.config.train import ProfileConfig as ProfileConfig
 from jmoe.config.train import TrainConfig as TrainConfig
 from jmoe.config.train import differences as differences
+from jmoe.config.vision import TaskConfig as TaskConfig
+from jmoe.config.vision import VisionModelConfig as VisionModelConfig
+from jmoe.config.vision import VisionTrainConfig as VisionTrainConfig

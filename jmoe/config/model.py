@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from jmoe.config.checks import check, check_field, literals, not_negative, positive, positive_or_none
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
-LayerKind = Literal["dense", "moe"]
+LayerKind = Literal["dense", "moe", "task"]  # one feed-forward, experts by token, experts by the image's task
 RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 NO_WINDOW = 2**30  # tokens
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -74,6 +75,10 @@ class MoEConfig:
         check_routing(self.num_experts, self.num_experts_per_tok, self.router)
         fits = self.capacity_factor is None or self.capacity_factor > 0
         check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
+
+    def by_task(self) -> MoEConfig:
+        """Return the layer whose experts are named by the image's task, not chosen by a router."""
+        return dataclasses.replace(self, num_experts_per_tok=1, router=RouterConfig(aux_loss_coef=0.0))
 
 
 def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
@@ -230,6 +235,11 @@ class ModelConfig:
         check_field(self.num_moe_layers > 0, self, "mlp_only_layers", "must leave a layer with experts")
         gate, shared = self.shared_expert_gate, self.shared_expert_intermediate_size
         check(not gate or shared > 0, "shared_expert_gate", gate, "needs shared_expert_intermediate_size")
+
+    @property
+    def causal(self) -> bool:
+        """Return whether a token sees only those before it."""
+        return True
 
     @property
     def dim_per_head(self) -> int:

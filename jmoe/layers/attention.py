@@ -183,8 +183,13 @@ def causal_attention(
     return blocked_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, sinks_H=sinks_H, window=window)
 
 
+def full_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, *, scale: float) -> jax.Array:
+    """softmax(scale q k^T) v without a mask: every token sees all of its sequence, as patches of an image do."""
+    return saved(jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention")
+
+
 class Attention(nnx.Module):
-    """Causal self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads, optional q/k norm and biases."""
+    """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads, causal where the model is."""
 
     def __init__(self, config: ModelConfig, out_std: float, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -230,5 +235,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array, window: jax.Array | None = None) -> jax.Array:
         """window: int32 scalar, how many tokens a token sees, itself included; None: all before it."""
         q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
+        if not self.config.causal:
+            return self.output(full_attention(q, k, v, scale=self.scale))
         sinks_H = None if self.sinks is None else self.sinks[...]
         return self.output(causal_attention(q, k, v, scale=self.scale, sinks_H=sinks_H, window=window))

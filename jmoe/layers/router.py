@@ -267,3 +267,27 @@ class Router(nnx.Module):
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
         second_key = None if key is None or not train else jax.random.fold_in(key, 1)
         return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, topk_idx_TK, second_key)
+
+
+class TaskRouter(nnx.Module):
+    """The router of a layer whose expert is named by a token's task: weight 1, no parameters, nothing to learn."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+        topk_idx_TK: jax.Array | None = None,
+    ) -> Routing:
+        """Send token t to expert topk_idx_TK[t, 0]; the other arguments are those of `Router`."""
+        if topk_idx_TK is None:
+            raise ValueError("topk_idx_TK = None: a layer routed by task needs every token's expert")
+        experts = lax.broadcasted_iota(jnp.int32, (x_TD.shape[0], self.num_experts), 1)
+        counts_E = jnp.sum(experts == topk_idx_TK, axis=0, dtype=jnp.int32)
+        zero = jnp.zeros((), jnp.float32)
+        weights_TK = jnp.ones(topk_idx_TK.shape, jnp.float32)
+        return Routing(topk_idx_TK, weights_TK, counts_E, counts_E.astype(jnp.float32), zero, zero)

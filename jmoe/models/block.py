@@ -20,7 +20,7 @@ from jmoe.layers.experts import MLP, affine, normal
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
 from jmoe.layers.norm import Norm
-from jmoe.layers.router import Routing
+from jmoe.layers.router import Routing, TaskRouter
 from kernels_pallas.saved import saved
 
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
@@ -59,17 +59,23 @@ class Block(nnx.Module):
             "init_out_std": out_std,
             "rngs": rngs,
         }
-        moe = kind == "moe"
+        moe = kind != "dense"
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
-        self.moe = MoELayer(config.moe, parallel, rngs=rngs) if moe else None
+        if kind == "task":
+            by_task = config.moe.by_task()
+            self.moe = MoELayer(by_task, parallel, router=TaskRouter(by_task.num_experts), rngs=rngs)
+        else:
+            self.moe = MoELayer(config.moe, parallel, rngs=rngs) if moe else None
         gate = moe and config.shared_expert_gate
         self.shared_expert_gate = normal(rngs, (d, 1), config.initializer_range) if gate else None
 
     @property
     def kind(self) -> LayerKind:
-        """Whether the feed-forward is one MLP or experts."""
-        return "dense" if self.moe is None else "moe"
+        """Whether the feed-forward is one MLP, experts that tokens choose, or experts that tasks name."""
+        if self.moe is None:
+            return "dense"
+        return "task" if isinstance(self.moe.router, TaskRouter) else "moe"
 
     def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: Any) -> jax.Array:
         """Return x + attention(norm(x)), the first half of the block. dtype: of the matrix products."""
@@ -132,15 +138,17 @@ class Block(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         keep_routing: bool = False,
+        topk_idx_TK: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (the block's output, the statistics of its routing; None of a dense block).
 
-        keep_routing: the statistics hold every token's `Routing` too.
+        keep_routing: the statistics hold every token's `Routing` too. topk_idx_TK: every token's experts, where the
+        router does not choose them.
         """
         x_BSD = self.attend(x_BSD, causal(window), dtype)
         if self.kind == "dense":
             return add_residual(x_BSD, self.feed_forward(x_BSD, dtype)), None
-        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train)
+        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, topk_idx_TK=topk_idx_TK)
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
         return y_BSD, moe_stats(routing, dispatched, keep_routing=keep_routing)

@@ -14,16 +14,17 @@ from jax import lax
 
 from jmoe.collectives.fusion import all_reduce_local, pack_gradients, reduce_scatter_buffer_local, unpack_gradients
 from jmoe.config import LayerKind
-from jmoe.mesh import DATA, is_expert, path_names
+from jmoe.mesh import DATA, STACK_PATHS, is_expert, path_names
 from jmoe.models.decoder import STACKS
 from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.sharded_model import ShardedModel
 
 
 def _names_in_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(name for name in path_names(path) if name not in STACKS.values())
+    return tuple(name for name in path_names(path) if name not in STACK_PATHS)
 
 
-def reduce_gradients_local(grads: Any, model: ShardedDecoder) -> Any:
+def reduce_gradients_local(grads: Any, model: ShardedModel) -> Any:
     """Sum gradients over the devices that hold the same parameter (gathered ones are summed already)."""
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
@@ -39,12 +40,12 @@ def reduce_gradients_local(grads: Any, model: ShardedDecoder) -> Any:
     return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
-def squared_norms_local(grads: Any, model: ShardedDecoder) -> dict[str, jax.Array]:
+def squared_norms_local(grads: Any, model: ShardedModel) -> dict[str, jax.Array]:
     """Return this device's part of the squared norms: `embedding`, `head`, ... scalars; of stacks one a layer."""
     sums: dict[str, jax.Array] = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = path_names(path)[0]
-        stacked = name in STACKS.values()
+        stacked = name in STACK_PATHS
         square = jnp.square(g.astype(jnp.float32)).sum(axis=tuple(range(1, g.ndim)) if stacked else None)
         if is_expert(path):
             square = square / model.mesh.shape[DATA]

@@ -1,0 +1,148 @@
+"""The configuration of a vision transformer that learns several tasks at once. Standard library only.
+
+Tasks share the trunk; in a layer routed by task each takes the expert that its path names: one that several name is
+shared, one that a single task names is its own (UFO, VIMER-UFO 2.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.model import LayerKind, ModelConfig
+from jmoe.config.train import TrainConfig
+
+LayoutKind = Literal["even", "elastic"]
+
+
+@dataclass(frozen=True)
+class VisionModelConfig(ModelConfig):
+    """A vision transformer (arXiv:2010.11929): patches, learned positions, blocks, the mean of all patches, heads.
+
+    `decoder_sparse_step`, `first_k_dense_replace` and `mlp_only_layers` say, as in a decoder, which layers have experts
+    routed per token; those of `task_layers` are routed by task instead. `vocab_size` has no meaning.
+    """
+
+    image_size: int = 16  # pixels a side; images of another size are resized
+    patch_size: int = 4  # pixels a side
+    channels: int = 1  # 1: grey, 3: colours
+    task_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive(self, "image_size", "patch_size")
+        check_field(self.channels in (1, 3), self, "channels", "must be 1 or 3")
+        divides = self.image_size % self.patch_size == 0
+        check_field(divides, self, "patch_size", f"must divide image_size = {self.image_size}")
+        check_field(self.position == "learned", self, "position", "must be 'learned' for images")
+        check_field(self.kv_lora_rank is None, self, "kv_lora_rank", "must be None for images")
+        check_field(self.sliding_window is None, self, "sliding_window", "must be None for images")
+        check_field(not self.attention_sinks, self, "attention_sinks", "must be False for images")
+        layers = self.num_hidden_layers
+        inside = all(0 <= layer < layers for layer in self.task_layers)
+        check_field(inside, self, "task_layers", f"must lie between 0 and {layers - 1}")
+        rising = list(self.task_layers) == sorted(set(self.task_layers))
+        check_field(rising, self, "task_layers", "must rise, each layer once")
+        needs = not self.task_layers or self.num_experts > 0
+        check(needs, "num_experts", self.num_experts, "must be greater than 0 for task_layers")
+        super().__post_init__()
+        # A balance loss would depend on which images a device has at once; a router's bias is moved by all of a step.
+        balanced = "moe" not in self.layer_kinds or self.router.aux_loss_coef == 0
+        check(balanced, "router.aux_loss_coef", self.router.aux_loss_coef, "must be 0 for images; use kind = 'sigmoid'")
+        jitter = self.router.jitter_noise
+        check(jitter == 0, "router.jitter_noise", jitter, "must be 0 for images")
+
+    def _check_experts(self) -> None:
+        _ = self.moe  # raises `ValueError` for what does not fit
+
+    @property
+    def causal(self) -> bool:
+        """Return whether a token sees only those before it: no patch does."""
+        return False
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return how each layer's feed-forward is chosen: one for all, by token or by task."""
+        kinds = super().layer_kinds
+        return tuple("task" if layer in self.task_layers else kind for layer, kind in enumerate(kinds))
+
+    @property
+    def num_patches(self) -> int:
+        """Return the tokens of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One classification task: its images, its part of a step, its path through the layers routed by task.
+
+    source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or a folder of your own with
+    a folder of images for each class. path: the expert that it takes in each of `model.task_layers`.
+    """
+
+    source: str
+    batch_size: int = 16  # images a step, on all devices together
+    path: tuple[int, ...] = ()
+    loss_weight: float = 1.0  # of its mean loss in the sum of all tasks'
+
+    def __post_init__(self) -> None:
+        check_field(bool(self.source), self, "source", "must name a built-in task or a folder")
+        positive(self, "batch_size", "loss_weight")
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """How images are read and changed."""
+
+    held_out_fraction: float = 0.2  # of each class
+    max_shift: int = 1  # pixels; training images are moved by up to so many, left, right, up and down
+
+    def __post_init__(self) -> None:
+        check_field(0 < self.held_out_fraction < 1, self, "held_out_fraction", "must be between 0 and 1")
+        not_negative(self, "max_shift")
+
+
+@dataclass(frozen=True)
+class VisionTrainConfig(TrainConfig):
+    """One run that learns several image tasks. The batch is that of all tasks; a sequence is an image's patches."""
+
+    model: VisionModelConfig = field(default_factory=lambda: VisionModelConfig(position="learned", num_experts=0))
+    tasks: dict[str, TaskConfig] = field(default_factory=dict)  # by name, at least one
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    # who runs what: even: each device as many images of the joint batch; elastic: heavy tasks get several devices,
+    # light ones share one (SE-MoE, section 4.1)
+    layout: LayoutKind = "even"
+    batch_size: int = field(init=False, default=0)
+    sequence_length: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        check_field(bool(self.tasks), self, "tasks", "must have at least one task")
+        object.__setattr__(self, "batch_size", sum(task.batch_size for task in self.tasks.values()))
+        object.__setattr__(self, "sequence_length", self.model.num_patches)
+        literals(self)
+        layers, experts = len(self.model.task_layers), self.model.num_experts
+        for name, task in self.tasks.items():
+            field_name, inside = f"tasks.{name}.path", all(0 <= expert < experts for expert in task.path)
+            check(
+                len(task.path) == layers, field_name, task.path, f"must name an expert for {layers} model.task_layers"
+            )
+            check(inside, field_name, task.path, f"must lie between 0 and model.num_experts - 1 = {experts - 1}")
+        super().__post_init__()
+        self._check_supported()
+
+    def _check_supported(self) -> None:
+        tiers = self.tiers.experts, self.tiers.optimizer
+        check(self.tiers.on_device, "tiers", tiers, "must be device for images")
+        check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
+        check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")
+        check(not self.init_from, "init_from", self.init_from, "is for language models")
+        alone = self.layout == "even" or self.mesh.expert_inter * self.mesh.expert_intra == 1
+        shape = self.mesh.expert_inter, self.mesh.expert_intra
+        constraint = "must be (1, 1) with layout = 'elastic': devices that exchange tokens take equal steps"
+        check(alone, "mesh.(expert_inter, expert_intra)", shape, constraint)
+
+    def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
+        """Return the mesh's shape; see `TrainConfig.check_devices`. Elastic layouts divide what they are given."""
+        if self.layout == "even":
+            return super().check_devices(num_devices, devices_per_host)
+        return self.mesh.shape(num_devices, devices_per_host)

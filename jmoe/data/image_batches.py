@@ -1,0 +1,123 @@
+"""Batches of images of several tasks, each row where a layout wants it.
+
+Legend: R devices of this process, M micro-batches a device may have, B images of a micro-batch, P pixels a side, C
+channels. What row i of a task's batch is in step s depends on the seed, the task and s alone, never on the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import VisionTrainConfig
+from jmoe.data.images import ImageTask, Split
+from jmoe.planning.elastic import Layout
+
+
+class ImageBatch(NamedTuple):
+    """Images with the number and the label of their task; weight 0: a row that only fills up."""
+
+    pixels: Any  # uint8 [R, M, B, P, P, C]
+    task: Any  # int32 [R, M, B]
+    label: Any  # int32 [R, M, B]
+    weight: Any  # float32 [R, M, B]
+
+
+def _shifted(pixels: NDArray[np.uint8], shift: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return images [N, P, P, C] moved by `shift` [N, 2] pixels; what comes in repeats the edge."""
+    side, most = pixels.shape[1], int(np.abs(shift).max(initial=0))
+    padded = np.pad(pixels, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
+    rows = (np.arange(side) + most - shift[:, :1])[:, :, None]
+    columns = (np.arange(side) + most - shift[:, 1:])[:, None, :]
+    moved: NDArray[np.uint8] = padded[np.arange(len(pixels))[:, None, None], rows, columns]
+    return moved
+
+
+class ImageBatches:
+    """Endless iterator of `ImageBatch` for the devices `first` to `last` (not included) of the layout.
+
+    Every image of a task comes once an epoch of that task, in another order each, moved by up to `images.max_shift`.
+    """
+
+    def __init__(
+        self, tasks: Sequence[ImageTask], config: VisionTrainConfig, layout: Layout, first: int, last: int
+    ) -> None:
+        self._tasks, self._config, self._layout, self._step = tuple(tasks), config, layout, 0
+        self._devices = range(first, last)
+        digest = hashlib.sha256("".join(task.fingerprint for task in tasks).encode()).hexdigest()[:16]
+        self.fingerprint = digest
+
+    def __iter__(self) -> Iterator[ImageBatch]:
+        return self
+
+    def __next__(self) -> ImageBatch:
+        needed = {share.task for device in self._devices for share in self._layout.shares[device]}
+        whole = {task: self._batch(task, self._step) for task in sorted(needed)}
+        self._step += 1
+        size = self.micro_batch
+        most = max(self._layout.images) // size
+        rows = [self._rows(device, whole) for device in self._devices]
+        parts = []
+        for arrays in zip(*rows, strict=True):
+            padded = [np.pad(a, ((0, most * size - len(a)), *((0, 0),) * (a.ndim - 1))) for a in arrays]
+            parts.append(np.stack(padded).reshape(len(rows), most, size, *padded[0].shape[1:]))
+        return ImageBatch(*parts)
+
+    @property
+    def micro_batch(self) -> int:
+        """Return how many images a device takes at once."""
+        return self._layout.micro_batch // self._config.gradient_accumulation_steps
+
+    def _rows(self, device: int, whole: dict[int, Split]) -> tuple[NDArray[Any], ...]:
+        shares = self._layout.shares[device]
+        pixels = np.concatenate([whole[share.task].pixels[share.start : share.stop] for share in shares])
+        labels = np.concatenate([whole[share.task].labels[share.start : share.stop] for share in shares])
+        task = np.concatenate([np.full(share.size, share.task, np.int32) for share in shares])
+        return pixels, task, labels, np.ones(len(labels), np.float32)
+
+    def _batch(self, number: int, step: int) -> Split:
+        """Return a task's whole batch of a step."""
+        task, config = self._tasks[number], self._config
+        size, images = list(config.tasks.values())[number].batch_size, len(task.train.labels)
+        index = np.arange(step * size, (step + 1) * size)
+        chosen = np.empty(size, np.int64)
+        for epoch in np.unique(index // images):
+            order = np.random.default_rng([config.seed, number, int(epoch)]).permutation(images)
+            here = index // images == epoch
+            chosen[here] = order[index[here] % images]
+        pixels, labels = task.train.pixels[chosen], task.train.labels[chosen]
+        most = config.images.max_shift
+        if most:
+            rng = np.random.default_rng([config.seed, number, step, 1])
+            pixels = _shifted(pixels, rng.integers(-most, most + 1, size=(size, 2)))
+        return Split(pixels, labels)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the JSON-able position after the batches taken so far: the same in every layout."""
+        return {"next_step": self._step, "images": self.fingerprint}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue where `get_state` was called; `ValueError` when those were other images."""
+        if state.get("images") != self.fingerprint:
+            raise ValueError("tasks: the saved position is in other images than this run's: the data has changed")
+        self._step = int(state["next_step"])
+
+    def close(self) -> None:
+        """End nothing: nothing is read ahead."""
+
+
+def held_out_batches(tasks: Sequence[ImageTask], num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
+    """Yield all held-out images of all tasks once, [num_devices, 1, micro_batch, ...] at a time."""
+    pixels = np.concatenate([task.held_out.pixels for task in tasks])
+    labels = np.concatenate([task.held_out.labels for task in tasks])
+    numbers = np.repeat(np.arange(len(tasks), dtype=np.int32), [len(task.held_out.labels) for task in tasks])
+    rows = num_devices * micro_batch
+    for start in range(0, len(labels), rows):
+        part = slice(start, start + rows)
+        arrays = pixels[part], numbers[part], labels[part], np.ones(len(labels[part]), np.float32)
+        padded = [np.pad(a, ((0, rows - len(a)), *((0, 0),) * (a.ndim - 1))) for a in arrays]
+        yield ImageBatch(*(a.reshape(num_devices, 1, micro_batch, *a.shape[1:]) for a in padded))

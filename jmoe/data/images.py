@@ -1,0 +1,199 @@
+"""Images with their classes, for one task: real ones that packages carry, or a folder of images for each class.
+
+Legend: N images, P pixels a side, C channels. Nothing is downloaded. Glyphs are rendered from the fonts of matplotlib,
+digits are the handwriting of scikit-learn (UCI ML, 8 x 8 pixels), photographs those of scikit-image and scikit-learn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import string
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from jmoe.config.vision import ImagesConfig, VisionModelConfig
+
+IMAGE_TYPES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+FONTS = (
+    *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSerif", "DejaVuSerif-Bold"),
+    *("DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "cmb10", "cmr10", "cmss10", "cmtt10"),
+)
+GLYPHS = string.ascii_uppercase + string.digits
+PHOTOGRAPHS = ("astronaut", "brick", "camera", "chelsea", "coffee", "coins", "grass", "gravel", "rocket")
+PATCHES = 100  # of a photograph
+PATCH_PIXELS = 32  # a side, before they are resized
+
+
+class Split(NamedTuple):
+    """Pixels uint8 [N, P, P, C] and labels int32 [N]."""
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """The images of a task; held_out: none of them is in train."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    held_out: Split
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a sum that changes with any pixel, label or class."""
+        digest = hashlib.sha256("\0".join(self.classes).encode())
+        for split in (self.train, self.held_out):
+            for array in split:
+                digest.update(str(array.shape).encode() + array.tobytes())
+        return digest.hexdigest()[:16]
+
+
+class _Image(NamedTuple):
+    """An image before it is resized; of a group all are held out, or none."""
+
+    image: Image.Image
+    label: int
+    group: int
+
+
+def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesConfig) -> ImageTask:
+    """Return the images of `source`, a built-in task or a folder, resized to the model's size.
+
+    Of every class `images.held_out_fraction` of the images (or of groups that belong together) are held out, the same
+    in every run. Raises `ValueError` naming `tasks.NAME.source` for an image that cannot be read, an empty class, or
+    fewer than two classes.
+    """
+    field = f"tasks.{name}.source = {source!r}"
+    make = BUILT_IN.get(source)
+    if make is None and not Path(source).is_dir():
+        raise ValueError(f"{field}: must be one of {', '.join(BUILT_IN)}, or a folder with a folder for each class")
+    classes, all_images = make(field) if make is not None else _folder(Path(source), field)
+    if len(classes) < 2:
+        raise ValueError(f"{field}: has only {len(classes)} class, {', '.join(classes)}: must have at least two")
+    groups: list[dict[int, list[_Image]]] = [{} for _ in classes]
+    for image in all_images:
+        groups[image.label].setdefault(image.group, []).append(image)
+    train: list[_Image] = []
+    held_out: list[_Image] = []
+    for label, own in enumerate(groups):
+        if len(own) < 2:
+            raise ValueError(f"{field}: class {classes[label]!r} has {len(own)} images: must have at least two")
+        order = np.random.default_rng(label).permutation(sorted(own))
+        cut = min(len(own) - 1, max(1, round(images.held_out_fraction * len(own))))
+        held_out += [image for group in order[:cut] for image in own[int(group)]]
+        train += [image for group in order[cut:] for image in own[int(group)]]
+    return ImageTask(name, tuple(classes), _split(train, model), _split(held_out, model))
+
+
+def _split(images: Sequence[_Image], model: VisionModelConfig) -> Split:
+    side, mode = model.image_size, "L" if model.channels == 1 else "RGB"
+    pixels = [np.asarray(image.image.convert(mode).resize((side, side), Image.Resampling.BILINEAR)) for image in images]
+    shape = (len(images), side, side, model.channels)
+    return Split(np.stack(pixels).reshape(shape), np.array([image.label for image in images], np.int32))
+
+
+# Own images
+
+
+def _folder(folder: Path, field: str) -> tuple[list[str], list[_Image]]:
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise ValueError(f"{field}: has no folder: must have one for each class, with its images")
+    images = []
+    for label, name in enumerate(classes):
+        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in IMAGE_TYPES)
+        if not paths:
+            raise ValueError(f"{field}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})")
+        images += [_Image(_read(path, field), label, number) for number, path in enumerate(paths)]
+    return classes, images
+
+
+def _read(path: Path, field: str) -> Image.Image:
+    """Return the image; `ValueError` naming the file if it is broken, or decodes with a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with Image.open(path) as image:
+                return image.convert("RGB") if image.mode not in ("L", "RGB") else image.copy()
+    except (OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError) as error:
+        raise ValueError(f"{field}: {path} cannot be read as an image: {error}") from error
+
+
+# Images that packages carry
+
+
+def _vision_extra(module: str, field: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{field}: needs the extra 'vision' (make EXTRA=vision setup): {error}") from error
+
+
+def _digits(field: str) -> tuple[list[str], list[_Image]]:
+    """Return 1,797 handwritten digits."""
+    data = _vision_extra("sklearn.datasets", field).load_digits()
+    pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
+    images = [_Image(Image.fromarray(p), int(y), i) for i, (p, y) in enumerate(zip(pixels, data.target, strict=True))]
+    return [str(digit) for digit in range(10)], images
+
+
+def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
+    image = Image.new("L", (32, 32))
+    ImageDraw.Draw(image).text((16, 16), character, fill=255, font=font, anchor="mm")
+    return image
+
+
+def _rendered(label_of: Callable[[int, int], int]) -> list[_Image]:
+    """Return every character in every font, in three sizes; the sizes of a character in a font are one group."""
+    folder, images = Path(matplotlib.get_data_path()) / "fonts" / "ttf", []
+    for number, name in enumerate(FONTS):
+        for size in (20, 23, 26):
+            font = ImageFont.truetype(str(folder / f"{name}.ttf"), size)
+            for index, character in enumerate(GLYPHS):
+                group = number * len(GLYPHS) + index
+                images.append(_Image(_glyph(font, character), label_of(number, index), group))
+    return images
+
+
+def _glyphs(field: str) -> tuple[list[str], list[_Image]]:
+    return list(GLYPHS), _rendered(lambda font, character: character)
+
+
+def _fonts(field: str) -> tuple[list[str], list[_Image]]:
+    return list(FONTS), _rendered(lambda font, character: font)
+
+
+def _photographs(field: str) -> tuple[list[str], list[_Image]]:
+    """Return patches of photographs, from which of them is the class; a photograph's squares do not overlap."""
+    photographs = _vision_extra("skimage.data", field)
+    samples = _vision_extra("sklearn.datasets", field).load_sample_images().images
+    named = {name: getattr(photographs, name)() for name in PHOTOGRAPHS} | dict(zip(("china", "flower"), samples))
+    images = []
+    for label, pixels in enumerate(named.values()):
+        image, side = Image.fromarray(pixels), PATCH_PIXELS
+        corners = [(x, y) for y in range(0, image.height - side, side) for x in range(0, image.width - side, side)]
+        rng = np.random.default_rng(label)
+        chosen = rng.permutation(len(corners))[:PATCHES]
+        for group in sorted(chosen.tolist()):
+            x, y = corners[group]
+            images.append(_Image(image.crop((x, y, x + side, y + side)), label, group))
+    return list(named), images
+
+
+BUILT_IN: dict[str, Callable[[str], tuple[list[str], list[_Image]]]] = {
+    "digits": _digits,
+    "glyphs": _glyphs,
+    "fonts": _fonts,
+    "photographs": _photographs,
+}

@@ -1,0 +1,176 @@
+"""Which device runs which images of a step that trains several tasks at once.
+
+Tasks of different size leave devices idle when each has as many. Elastic training gives heavy tasks several devices,
+which divide their batch, and lets light ones share one (SE-MoE, arXiv:2205.10034v1, section 4.1; MoESys, section 5.3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from jmoe.config import check
+from jmoe.config.vision import LayoutKind
+
+
+@dataclass(frozen=True)
+class TaskLoad:
+    """What a task needs in a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters."""
+
+    name: str
+    batch_size: int
+    image_s: float = 1.0
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check(self.batch_size > 0, f"tasks.{self.name}.batch_size", self.batch_size, "must be greater than 0")
+        check(self.image_s > 0, f"tasks.{self.name}.image_s", self.image_s, "must be greater than 0")
+        check(self.num_bytes >= 0, f"tasks.{self.name}.num_bytes", self.num_bytes, "must not be negative")
+
+    @property
+    def load(self) -> float:
+        """Return the seconds of its batch on one device."""
+        return self.batch_size * self.image_s
+
+
+@dataclass(frozen=True)
+class Share:
+    """Images `start` to `stop` (not included) of the batch of task number `task`."""
+
+    task: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who runs what in every step: `shares[d]` is what device d does, one share after the other."""
+
+    tasks: tuple[TaskLoad, ...]
+    shares: tuple[tuple[Share, ...], ...]
+
+    @property
+    def images(self) -> tuple[int, ...]:
+        """Return how many images each device has."""
+        return tuple(sum(share.size for share in shares) for shares in self.shares)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Return each device's load."""
+        return tuple(sum(share.size * self.tasks[share.task].image_s for share in shares) for shares in self.shares)
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the largest number of images that divides every device's: what a device takes at once."""
+        return reduce(math.gcd, self.images)
+
+    def devices_of(self, task: int) -> tuple[int, ...]:
+        """Return the devices that run a task."""
+        return tuple(d for d, shares in enumerate(self.shares) if any(share.task == task for share in shares))
+
+    def idle(self) -> tuple[float, ...]:
+        """Return the share of the step that each device waits for the slowest."""
+        slowest = max(self.seconds)
+        return tuple(1 - seconds / slowest for seconds in self.seconds)
+
+    def lines(self) -> list[str]:
+        """Return the layout as text, a device a line."""
+        width, slowest = 32, max(self.seconds)
+        lines = []
+        for device, (shares, seconds) in enumerate(zip(self.shares, self.seconds, strict=True)):
+            bar = "#" * max(1, round(width * seconds / slowest))
+            runs = " + ".join(f"{self.tasks[share.task].name} {share.start}:{share.stop}" for share in shares)
+            lines.append(f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle  {runs}")
+        return lines
+
+
+def plan(
+    tasks: Sequence[TaskLoad], num_devices: int, *, mode: LayoutKind = "elastic", device_bytes: int | None = None
+) -> Layout:
+    """Return who runs which images.
+
+    `even`: every device has as many images of the joint batch, so that all have all tasks. `elastic`, with at least as
+    many devices as tasks: each task has a device, and one after the other goes to the task with the largest load a
+    device. With fewer: the heaviest task first goes to the device with the least load that has room for its parameters.
+    device_bytes: what a device has for tasks' own parameters; None: enough. Raises `ValueError` if tasks do not fit.
+    """
+    check(bool(tasks), "tasks", tuple(tasks), "must have at least one task")
+    check(num_devices > 0, "num_devices", num_devices, "must be greater than 0")
+    tasks = tuple(tasks)
+    if mode == "even":
+        return _even(tasks, num_devices, device_bytes)
+    return Layout(tasks, _split(tasks, num_devices, device_bytes) or _packed(tasks, num_devices, device_bytes))
+
+
+def _even(tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | None) -> Layout:
+    total = sum(task.batch_size for task in tasks)
+    check(total % num_devices == 0, "batch_size", total, f"must be a multiple of {num_devices} devices")
+    each, shares = total // num_devices, []
+    for device in range(num_devices):
+        begin, own = device * each, []
+        first = 0  # of the task, in the joint batch
+        for number, task in enumerate(tasks):
+            start, stop = max(begin - first, 0), min(begin + each - first, task.batch_size)
+            own += [Share(number, start, stop)] if start < stop else []
+            first += task.batch_size
+        _check_room(tasks, [share.task for share in own], device_bytes)
+        shares.append(tuple(own))
+    return Layout(tasks, tuple(shares))
+
+
+def _check_room(tasks: Sequence[TaskLoad], own: Sequence[int], device_bytes: int | None) -> None:
+    need, names = sum(tasks[number].num_bytes for number in own), " and ".join(tasks[number].name for number in own)
+    fits = device_bytes is None or need <= device_bytes
+    check(fits, "device_bytes", device_bytes, f"must be at least {need}, which {names} need on one device")
+
+
+def _split(
+    tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | None
+) -> tuple[tuple[Share, ...], ...] | None:
+    """Return a layout with a device or more for each task; None if there are fewer devices than tasks.
+
+    A device that no task can use, since each has one for every image, stays without a share and is refused.
+    """
+    if num_devices < len(tasks):
+        return None
+    images = sum(task.batch_size for task in tasks)
+    check(num_devices <= images, "num_devices", num_devices, f"must not exceed the {images} images of a step")
+    counts = [1] * len(tasks)
+    for number in range(len(tasks)):
+        _check_room(tasks, [number], device_bytes)
+    for _ in range(num_devices - len(tasks)):
+        loads = [task.load / count if count < task.batch_size else 0.0 for task, count in zip(tasks, counts)]
+        counts[loads.index(max(loads))] += 1
+    shares = []
+    for number, (task, count) in enumerate(zip(tasks, counts, strict=True)):
+        ends = [task.batch_size * i // count for i in range(count + 1)]
+        shares += [(Share(number, start, stop),) for start, stop in itertools.pairwise(ends)]
+    return tuple(shares)
+
+
+def _packed(tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | None) -> tuple[tuple[Share, ...], ...]:
+    """Return a layout whose devices have whole tasks.
+
+    By load, the heaviest first (Graham's rule: at most 4/3 of the best possible); where that leaves no room for a task,
+    by bytes, the largest first.
+    """
+    limit = math.inf if device_bytes is None else device_bytes
+    orders = (lambda task: (-task.load, -task.num_bytes), lambda task: (-task.num_bytes, -task.load))
+    for key in orders:
+        own: list[list[int]] = [[] for _ in range(num_devices)]
+        for number in sorted(range(len(tasks)), key=lambda number: key(tasks[number])):
+            room = [d for d in own if sum(tasks[i].num_bytes for i in d) + tasks[number].num_bytes <= limit]
+            if not room:
+                break
+            min(room, key=lambda d: sum(tasks[i].load for i in d)).append(number)
+        else:
+            return tuple(tuple(Share(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own)
+    need = max(sum(task.num_bytes for task in tasks) / num_devices, *(task.num_bytes for task in tasks))
+    raise ValueError(f"device_bytes = {device_bytes}: tasks find no room on {num_devices} devices; at least {need:.0f}")

@@ -1,0 +1,154 @@
+"""A model on a mesh: where its parameters lie, how they are gathered for use, and the form they are saved in."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jmoe.collectives.fusion import BufferLayout, ShardInBuffer, gather_fused_local, gather_local
+from jmoe.config import TrainConfig
+from jmoe.layers.router import RouterBias
+from jmoe.mesh import (
+    ALL,
+    REPLICATED,
+    hierarchy,
+    is_expert,
+    param_specs,
+    path_names,
+    shard_dim,
+    shardings,
+    split_over,
+)
+from jmoe.training.state import TrainState
+
+LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
+
+
+class ShardedModel(ABC):
+    """A model as a pure function of nested dicts of this device's parameters; `build` draws it.
+
+    split: parameters that are kept in parts in use too, and the dimension in which all devices split them.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, split: Mapping[str, int]) -> None:
+        self.config, self.mesh, self._split = config, mesh, split
+        self.dtype = jnp.dtype(config.compute_dtype)
+        packed = config.mesh.expert_inter > 1 and config.comm.first_packing > 1
+        self.hierarchy = hierarchy(mesh, config.comm.hierarchical, packed=packed)
+        self.fused = config.comm.shard_dense and config.comm.fuse_dense and mesh.size > 1
+        self.abstract: Any = nnx.eval_shape(self.build)
+        parts: Any = nnx.split(self.abstract, nnx.Param, RouterBias)
+        self._graph, params, bias = parts
+        self._structures = jax.tree.structure(params), jax.tree.structure(bias)
+        self.shapes, self._bias_shapes = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
+        self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
+        self.specs |= {name: split_over(ALL, dim) for name, dim in split.items()}
+        self._shard_dims = dict(self._sharded_over_all())  # path inside a layer -> dimension split over all devices
+
+    @abstractmethod
+    def build(self) -> nnx.Module:
+        """Draw the model's parameters."""
+
+    def merge(self, params: Any, router_bias: Any) -> Any:
+        """Return the model with these parameters, in nested dicts."""
+        trees = zip(self._structures, (params, router_bias), strict=True)
+        return nnx.merge(self._graph, *(jax.tree.unflatten(s, jax.tree.leaves(tree)) for s, tree in trees))
+
+    # Where parameters lie
+
+    def _sharded_over_all(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
+            dim = shard_dim(path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused)
+            names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
+            if dim >= 0:
+                yield names, dim - (len(path_names(path)) - len(names))
+        yield from (((name,), dim) for name, dim in self._split.items())
+
+    def is_sharded(self, names: tuple[str, ...]) -> bool:
+        """Whether the parameter, by its path inside a layer, is split over all devices."""
+        return names in self._shard_dims
+
+    def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> Any:
+        matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
+        return self.dtype if matrix else jnp.float32
+
+    def layout(self, tree: Any, *, stacked: bool = False) -> BufferLayout:
+        """Say which parameters (of one layer, of stacked layers, or outside the layers) travel in a flat buffer."""
+
+        def place(path: Any, w: jax.Array) -> ShardInBuffer | None:
+            names, shape = _names(path), w.shape[stacked:]
+            dim = -1 if names[0] in self._split else self._shard_dims.get(names, -1)
+            return None if dim < 0 else ShardInBuffer(shape, dim, self._compute_dtype(names, len(shape)))
+
+        return BufferLayout(tree, [place(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)])
+
+    # Parameters as they are used
+
+    def cast(self, tree: Any) -> Any:
+        """Cast unsharded parameters to the dtype of their use; those that stay in parts are left as they are."""
+
+        def used(path: Any, w: jax.Array) -> jax.Array:
+            names = _names(path)
+            stays = names[0] in self._split
+            return w if stays else w.astype(self._compute_dtype(names, w.ndim - is_expert(path)))
+
+        return jax.tree_util.tree_map_with_path(used, tree)
+
+    def gather(self, tree: Any) -> Any:
+        """Gather this device's parameters (of one layer, or outside the layers), in the dtype of their use."""
+        layout = self.layout(tree)
+        shards, rest = layout.split(tree)[0], layout.split(self.cast(tree))[1]
+        if shards and self.fused:
+            unsharded = gather_fused_local(shards, tuple(layout.parts), self.hierarchy)
+        else:
+            pairs = zip(shards, layout.parts, strict=True)
+            unsharded = [gather_local(w, part.dim, part.dtype, ALL) for w, part in pairs]
+        return layout.join(unsharded, rest)
+
+    # The state of training
+
+    @property
+    def state_specs(self) -> TrainState:
+        """Return where every array of the state lies."""
+        bias: Any = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
+        step: Any = REPLICATED
+        return TrainState(self.specs, self.specs, self.specs, bias, step)
+
+    def fresh_state(self) -> TrainState:
+        """Draw step 0, in the form that is saved."""
+        split: Any = nnx.split(self.build(), nnx.Param, RouterBias)
+        return TrainState.at_step_0(nnx.to_pure_dict(split[1]), nnx.to_pure_dict(split[2]))
+
+    def initial_state(self) -> TrainState:
+        """Draw step 0, in the form that training uses: the saved one, unless a model overrides this."""
+        return self.fresh_state()
+
+    @cached_property
+    def state_shape(self) -> TrainState:
+        """The shapes and shardings of the state in training."""
+        place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
+        state: TrainState = jax.eval_shape(self.initial_state)
+        placed: TrainState = jax.tree.map(place, state, shardings(self.state_specs, self.mesh))
+        return placed
+
+    @property
+    def saved_shape(self) -> TrainState:
+        """Return what a checkpoint holds, the same whatever the mesh."""
+        return self.state_shape
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Bring a state into the form in which it is saved."""
+        return state
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Bring a saved state into the form in which it is used."""
+        return state
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(name for name in path_names(path) if name != "value")

@@ -1,0 +1,202 @@
+"""Training several image tasks at once: one `shard_map` over the mesh, from images to the updated state.
+
+Legend: R devices, M micro-batches, B images of a micro-batch, Y classes of all tasks, A tasks, N layers routed per
+token, E experts.
+
+The layout says which images of which tasks a device has. Parameters are gathered once, a device adds up the gradients
+of its micro-batches, as many as the layout gives it, and the sum is reduced once. Every image's loss is divided by what
+its task has on all devices, so that no layout changes the loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from jmoe.config import VisionTrainConfig
+from jmoe.data.image_batches import ImageBatch
+from jmoe.layers.moe import ExpertParallel
+from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, shardings
+from jmoe.models.vision import VisionTransformer
+from jmoe.offload.expert_state import ReadExperts
+from jmoe.planning.elastic import Layout
+from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
+from jmoe.training.sharded_model import ShardedModel
+from jmoe.training.state import TrainState
+from jmoe.training.update import finish_step, over_devices
+
+Metrics = dict[str, Any]
+
+
+class ShardedVision(ShardedModel):
+    """The vision transformer as a pure function of nested dicts of this device's parameters."""
+
+    def __init__(self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh) -> None:
+        self._config, self.num_classes = config, num_classes
+        super().__init__(config, mesh, {})
+
+    def build(self) -> VisionTransformer:
+        """Draw the model's parameters."""
+        config = self._config
+        parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange)
+        paths = [task.path for task in config.tasks.values()]
+        return VisionTransformer(config.model, self.num_classes, paths, parallel, rngs=nnx.Rngs(config.seed))
+
+    def gather_all(self, params: Any) -> Any:
+        """Gather the parameters of all layers and outside them, in the dtype of their use; experts stay in parts."""
+        with jax.named_scope("gather"):
+            outside = self.gather({name: tree for name, tree in params.items() if name not in STACK_PATHS})
+            stacks = {name: tree for name, tree in params.items() if name in STACK_PATHS}
+            return outside | {name: jax.vmap(self.gather)(tree) for name, tree in stacks.items()}
+
+
+class VisionTrainer:
+    """The `Trainer` of runs on images. `step` is one program, which reuses the memory of the state."""
+
+    evaluation_batches = 1
+    records: RecordCheckpoints | None = None
+    progress: Callable[[], object] | None = None
+
+    def __init__(self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout) -> None:
+        self.config, self.layout = config, layout
+        self.model = model = ShardedVision(config, num_classes, mesh)
+        self.saved_shape = self.full_shape = model.saved_shape
+        self.state_shape, self.save_state = model.state_shape, model.to_saved
+        self._offsets = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
+        self.micro_batch = layout.micro_batch // config.gradient_accumulation_steps
+        self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
+        state = model.state_specs
+        sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+        def step(state_now: TrainState, batch: ImageBatch, full_capacity: bool = False) -> Any:
+            body = partial(self._step_local, full_capacity=full_capacity)
+            return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(state_now, batch)
+
+        self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
+        self._evaluate = jax.jit(sharded(self._evaluate_local, in_specs=(state, BATCH), out_specs=REPLICATED))
+
+    @property
+    def notes(self) -> list[str]:
+        """The layout, where devices differ."""
+        return self.layout.lines() if len(set(self.layout.shares)) > 1 and self.config.layout == "elastic" else []
+
+    # A step
+
+    def _step_local(self, state: TrainState, batch: ImageBatch, *, full_capacity: bool) -> tuple[TrainState, Any]:
+        """Take one step, unless the loss or gradient is not finite, or a dropless buffer overflows."""
+        grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity)
+        num_devices = self.model.mesh.size
+        with jax.named_scope("reduce_gradients"):
+            grads = reduce_gradients_local(grads, self.model)
+            metrics = over_devices(num_devices, metrics)
+        squares = over_devices(num_devices, squared_norms_local(grads, self.model))
+        dropless = self.config.model.capacity_factor is None and "dropped" in metrics
+        overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
+        return finish_step(self.config, state, grads, squares, metrics, overflow)
+
+    def gradients_local(self, state: TrainState, batch: ImageBatch, *, full_capacity: bool) -> tuple[Any, Metrics]:
+        """Return this device's part of the gradients and metrics, summed over its own micro-batches.
+
+        Gradients of what is sharded over all devices come back reduced, onto the shards.
+        """
+        gathered, scatter = jax.vjp(self.model.gather_all, state.params)
+        loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
+
+        def one(index: Any) -> tuple[Any, Metrics]:
+            part = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch)
+            (_, metrics), grads = loss_and_gradients(gathered, state.router_bias, part)
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
+
+        counts = [images // self.micro_batch for images in self.layout.images]
+        if max(counts) == 1:
+            grads, metrics = one(0)
+        else:
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
+            own: Any = counts[0]  # a device goes as often as it has images, and waits for others in the reduction only
+            if len(set(counts)) > 1:
+                own = jnp.asarray(counts, jnp.int32)[lax.axis_index(ALL)]
+            grads, metrics = lax.fori_loop(0, own, lambda i, sums: jax.tree.map(jnp.add, sums, one(i)), zeros)
+        (reduced,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, gathered))
+        return reduced, metrics
+
+    def loss_local(
+        self, params: Any, router_bias: Any, batch: ImageBatch, *, full_capacity: bool
+    ) -> tuple[jax.Array, Metrics]:
+        """Return a micro-batch's part of the loss, and what it consists of."""
+        config, tasks = self.config, self.config.tasks
+        options = {"train": True, "full_capacity": full_capacity, "remat": config.remat == "layer"}
+        nll_B, correct_B, stats = self._nll(params, router_bias, batch, **options)
+        with jax.named_scope("loss"):
+            images_A = np.array([task.batch_size for task in tasks.values()], np.float32)
+            weights_A = np.array([task.loss_weight for task in tasks.values()], np.float32)
+            of_task_AB = batch.task == np.arange(len(tasks), dtype=np.int32)[:, None]
+            loss_A = jnp.where(of_task_AB, nll_B * batch.weight, 0.0).sum(axis=1) / images_A
+            correct_A = jnp.where(of_task_AB, correct_B * batch.weight, 0.0).sum(axis=1) / images_A
+            loss = (loss_A * weights_A).sum()
+        metrics: Metrics = {
+            "loss": loss,
+            "task_loss": dict(zip(tasks, loss_A, strict=True)),
+            "task_accuracy": dict(zip(tasks, correct_A, strict=True)),
+        }
+        if stats is None:
+            return loss, lax.stop_gradient(metrics)
+        tokens = config.batch_size * config.sequence_length
+        z = config.model.router.z_loss_coef * stats.z_sum.sum() / tokens / config.model.num_moe_layers
+        metrics |= {
+            "balance_loss": jnp.zeros((), jnp.float32),
+            "z_loss": z,
+            "counts": stats.counts_E,
+            "entropy": stats.entropy_sum / tokens,
+            "dropped": stats.dropped,
+        }
+        return loss + z, lax.stop_gradient(metrics)
+
+    def _forward(self, params: Any, router_bias: Any, batch: ImageBatch, **options: Any) -> Any:
+        pixels = batch.pixels.astype(jnp.float32) / 255.0
+        return self.model.merge(params, router_bias)(pixels, batch.task, dtype=self.model.dtype, **options)
+
+    def _nll(self, params: Any, router_bias: Any, batch: ImageBatch, **options: Any) -> Any:
+        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B], statistics)."""
+        logits_BY, stats = self._forward(params, router_bias, batch, **options)
+        label_B = batch.label + jnp.asarray(self._offsets)[batch.task]
+        log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
+        is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)
+        nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)
+        correct_B = (jnp.argmax(logits_BY, axis=1).astype(jnp.int32) == label_B).astype(jnp.float32)
+        return nll_B, correct_B, stats
+
+    # Without gradients
+
+    def _evaluate_local(self, state: TrainState, batch: ImageBatch) -> jax.Array:
+        part = jax.tree.map(lambda a: a[0, 0], batch)
+        nll_B, correct_B, _ = self._nll(
+            self.model.gather_all(state.params), state.router_bias, part, full_capacity=True
+        )
+        of_task_AB = part.task == np.arange(len(self.config.tasks), dtype=np.int32)[:, None]
+        values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * part.weight
+        return lax.psum(jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1), ALL)
+
+    def evaluate(self, state: TrainState, batches: Sequence[Any]) -> list[jax.Array]:
+        """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones, images, by task."""
+        return [jax.block_until_ready(self._evaluate(state, batch)) for batch in batches]
+
+    # Checkpoints
+
+    def load_state(
+        self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
+    ) -> TrainState:
+        """Return the state as training uses it, which is how it is saved."""
+        return saved
+
+    def expert_stats(self) -> None:
+        """Return nothing: no expert moves between tiers."""
+
+    def close(self) -> None:
+        """End nothing: there are no threads."""
