@@ -12,16 +12,19 @@ if __name__ == "__main__":
     answer_early(lambda: parse_train(sys.argv[1:], PRESETS))
 
 import contextlib
+import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jmoe.config import TrainConfig
+from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.data.corpus import Role, discard, prepare, publish
+from jmoe.data.image_batches import ImageBatches
+from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
 from jmoe.mesh import devices_per_host, make_mesh
@@ -30,7 +33,6 @@ from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, has_checkpoint
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
 from jmoe.run.planner import packing_line, training_plan, with_chosen_tiers
-from jmoe.run.report import write_report
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.status import status
 from jmoe.training.finetune import TOKENIZER, with_pretrained_model
@@ -38,6 +40,8 @@ from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
+from jmoe.training.vision_session import VisionSession, layout_of
+from jmoe.training.vision_step import VisionTrainer
 
 
 def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, Any]]:
@@ -100,12 +104,72 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
 def main(arguments: Sequence[str]) -> None:
     """Print the plan, or train."""
     config = with_chosen_tiers(with_pretrained_model(parse_train(arguments, PRESETS)))
+    if config.plan and isinstance(config, VisionTrainConfig):
+        shape = config.mesh
+        num_devices = max(1, shape.data) * shape.expert_inter * max(1, shape.expert_intra)
+        print(*layout_of(dataclasses.replace(config, layout="elastic"), num_devices).lines(), sep="\n")
+        return
     if config.plan:
         plan = training_plan(config)
         print(plan, *([packing_line(config)] if config.comm.packing != 1 else []), sep="\n")
         sys.exit(1 if plan.lacking else 0)
     completed = run_all(config)
     sys.exit(0 if completed or jax.process_index() > 0 else config.distributed.stopped_exit_code)
+
+
+class Source(NamedTuple):
+    """What a run learns from."""
+
+    corpus: Any  # a `Corpus`, or the images of each task
+    batches: Any
+    fingerprint: str
+    tokenizer: dict[str, bytes]
+    publish: Callable[[], None]  # called by process 0 when the run has begun
+
+
+def prepare_text(
+    config: TrainConfig, watchdog: distributed.Watchdog, stack: contextlib.ExitStack, resolved: dict[str, Any]
+) -> Source:
+    """Tokenize the text, or take what is tokenized; process 0 does it, the others wait."""
+    limits, main_process = config.distributed, jax.process_index() == 0
+    preparing, cache, option = PreparingData(say), Path(config.output_dir) / "data", "distributed.start_timeout_s"
+    if main_process:
+        stack.callback(discard, cache)
+    with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, progress=preparing.progress, option=option):
+        keep = has_checkpoint(config, resolved)
+        role = Role(main_process, preparing.report, limits.start_timeout_s, watchdog.progress_of_rank_0, keep)
+        corpus = prepare(config.data, config.model.vocab_size, cache, role)
+    tokenizer = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
+    held_out = len(corpus.held_out_tokens)
+    say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
+    batches = train_batches(
+        corpus,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        prefetch_batches=config.data.prefetch_batches,
+    )
+    return Source(corpus, batches, corpus.fingerprint, tokenizer, lambda: publish(corpus, cache))
+
+
+def prepare_images(
+    config: VisionTrainConfig, watchdog: distributed.Watchdog, stack: contextlib.ExitStack, resolved: dict[str, Any]
+) -> Source:
+    """Read the images of all tasks; every process does."""
+    with watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
+        has_checkpoint(config, resolved)
+        tasks = tuple(load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items())
+    for task in tasks:
+        say(
+            f"task {task.name}: {len(task.classes)} classes, {len(task.train.labels):,} images to train on, "
+            f"{len(task.held_out.labels):,} held out"
+        )
+    each = jax.device_count() // jax.process_count()
+    first = jax.process_index() * each
+    batches = ImageBatches(tasks, config, layout_of(config, jax.device_count()), first, first + each)
+    return Source(tasks, batches, batches.fingerprint, {}, lambda: None)
 
 
 def run_all(config: TrainConfig) -> bool:
@@ -133,28 +197,16 @@ def run_all(config: TrainConfig) -> bool:
         with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
             stack.enter_context(folder)
 
-        preparing, resolved, cache = PreparingData(say), json.loads(config.to_json()), output_dir / "data"
-        if main_process:
-            stack.callback(discard, cache)
-        with watchdog.waiting_for("data", timeout_s=limits.start_timeout_s, progress=preparing.progress, option=option):
-            keep = has_checkpoint(config, resolved)
-            role = Role(main_process, preparing.report, limits.start_timeout_s, watchdog.progress_of_rank_0, keep)
-            corpus = prepare(config.data, config.model.vocab_size, cache, role)
-        tokenizer = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
-        held_out = len(corpus.held_out_tokens)
-        say(f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out; {corpus.files()}")
-        batches = train_batches(
-            corpus,
-            batch_size=config.batch_size,
-            sequence_length=config.sequence_length,
-            seed=config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            prefetch_batches=config.data.prefetch_batches,
-        )
-        stack.push(closing(batches.close))
+        resolved = json.loads(config.to_json())
+        prepared = prepare_images if isinstance(config, VisionTrainConfig) else prepare_text
+        source = prepared(config, watchdog, stack, resolved)
+        stack.push(closing(source.batches.close))
 
-        trainer = make_trainer(packed, mesh, folder.run)
+        if isinstance(config, VisionTrainConfig):
+            num_classes = {task.name: len(task.classes) for task in source.corpus}
+            trainer: Trainer = VisionTrainer(config, num_classes, mesh, layout_of(config, mesh.size))
+        else:
+            trainer = make_trainer(packed, mesh, folder.run)
         stack.push(closing(trainer.close))
         for note in trainer.notes:
             say(note)
@@ -162,13 +214,24 @@ def run_all(config: TrainConfig) -> bool:
         checkpoints = stack.enter_context(
             Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
         )
-        resolved |= {FINGERPRINT: corpus.fingerprint}
-        run = Session(
-            config, resolved, mesh, corpus, batches, trainer, checkpoints, watchdog, folder, tokenizer, packing
+        resolved |= {FINGERPRINT: source.fingerprint}
+        of_kind = VisionSession if isinstance(config, VisionTrainConfig) else Session
+        run = of_kind(
+            config,
+            resolved,
+            mesh,
+            source.corpus,
+            source.batches,
+            trainer,
+            checkpoints,
+            watchdog,
+            folder,
+            source.tokenizer,
+            packing,
         )
         state = run.start_or_resume()
         if main_process:
-            publish(corpus, cache)
+            source.publish()
             run.log = MetricsLog(output_dir, start_step=int(state.step))
             stack.push(closing(run.log.close))
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
@@ -180,7 +243,7 @@ def run_all(config: TrainConfig) -> bool:
         else:
             say(f"stopped by a signal after step {int(state.step)}; the same command goes on from there")
             if main_process:
-                say(f"report of the steps so far: {write_report(output_dir)}")
+                say(f"report of the steps so far: {run.report()}")
         return completed
 
 

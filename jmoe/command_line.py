@@ -77,7 +77,7 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
     if EXPERTS in options_set and OPTIMIZER not in options_set:
         options += [OPTIMIZER, options_set[EXPERTS]]
     config = tyro.cli(
-        TrainConfig,
+        type(preset),
         default=dataclasses.replace(preset, comm=_Comm(**vars(preset.comm))),
         args=options,
         prog=f"{program_name()} {name}",

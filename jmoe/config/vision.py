@@ -66,6 +66,20 @@ class VisionModelConfig(ModelConfig):
         kinds = super().layer_kinds
         return tuple("task" if layer in self.task_layers else kind for layer, kind in enumerate(kinds))
 
+    def num_parameters(self) -> tuple[int, int]:
+        """Return (total, active per patch) parameters; a head of hidden_size x classes a task comes to them."""
+        d, side, tasks = self.hidden_size, self.image_size // self.patch_size, len(self.task_layers)
+        text = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + self.max_position_embeddings * d
+        own = (self.patch_size**2 * self.channels + 1 + 2 * side) * d
+        dense, expert = self._mlp(self.intermediate_size), self.expert_parameters
+        total, active = (count - text + own for count in super().num_parameters())
+        return total + tasks * (self.num_experts * expert - dense), active + tasks * (expert - dense)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Return the FLOPs of a trained patch: 6 per active parameter, plus attention to all of the image."""
+        attention = 12 * self.num_hidden_layers * self.num_attention_heads * self.dim_per_head * sequence_length
+        return 6.0 * self.num_parameters()[1] + attention
+
     @property
     def num_patches(self) -> int:
         """Return the tokens of an image."""

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import TrainConfig
-from jmoe.data.corpus import Corpus
-from jmoe.data.loader import COMPARABLE_BYTES, TrainBatches, baselines
+from jmoe.data.loader import COMPARABLE_BYTES, baselines
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import check_compatible
@@ -46,8 +45,8 @@ class Session:
     config: TrainConfig
     resolved: dict[str, Any]  # the configuration as it is saved, with the data's fingerprint
     mesh: Mesh
-    corpus: Corpus
-    batches: TrainBatches
+    corpus: Any  # what it learns from: a `Corpus`, or images
+    batches: Any  # iterator of what `next_batch` puts on the devices, with `get_state` and `set_state`
     trainer: Trainer
     checkpoints: Checkpoints
     watchdog: Watchdog
@@ -60,7 +59,7 @@ class Session:
     def output_dir(self) -> Path:
         return Path(self.config.output_dir)
 
-    def next_batch(self) -> jax.Array:
+    def next_batch(self) -> Any:
         """Return this process's rows [b, S + 1] as its part of a global [accumulation steps, B, S + 1]."""
         rows = next(self.batches)
         local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
@@ -102,7 +101,7 @@ class Session:
             say(f"resuming from step {step} of {checkpoints.directory}")
             return state
 
-    def evaluate(self, state: TrainState) -> HeldOut:
+    def evaluate(self, state: TrainState) -> Any:
         """Say, log and return what the held-out text costs."""
         step, begun = int(state.step), time.perf_counter()
         doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
@@ -116,7 +115,7 @@ class Session:
             self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
         return HeldOut(loss, bits)
 
-    def evaluate_first(self, state: TrainState) -> HeldOut | None:
+    def evaluate_first(self, state: TrainState) -> Any:
         """Return the held-out loss of step 0: measured now, or by the run that began in this folder."""
         if int(state.step) == 0:
             return self.evaluate(state)
@@ -156,7 +155,11 @@ class Session:
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
         raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; {last}")
 
-    def finish(self, state: TrainState, before: HeldOut | None) -> None:
+    def report(self) -> Path:
+        """Draw the run so far and return the picture's path."""
+        return write_report(self.output_dir)
+
+    def finish(self, state: TrainState, before: Any) -> None:
         """Evaluate, then print what the run learned and where its files are."""
         corpus, after = self.corpus, self.evaluate(state)
         sample = ""
@@ -167,7 +170,7 @@ class Session:
         if self.log is None:
             return
         with status("drawing the report", say):
-            write_report(self.output_dir)
+            self.report()
         unigram, xz = baselines(corpus)
         if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
             say(
