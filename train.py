@@ -154,9 +154,7 @@ def prepare_text(
     return Source(corpus, batches, corpus.fingerprint, tokenizer, lambda: publish(corpus, cache))
 
 
-def prepare_images(
-    config: VisionTrainConfig, watchdog: distributed.Watchdog, stack: contextlib.ExitStack, resolved: dict[str, Any]
-) -> Source:
+def prepare_images(config: VisionTrainConfig, watchdog: distributed.Watchdog, resolved: dict[str, Any]) -> Source:
     """Read the images of all tasks; every process does."""
     with watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
         has_checkpoint(config, resolved)
@@ -198,15 +196,14 @@ def run_all(config: TrainConfig) -> bool:
             stack.enter_context(folder)
 
         resolved = json.loads(config.to_json())
-        prepared = prepare_images if isinstance(config, VisionTrainConfig) else prepare_text
-        source = prepared(config, watchdog, stack, resolved)
-        stack.push(closing(source.batches.close))
-
         if isinstance(config, VisionTrainConfig):
+            source = prepare_images(config, watchdog, resolved)
             num_classes = {task.name: len(task.classes) for task in source.corpus}
             trainer: Trainer = VisionTrainer(config, num_classes, mesh, layout_of(config, mesh.size))
         else:
+            source = prepare_text(config, watchdog, stack, resolved)
             trainer = make_trainer(packed, mesh, folder.run)
+        stack.push(closing(source.batches.close))
         stack.push(closing(trainer.close))
         for note in trainer.notes:
             say(note)

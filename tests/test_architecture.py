@@ -38,10 +38,10 @@ FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "star
 FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress deploy.export inference.mesh_programs inference.stats kernels.groups
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
-models.lazy_checkpoint models.tensor_names offload.residency offload.saved_experts
-run.checkpoint_contents runtime serving.answer serving.errors serving.metrics serving.schemas
+models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
+run.checkpoint_contents run.task_report runtime serving.answer serving.errors serving.metrics serving.schemas
 serving.service serving.vocabulary training.bandwidth training.evaluation training.gradient_reduction
-training.session training.update"""
+training.session training.sharded_model training.update"""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

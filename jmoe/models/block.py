@@ -62,11 +62,9 @@ class Block(nnx.Module):
         moe = kind != "dense"
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
-        if kind == "task":
-            by_task = config.moe.by_task()
-            self.moe = MoELayer(by_task, parallel, router=TaskRouter(by_task.num_experts), rngs=rngs)
-        else:
-            self.moe = MoELayer(config.moe, parallel, rngs=rngs) if moe else None
+        routed = config.moe.by_task() if kind == "task" else config.moe if moe else None
+        router = TaskRouter(config.num_experts) if kind == "task" else None
+        self.moe = None if routed is None else MoELayer(routed, parallel, router=router, rngs=rngs)
         gate = moe and config.shared_expert_gate
         self.shared_expert_gate = normal(rngs, (d, 1), config.initializer_range) if gate else None
 

@@ -128,7 +128,7 @@ def _even(tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | Non
 def _check_room(tasks: Sequence[TaskLoad], own: Sequence[int], device_bytes: int | None) -> None:
     need, names = sum(tasks[number].num_bytes for number in own), " and ".join(tasks[number].name for number in own)
     fits = device_bytes is None or need <= device_bytes
-    check(fits, "device_bytes", device_bytes, f"must be at least {need}, which {names} need on one device")
+    check(fits, "device_bytes", device_bytes, f"must be at least {need} for {names}")
 
 
 def _split(

@@ -16,7 +16,7 @@ from jmoe.data.corpus import Corpus
 from jmoe.data.loader import held_out_windows
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
-from jmoe.training.trainer import Trainer
+from jmoe.training.trainer import LanguageTrainer, Trainer
 
 
 def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -36,7 +36,7 @@ def held_out_loss(trainer: Trainer, state: TrainState, corpus: Corpus, config: T
 
 
 def sample_text(
-    trainer: Trainer, state: TrainState, tokenizer: Tokenizer, eot: int, config: TrainConfig, mesh: Mesh
+    trainer: LanguageTrainer, state: TrainState, tokenizer: Tokenizer, eot: int, config: TrainConfig, mesh: Mesh
 ) -> str:
     """Text sampled from the model after an end-of-text token, `evaluation.sample_tokens` tokens at most.
 

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from jmoe.training.packing import PackingController, moved
 from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.step import FusedTrainer
-from jmoe.training.trainer import Trainer, make_trainer
+from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
 
 
 def say(text: str) -> None:
@@ -165,7 +165,9 @@ class Session:
         sample = ""
         if corpus.tokenizer is not None and self.config.evaluation.sample_tokens:
             with self.watchdog.waiting_for("sample"), status("sampling a text", say):
-                sample = sample_text(self.trainer, state, corpus.tokenizer, corpus.eot, self.config, self.mesh)
+                sample = sample_text(
+                    cast(LanguageTrainer, self.trainer), state, corpus.tokenizer, corpus.eot, self.config, self.mesh
+                )
         totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return

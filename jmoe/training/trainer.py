@@ -23,9 +23,12 @@ class Trainer(Protocol):
 
     saved_shape: TrainState  # of what `save_state` returns
     full_shape: TrainState  # with all experts, which are no part of the state where they are streamed
-    notes: list[str]  # what was planned, and why
     records: RecordCheckpoints | None  # what a checkpoint holds in files of its own
     evaluation_batches: int  # how many batches `evaluate` is best given at once
+
+    @property
+    def notes(self) -> list[str]:
+        """What was planned, and why."""
 
     @property
     def progress(self) -> Callable[[], object] | None:
@@ -35,7 +38,7 @@ class Trainer(Protocol):
         """Draw step 0."""
 
     def step(
-        self, state: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
+        self, state: TrainState, tokens_ABS: Any, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take one step on tokens [A, B, S + 1]; the state's memory is used again.
 
@@ -45,9 +48,6 @@ class Trainer(Protocol):
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch in nats."""
-
-    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
-        """Return logits [V] after the token at `position` of the first sequence."""
 
     def save_state(self, state: TrainState) -> TrainState:
         """Return what a checkpoint holds, the same whatever the mesh; streamed experts are records then."""
@@ -64,7 +64,14 @@ class Trainer(Protocol):
         """End the run's threads."""
 
 
-def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> Trainer:
+class LanguageTrainer(Trainer, Protocol):
+    """A `Trainer` of a language model, which can be asked for the next token."""
+
+    def next_logits(self, state: TrainState, tokens_BS: jax.Array, position: jax.Array) -> jax.Array:
+        """Return logits [V] after the token at `position` of the first sequence."""
+
+
+def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageTrainer:
     """Make the trainer of a run on `mesh`, with experts where `config.tiers` wants them.
 
     Compiles nothing yet, but may measure the network. run: names the folder of the experts' records in `tiers.path`.

@@ -1,0 +1,78 @@
+"""`train.py ufo-tiny` as a program: it trains, resumes, ends with its table and picture; its plan; what is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jmoe.run.metrics import read_events, read_metrics
+from tests.train_runs import Run, TrainRuns
+
+# Glyphs and fonts come with matplotlib; with a few small layers a step takes milliseconds.
+SMALL = (
+    *("--model.hidden-size", "16", "--model.intermediate-size", "16", "--model.moe-intermediate-size", "16"),
+    *("--model.num-attention-heads", "2", "--model.num-key-value-heads", "2", "--model.image-size", "8"),
+    *("--tasks.digits.source", "glyphs", "--tasks.photographs.source", "fonts"),
+    *("--tasks.glyphs.batch-size", "8", "--tasks.digits.batch-size", "4"),
+    *("--tasks.fonts.batch-size", "2", "--tasks.photographs.batch-size", "2"),
+    *("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "5", "--checkpoint.every-steps", "2"),
+)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_run_resumes_and_ends_with_a_table_and_a_picture(
+    run_python: Run, train_runs: TrainRuns, tmp_path: Path
+) -> None:
+    command, environment = ("train.py", "ufo-tiny", *SMALL), train_runs.environment()
+    whole = run_python((*command, "--num-steps", "4", "--output-dir", tmp_path / "whole"), environment)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    table = [
+        line.split() for line in whole.stdout.splitlines() if line.startswith(("glyphs", "digits", "fonts", "phot"))
+    ]
+    assert [(row[0], row[1]) for row in table] == [
+        ("glyphs", "36"),
+        ("digits", "36"),
+        ("fonts", "14"),
+        ("photographs", "14"),
+    ]
+    assert (tmp_path / "whole" / "report.png").read_bytes().startswith(b"\x89PNG")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "4")
+    again = run_python((*command, "--num-steps", "4", "--output-dir", tmp_path / "again"), environment)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming from step 2" in again.stdout
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+    final = [read_events(tmp_path / name / "metrics.jsonl")[-1] for name in ("again", "whole")]
+    assert final[0] == final[1]
+
+
+def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
+    done = run_python(("train.py", "ufo-tiny", "--plan", "--mesh.data", "2"), {}, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "glyphs 0:64" in lines[0]
+    assert "digits 0:32 + fonts 0:16 + photographs 0:16" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tasks.digits.path", "1"), "tasks.digits.path = (1,): must name an expert for 2 model.task_layers"),
+        (("--tasks.digits.path", "1", "9"), "tasks.digits.path = (1, 9): must lie between 0 and"),
+        (("--comm.schedule", "chunks"), "comm.schedule = 'chunks': must be none for images"),
+        (("--layout", "elastic", "--mesh.expert-intra", "2"), "must be (1, 1) with layout = 'elastic'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jmoe.command_line import parse_train
+    from jmoe.configs import PRESETS
+
+    with pytest.raises((SystemExit, ValueError)) as refused:
+        parse_train(["ufo-tiny", *options], PRESETS)
+    said = " ".join((str(refused.value) + capsys.readouterr().err).replace("│", " ").split())
+    assert message in said
