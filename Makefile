@@ -2,11 +2,13 @@
 #
 #   PYTHON=python3.13   the interpreter of .venv (remembered; another one makes .venv anew)
 #   EXTRA=cuda12        also install this extra of pyproject.toml (remembered): cuda12 or cuda13 for NVIDIA GPUs
+#   PRESET=ufo-tiny    what `make train` trains
 #   ARGS='...'          passed on to train.py, serve.py, pytest or the benchmark
 
 VENV   := .venv
 PYTHON ?= $(or $(shell cat $(VENV)/.python 2>/dev/null),python3)
 EXTRA  ?= $(shell cat $(VENV)/.extra 2>/dev/null)
+PRESET ?= tiny
 ARGS   ?=
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 BIN    := $(VENV)/bin
@@ -33,7 +35,7 @@ setup: $(STAMP)
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), JAX $$($(BIN)/python -c 'import jax; print(jax.__version__)')"
 
 train: $(STAMP)
-	$(BIN)/python train.py tiny $(ARGS)
+	$(BIN)/python train.py $(PRESET) $(ARGS)
 
 serve: $(STAMP)
 	@test -d runs/tiny/checkpoints || { echo 'There is nothing to serve yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.command_line import parse_train
+from jmoe.configs import PRESETS
 from jmoe.run.metrics import read_events, read_metrics
 from tests.train_runs import Run, TrainRuns
 
@@ -23,10 +25,8 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_run_resumes_and_ends_with_a_table_and_a_picture(
-    run_python: Run, train_runs: TrainRuns, tmp_path: Path
-) -> None:
-    command, environment = ("train.py", "ufo-tiny", *SMALL), train_runs.environment()
+def test_a_run_resumes_and_ends_with_a_table_and_a_picture(run_python: Run, runs: TrainRuns, tmp_path: Path) -> None:
+    command, environment = ("train.py", "ufo-tiny", *SMALL), runs.environment()
     whole = run_python((*command, "--num-steps", "4", "--output-dir", tmp_path / "whole"), environment)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     table = [
@@ -69,8 +69,6 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
 def test_what_does_not_fit_is_refused(
     options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jmoe.command_line import parse_train
-    from jmoe.configs import PRESETS
 
     with pytest.raises((SystemExit, ValueError)) as refused:
         parse_train(["ufo-tiny", *options], PRESETS)

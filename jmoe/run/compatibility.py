@@ -16,6 +16,7 @@ FREE = (
     "data.prefetch_batches",
     "distributed.",
     "evaluation.",
+    "layout",
     "machine.",
     "mesh.",
     "output_dir",
