@@ -28,6 +28,7 @@ from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
 from jmoe.mesh import devices_per_host, make_mesh
+from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, has_checkpoint
@@ -154,7 +155,9 @@ def prepare_text(
     return Source(corpus, batches, corpus.fingerprint, tokenizer, lambda: publish(corpus, cache))
 
 
-def prepare_images(config: VisionTrainConfig, watchdog: distributed.Watchdog, resolved: dict[str, Any]) -> Source:
+def prepare_images(
+    config: VisionTrainConfig, layout: Layout, watchdog: distributed.Watchdog, resolved: dict[str, Any]
+) -> Source:
     """Read the images of all tasks; every process does."""
     with watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
         has_checkpoint(config, resolved)
@@ -166,7 +169,7 @@ def prepare_images(config: VisionTrainConfig, watchdog: distributed.Watchdog, re
         )
     each = jax.device_count() // jax.process_count()
     first = jax.process_index() * each
-    batches = ImageBatches(tasks, config, layout_of(config, jax.device_count()), first, first + each)
+    batches = ImageBatches(tasks, config, layout, first, first + each)
     return Source(tasks, batches, batches.fingerprint, {}, lambda: None)
 
 
@@ -178,6 +181,7 @@ def run_all(config: TrainConfig) -> bool:
     packing = PackingController(config, config.mesh.shape(devices, per_host), first_packing(config, devices, per_host))
     packed, shape = packing.packed()
     mesh = make_mesh(shape)
+    layout = layout_of(config, mesh.size) if isinstance(config, VisionTrainConfig) else None
     output_dir, limits, main_process = Path(config.output_dir), config.distributed, jax.process_index() == 0
     total, active = config.model.num_parameters()
     say(
@@ -196,14 +200,17 @@ def run_all(config: TrainConfig) -> bool:
             stack.enter_context(folder)
 
         resolved = json.loads(config.to_json())
-        if isinstance(config, VisionTrainConfig):
-            source = prepare_images(config, watchdog, resolved)
+        trainer: Trainer
+        of_kind: type[Session]
+        if isinstance(config, VisionTrainConfig) and layout is not None:
+            of_kind, source = VisionSession, prepare_images(config, layout, watchdog, resolved)
+            stack.push(closing(source.batches.close))
             num_classes = {task.name: len(task.classes) for task in source.corpus}
-            trainer: Trainer = VisionTrainer(config, num_classes, mesh, layout_of(config, mesh.size))
+            trainer = VisionTrainer(config, num_classes, mesh, layout)
         else:
-            source = prepare_text(config, watchdog, stack, resolved)
+            of_kind, source = Session, prepare_text(config, watchdog, stack, resolved)
+            stack.push(closing(source.batches.close))
             trainer = make_trainer(packed, mesh, folder.run)
-        stack.push(closing(source.batches.close))
         stack.push(closing(trainer.close))
         for note in trainer.notes:
             say(note)
@@ -212,7 +219,6 @@ def run_all(config: TrainConfig) -> bool:
             Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
         )
         resolved |= {FINGERPRINT: source.fingerprint}
-        of_kind = VisionSession if isinstance(config, VisionTrainConfig) else Session
         run = of_kind(
             config,
             resolved,

@@ -68,6 +68,8 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
         if step is None:
             raise ValueError(f"RUN_DIR = {str(run_dir)!r}: has no checkpoint in {checkpoints.directory}")
         saved = checkpoints.saved_config(step)
+        if "tasks" in saved:
+            raise ValueError(f"RUN_DIR = {str(run_dir)!r}: learned image tasks: must be a run of a language model")
         config = TrainConfig(model=saved_model_config(saved["model"]))
         arrays = saved_parameters(checkpoints, step, config)
     tokenizer = checkpoints.directory / str(step) / TOKENIZER

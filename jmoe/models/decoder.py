@@ -39,7 +39,7 @@ LayerInputs = dict[LayerKind, StackedLayers]
 LayerScan = Callable[[LayerPlan, ApplyBlock, LayerInputs, jax.Array], tuple[jax.Array, MoEStats | None]]
 
 
-def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
     """Make `count` copies of a module as one: every parameter has a leading layer dimension, drawn layer by layer."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     draw = lambda key: nnx.state(make(nnx.Rngs(params=key)))  # noqa: E731
@@ -164,8 +164,8 @@ class Decoder(nnx.Module):
         self.embedding = normal(rngs, (config.vocab_size, config.hidden_size), std)
         learned = config.position == "learned"
         self.positions = normal(rngs, (config.max_position_embeddings, config.hidden_size), std) if learned else None
-        self.dense_layers = stacked(block("dense"), dense, rngs) if dense else None
-        self.moe_layers = stacked(block("moe"), config.num_moe_layers, rngs) if config.num_moe_layers else None
+        self.dense_layers = stack_layers(block("dense"), dense, rngs) if dense else None
+        self.moe_layers = stack_layers(block("moe"), config.num_moe_layers, rngs) if config.num_moe_layers else None
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         tied = config.tie_word_embeddings
         self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)

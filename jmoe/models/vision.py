@@ -18,7 +18,7 @@ from jmoe.layers.experts import affine, normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
-from jmoe.models.decoder import stacked
+from jmoe.models.decoder import stack_layers
 
 STACK_OF: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers", "task": "task_layers"}
 
@@ -56,7 +56,7 @@ class VisionTransformer(nnx.Module):
 
         def stack(kind: LayerKind) -> Any:
             make = lambda rngs: Block(config, kind, parallel, rngs=rngs)  # noqa: E731
-            return stacked(make, kinds.count(kind), rngs) if kind in kinds else None
+            return stack_layers(make, kinds.count(kind), rngs) if kind in kinds else None
 
         self.dense_layers, self.moe_layers, self.task_layers = stack("dense"), stack("moe"), stack("task")
         self.norm = Norm(d, config.norm, config.norm_eps)
