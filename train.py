@@ -41,7 +41,7 @@ from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
-from jmoe.training.vision_session import VisionSession, layout_of
+from jmoe.training.vision_session import CLASSES, VisionSession, layout_of
 from jmoe.training.vision_step import VisionTrainer
 
 
@@ -124,7 +124,7 @@ class Source(NamedTuple):
     corpus: Any  # a `Corpus`, or the images of each task
     batches: Any
     fingerprint: str
-    tokenizer: dict[str, bytes]
+    files: dict[str, bytes]  # that every checkpoint has: the tokenizer, or the names of classes
     publish: Callable[[], None]  # called by process 0 when the run has begun
 
 
@@ -170,7 +170,8 @@ def prepare_images(
     each = jax.device_count() // jax.process_count()
     first = jax.process_index() * each
     batches = ImageBatches(tasks, config, layout, first, first + each)
-    return Source(tasks, batches, batches.fingerprint, {}, lambda: None)
+    files = {CLASSES: json.dumps({task.name: task.classes for task in tasks}).encode()}
+    return Source(tasks, batches, batches.fingerprint, files, lambda: None)
 
 
 def run_all(config: TrainConfig) -> bool:
@@ -229,7 +230,7 @@ def run_all(config: TrainConfig) -> bool:
             checkpoints,
             watchdog,
             folder,
-            source.tokenizer,
+            source.files,
             packing,
         )
         state = run.start_or_resume()

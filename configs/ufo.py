@@ -39,6 +39,6 @@ ufo_tiny = VisionTrainConfig(
     },
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, weight_decay=0.05),
     comm=CommConfig(schedule="none"),
-    num_steps=1500,
+    num_steps=3000,
     compute_dtype="float32",
 )

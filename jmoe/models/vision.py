@@ -46,7 +46,7 @@ class VisionTransformer(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config, self.num_classes = config, tuple(num_classes.values())
+        self.config, self.tasks, self.num_classes = config, tuple(num_classes), tuple(num_classes.values())
         self.paths = tuple(tuple(path) for path in paths)
         d, side = config.hidden_size, config.image_size // config.patch_size
         inputs, std, kinds = config.patch_size**2 * config.channels, config.initializer_range, config.layer_kinds
@@ -111,6 +111,6 @@ class VisionTransformer(nnx.Module):
         """Float32 [B, Y] of the mean of an image's patches, -inf where a class is another task's."""
         with jax.named_scope("heads"):
             mean_BD = hidden_BSD.astype(jnp.float32).mean(axis=1)
-            w_DY = jnp.concatenate([head[...].astype(jnp.float32) for head in self.heads.values()], axis=1)
+            w_DY = jnp.concatenate([self.heads[task][...].astype(jnp.float32) for task in self.tasks], axis=1)
             owner_Y = np.repeat(np.arange(len(self.num_classes), dtype=np.int32), self.num_classes)
             return jnp.where(task_B[:, None] == owner_Y, jnp.dot(mean_BD, w_DY), -jnp.inf)

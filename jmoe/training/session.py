@@ -51,7 +51,7 @@ class Session:
     checkpoints: Checkpoints
     watchdog: Watchdog
     folder: RunFolder
-    tokenizer: dict[str, bytes]  # its file, which every checkpoint has; empty where the tokens came without one
+    files: dict[str, bytes]  # by name, which every checkpoint has: the tokenizer if there is one, names of classes
     packing: PackingController
     log: MetricsLog | None = None  # of process 0
 
@@ -137,7 +137,7 @@ class Session:
                 self.log.sync()
             saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
             data, packing = self.batches.get_state(), self.packing.packing
-            self.checkpoints.save(step, saved, data, resolved, self.tokenizer, packing)
+            self.checkpoints.save(step, saved, data, resolved, self.files, packing)
 
     def check_finite(self, step: int, values: dict[str, Any]) -> None:
         """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not finite."""

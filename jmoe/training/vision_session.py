@@ -23,6 +23,7 @@ from jmoe.status import status
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 
+CLASSES = "classes.json"  # in every checkpoint: the names of each task's classes
 EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
 
 

@@ -125,13 +125,14 @@ def test_no_layout_changes_a_loss(
 def test_a_task_has_no_gradient_for_what_is_another_s() -> None:
     trainer, batches = trainer_of((1, 1, 1))
     state, batch = trainer.init(), put(next(batches), trainer)
-    alone = batch._replace(weight=batch.weight * (np.asarray(batch.task) == 1).astype(np.float32))
     gradients = jax.jit(lambda batch: trainer.gradients_local(state, batch, full_capacity=True)[0])
-    grads = on_host(gradients(alone))
-    experts = grads["task_layers"]["moe"]["experts"]["w_up"][0]
-    assert [bool(np.any(expert)) for expert in experts] == [False, True, False, False]
-    assert [name for name, head in grads["heads"].items() if np.any(head)] == ["middle"]
-    assert np.any(grads["patch_embedding"])
+    for number, (name, task) in enumerate(CONFIG.tasks.items()):
+        of_task = (np.asarray(batch.task) == number).astype(np.float32)
+        grads = on_host(gradients(batch._replace(weight=batch.weight * of_task)))
+        experts = grads["task_layers"]["moe"]["experts"]["w_up"][0]
+        assert [bool(np.any(expert)) for expert in experts] == [expert == task.path[0] for expert in range(4)]
+        assert [head for head, grad in grads["heads"].items() if np.any(grad)] == [name]
+        assert np.any(grads["patch_embedding"])
 
 
 def test_training_learns() -> None:

@@ -1,0 +1,181 @@
+"""One task of a run on images as a model of its own: python -m jmoe.deploy.extract RUN_DIR OUT_DIR --task NAME.
+
+The task's path through the super-network is kept: a layer routed by task becomes dense, with the weights of the expert
+that the task takes; other tasks' experts and heads stay behind (UFO: a super-network trained, a small one deployed).
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import (
+    CheckpointConfig,
+    CommConfig,
+    RouterConfig,
+    TaskConfig,
+    VisionModelConfig,
+    VisionTrainConfig,
+    check,
+)
+from jmoe.layers.router import RouterBias
+from jmoe.mesh import make_mesh
+from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, replace_text, write_safetensors
+from jmoe.models.vision import STACK_OF, VisionTransformer
+from jmoe.models.weights import Names, flat
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.runtime import end_at_once_on_interrupt
+from jmoe.training.state import TrainState
+from jmoe.training.vision_session import CLASSES
+from jmoe.training.vision_step import ShardedVision
+
+MODEL = "model.json"
+SHARD_BYTES = 4 << 30
+Arrays = dict[Names, NDArray[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskModel:
+    """What one task of a run has become: `logits = task_model(pixels)`, and the names of its classes."""
+
+    task: str
+    classes: tuple[str, ...]
+    model: VisionTransformer
+
+    def __call__(self, pixels_BPPC: jax.Array) -> jax.Array:
+        """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size, channels]."""
+        logits, _ = self.model(pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True)
+        return logits
+
+
+def _model_config(fields: dict[str, Any]) -> VisionModelConfig:
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
+
+
+def path_config(config: VisionModelConfig) -> VisionModelConfig:
+    """Return the model of one path: layers routed by task are dense.
+
+    Raises `ValueError` naming the field where an expert has not the shape of a dense layer.
+    """
+    if config.task_layers:
+        width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        constraint = f"must be model.moe_intermediate_size = {width} to make an expert a dense layer"
+        check(config.intermediate_size == width, "model.intermediate_size", config.intermediate_size, constraint)
+        check(shared == 0, "model.shared_expert_intermediate_size", shared, "must be 0 to extract a path")
+    dense = tuple(sorted({*config.mlp_only_layers, *config.task_layers}))
+    experts = config.num_experts if "moe" in config.layer_kinds else 0
+    return dataclasses.replace(config, task_layers=(), mlp_only_layers=dense, num_experts=experts)
+
+
+def path_arrays(arrays: Arrays, config: VisionModelConfig, task: str, path: tuple[int, ...]) -> Arrays:
+    """Return the arrays of the model of `path_config`, out of those of the super-network."""
+    stacks = set(STACK_OF.values())
+    kept = {names: a for names, a in arrays.items() if names[0] not in stacks and names[0] != "heads"}
+    kept |= {names: a for names, a in arrays.items() if names[:2] == ("heads", task)}
+    kept |= {names: a for names, a in arrays.items() if names[0] == STACK_OF["moe"]}
+    layers: dict[Names, list[NDArray[Any]]] = {}
+    used = dict.fromkeys(STACK_OF, 0)
+    for kind in config.layer_kinds:
+        index = used[kind]
+        used[kind] += 1
+        for names, a in arrays.items():
+            if kind == "moe" or names[0] != STACK_OF[kind]:
+                continue
+            own, name = a[index], names[1:]
+            if name[:2] == ("moe", "experts"):
+                own, name = own[path[index]], ("mlp", *name[2:])
+            layers.setdefault((STACK_OF["dense"], *name), []).append(own)
+    return kept | {name: np.stack(parts) for name, parts in layers.items()}
+
+
+def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
+    """Write `task` of the newest checkpoint of a run as a model of its own, `model.json` and safetensors; the step.
+
+    Raises `ValueError` naming the folder if it has no checkpoint of a run on images, or `task` if that has no such one.
+    """
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+        step, field = checkpoints.latest_step(), f"RUN_DIR = {str(run_dir)!r}"
+        if step is None:
+            raise ValueError(f"{field}: has no checkpoint in {checkpoints.directory}")
+        saved = checkpoints.saved_config(step)
+        if "tasks" not in saved:
+            raise ValueError(f"{field}: learned text: must be a run on images")
+        tasks: dict[str, Any] = {
+            name: TaskConfig(**(fields | {"path": tuple(fields["path"])})) for name, fields in saved["tasks"].items()
+        }
+        check(task in tasks, "task", task, f"must be one of {', '.join(sorted(tasks))}")
+        config = VisionTrainConfig(_model_config(saved["model"]), tasks=tasks, comm=CommConfig(schedule="none"))
+        small = path_config(config.model)
+        classes = json.loads((checkpoints.directory / str(step) / CLASSES).read_text())
+        counts = {name: len(names) for name, names in classes.items()}
+        shape = ShardedVision(config, counts, make_mesh((1, 1, 1), jax.devices()[:1])).saved_shape
+        moments = [name for name in checkpoints.arrays(step) if name.startswith(("m.", "v."))]
+        wanted = TrainState(shape.params, {}, {}, shape.router_bias, shape.step)
+        state, _, _ = checkpoints.restore(step, wanted, but=moments)
+    arrays = {names: np.asarray(a) for names, a in {**flat(state.params), **flat(state.router_bias)}.items()}
+    own = path_arrays(arrays, config.model, task, tasks[task].path)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    tensors = [NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a)) for names, a in own.items()]
+    write_safetensors(out_dir, tensors, SHARD_BYTES)
+    described = {"task": task, "classes": classes[task], "step": step, "model": dataclasses.asdict(small)}
+    replace_text(out_dir / MODEL, json.dumps(described, indent=1) + "\n")
+    return int(step)
+
+
+def load_task_model(folder: Path) -> TaskModel:
+    """Return the model that `extract_task` wrote. Raises `ValueError` naming the file or tensor that does not fit."""
+    try:
+        described = json.loads((folder / MODEL).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / MODEL}: cannot be read: {error}") from error
+    config, classes = _model_config(described["model"]), tuple(described["classes"])
+
+    def build() -> VisionTransformer:
+        return VisionTransformer(config, {described["task"]: len(classes)}, [()], rngs=nnx.Rngs(0))
+
+    parts: Any = nnx.split(nnx.eval_shape(build), nnx.Param, RouterBias)
+    stored = read_headers(folder)
+
+    def read(names: Names, shape: tuple[int, ...]) -> jax.Array:
+        tensor = stored.get(".".join(names))
+        if tensor is None:
+            raise ValueError(f"{folder}: has no tensor {'.'.join(names)!r}")
+        if tensor.shape != shape:
+            raise tensor.wrong(f"has shape {tensor.shape}: must be {shape}")
+        count = int(np.prod(shape))
+        return jnp.array(np.fromfile(tensor.file, DTYPES[tensor.dtype], count, offset=tensor.offset).reshape(shape))
+
+    trees = []
+    for part in parts[1:]:
+        leaves = [read(names, leaf.shape) for names, leaf in flat(nnx.to_pure_dict(part)).items()]
+        trees.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
+    return TaskModel(described["task"], classes, nnx.merge(parts[0], *trees))
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.extract", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="output folder of a run on images")
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the model is written")
+    parser.add_argument("--task", required=True, help="which task")
+    options = parser.parse_args(arguments)
+    step = extract_task(options.run_dir, options.out_dir, options.task)
+    print(f"task {options.task} at step {step} of {options.run_dir} is in {options.out_dir}")
+
+
+if __name__ == "__main__":
+    end_at_once_on_interrupt()
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"extract: {error}")
