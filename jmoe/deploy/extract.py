@@ -58,7 +58,7 @@ class TaskModel:
 
 
 def _model_config(fields: dict[str, Any]) -> VisionModelConfig:
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
 
 
