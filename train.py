@@ -41,7 +41,8 @@ from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
-from jmoe.training.vision_session import CLASSES, VisionSession, layout_of
+from jmoe.training.vision_run import CLASSES
+from jmoe.training.vision_session import VisionSession, layout_of
 from jmoe.training.vision_step import VisionTrainer
 
 
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
         print(plan, *([packing_line(config)] if config.comm.packing != 1 else []), sep="\n")
         sys.exit(1 if plan.lacking else 0)
     completed = run_all(config)
-    sys.exit(0 if completed or jax.process_index() > 0 else config.distributed.stopped_exit_code)
+    sys.exit(0 if completed else config.distributed.stopped_exit_code)
 
 
 class Source(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 import tyro
 
-from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig
+from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig, VisionTrainConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.config.supervise import SuperviseConfig
@@ -84,7 +84,7 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
         description=line,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    if config.init_from:
+    if config.init_from and not isinstance(config, VisionTrainConfig):
         _check_model_options(options_set)
     comm = CommConfig(**vars(config.comm))
     return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")

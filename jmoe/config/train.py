@@ -120,7 +120,7 @@ class DistributedConfig:
     step_timeout_s: int = 600  # a step, save or evaluation that takes longer names the stuck ranks and ends the run
     heartbeat_timeout_s: int = 10  # a process that gives no sign of life for so long is given up, and ends the run
     heartbeat_folder: str | None = None  # where each process writes that it lives, for a supervisor; None: nowhere
-    stopped_exit_code: int = 0  # of process 0 when a signal has stopped the run; 75 tells a launcher to start it again
+    stopped_exit_code: int = 0  # when a signal has stopped the run; 75 tells a launcher to start it again
 
     def __post_init__(self) -> None:
         positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")

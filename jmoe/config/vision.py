@@ -118,7 +118,11 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class VisionTrainConfig(TrainConfig):
-    """One run that learns several image tasks. The batch is that of all tasks; a sequence is an image's patches."""
+    """One run that learns several image tasks. The batch is that of all tasks; a sequence is an image's patches.
+
+    `init_from` is another run's folder, whose tasks may be fewer: those that come to them begin with a new head, and
+    what their paths name.
+    """
 
     model: VisionModelConfig = field(default_factory=lambda: VisionModelConfig(position="learned", num_experts=0))
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # by name, at least one
@@ -149,7 +153,6 @@ class VisionTrainConfig(TrainConfig):
         check(self.tiers.on_device, "tiers", tiers, "must be device for images")
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
         check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")
-        check(not self.init_from, "init_from", self.init_from, "is for language models")
         alone = self.layout == "even" or self.mesh.expert_inter * self.mesh.expert_intra == 1
         shape = self.mesh.expert_inter, self.mesh.expert_intra
         constraint = "must be (1, 1) with layout = 'elastic': devices that exchange tokens take equal steps"

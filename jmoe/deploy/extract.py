@@ -18,25 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import (
-    CheckpointConfig,
-    CommConfig,
-    RouterConfig,
-    TaskConfig,
-    VisionModelConfig,
-    VisionTrainConfig,
-    check,
-)
+from jmoe.config import CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import make_mesh
 from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, replace_text, write_safetensors
 from jmoe.models.vision import STACK_OF, VisionTransformer
 from jmoe.models.weights import Names, flat
-from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.state import TrainState
-from jmoe.training.vision_session import CLASSES
-from jmoe.training.vision_step import ShardedVision
+from jmoe.training.vision_run import read_vision_run, vision_model_config
 
 MODEL = "model.json"
 SHARD_BYTES = 4 << 30
@@ -55,11 +44,6 @@ class TaskModel:
         """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size, channels]."""
         logits, _ = self.model(pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True)
         return logits
-
-
-def _model_config(fields: dict[str, Any]) -> VisionModelConfig:
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
 
 
 def path_config(config: VisionModelConfig) -> VisionModelConfig:
@@ -103,33 +87,18 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
 
     Raises `ValueError` naming the folder if it has no checkpoint of a run on images, or `task` if that has no such one.
     """
-    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        step, field = checkpoints.latest_step(), f"RUN_DIR = {str(run_dir)!r}"
-        if step is None:
-            raise ValueError(f"{field}: has no checkpoint in {checkpoints.directory}")
-        saved = checkpoints.saved_config(step)
-        if "tasks" not in saved:
-            raise ValueError(f"{field}: learned text: must be a run on images")
-        tasks: dict[str, Any] = {
-            name: TaskConfig(**(fields | {"path": tuple(fields["path"])})) for name, fields in saved["tasks"].items()
-        }
-        check(task in tasks, "task", task, f"must be one of {', '.join(sorted(tasks))}")
-        config = VisionTrainConfig(_model_config(saved["model"]), tasks=tasks, comm=CommConfig(schedule="none"))
-        small = path_config(config.model)
-        classes = json.loads((checkpoints.directory / str(step) / CLASSES).read_text())
-        counts = {name: len(names) for name, names in classes.items()}
-        shape = ShardedVision(config, counts, make_mesh((1, 1, 1), jax.devices()[:1])).saved_shape
-        moments = [name for name in checkpoints.arrays(step) if name.startswith(("m.", "v."))]
-        wanted = TrainState(shape.params, {}, {}, shape.router_bias, shape.step)
-        state, _, _ = checkpoints.restore(step, wanted, but=moments)
-    arrays = {names: np.asarray(a) for names, a in {**flat(state.params), **flat(state.router_bias)}.items()}
-    own = path_arrays(arrays, config.model, task, tasks[task].path)
+    layout = VisionTrainConfig(tasks={"any": TaskConfig("any")}, comm=CommConfig(schedule="none"))
+    run = read_vision_run(run_dir, "RUN_DIR", make_mesh((1, 1, 1), jax.devices()[:1]), layout)
+    check(task in run.tasks, "task", task, f"must be one of {', '.join(sorted(run.tasks))}")
+    small = path_config(run.model)
+    arrays = {names: np.asarray(a) for names, a in {**flat(run.params), **flat(run.router_bias)}.items()}
+    own = path_arrays(arrays, run.model, task, run.tasks[task].path)
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors = [NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a)) for names, a in own.items()]
     write_safetensors(out_dir, tensors, SHARD_BYTES)
-    described = {"task": task, "classes": classes[task], "step": step, "model": dataclasses.asdict(small)}
+    described = {"task": task, "classes": run.classes[task], "step": run.step, "model": dataclasses.asdict(small)}
     replace_text(out_dir / MODEL, json.dumps(described, indent=1) + "\n")
-    return int(step)
+    return run.step
 
 
 def load_task_model(folder: Path) -> TaskModel:
@@ -138,7 +107,7 @@ def load_task_model(folder: Path) -> TaskModel:
         described = json.loads((folder / MODEL).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / MODEL}: cannot be read: {error}") from error
-    config, classes = _model_config(described["model"]), tuple(described["classes"])
+    config, classes = vision_model_config(described["model"]), tuple(described["classes"])
 
     def build() -> VisionTransformer:
         return VisionTransformer(config, {described["task"]: len(classes)}, [()], rngs=nnx.Rngs(0))

@@ -111,6 +111,8 @@ class VisionTransformer(nnx.Module):
         """Float32 [B, Y] of the mean of an image's patches, -inf where a class is another task's."""
         with jax.named_scope("heads"):
             mean_BD = hidden_BSD.astype(jnp.float32).mean(axis=1)
-            w_DY = jnp.concatenate([self.heads[task][...].astype(jnp.float32) for task in self.tasks], axis=1)
+            heads = [self.heads[task][...].astype(jnp.float32) for task in self.tasks]
+            # One product a head: another task changes no bit of a task's logits.
+            logits_BY = jnp.concatenate([jnp.dot(mean_BD, head_DY) for head_DY in heads], axis=1)
             owner_Y = np.repeat(np.arange(len(self.num_classes), dtype=np.int32), self.num_classes)
-            return jnp.where(task_B[:, None] == owner_Y, jnp.dot(mean_BD, w_DY), -jnp.inf)
+            return jnp.where(task_B[:, None] == owner_Y, logits_BY, -jnp.inf)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import TRAINING_ONLY, TrainConfig
+from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
@@ -27,7 +27,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
 
     What concerns training only (`TRAINING_ONLY`) stays as the run has it.
     """
-    if not config.init_from:
+    if not config.init_from or isinstance(config, VisionTrainConfig):
         return config
     folder = Path(config.init_from).expanduser()
     model, own = model_config(read_config(folder)), config.model

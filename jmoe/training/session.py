@@ -85,6 +85,10 @@ class Session:
             self.log.write_event("packing", step, **values, reason=decision.reason)
         return state
 
+    def first_state(self) -> TrainState:
+        """Return step 0: drawn, or with the parameters of `init_from`."""
+        return pretrained_state(self.trainer, self.config) if self.config.init_from else self.trainer.init()
+
     def start_or_resume(self) -> TrainState:
         """Return the newest checkpoint's state, with the data at its position, or a fresh one."""
         config, checkpoints = self.config, self.checkpoints
@@ -93,7 +97,7 @@ class Session:
             step = checkpoints.latest_step()
             if step is None:
                 say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
-                return pretrained_state(self.trainer, config) if config.init_from else self.trainer.init()
+                return self.first_state()
             for note in check_compatible(checkpoints.saved_config(step), self.resolved):
                 say(note)
             state, data_state = restored(self.trainer, checkpoints, step)

@@ -22,8 +22,9 @@ from jmoe.run.task_report import TaskResult, linear_accuracy, print_task_summary
 from jmoe.status import status
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
+from jmoe.training.vision_run import state_from_run
+from jmoe.training.vision_step import VisionTrainer
 
-CLASSES = "classes.json"  # in every checkpoint: the names of each task's classes
 EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
 
 
@@ -44,6 +45,13 @@ class VisionSession(Session):
     """A `Session` whose corpus is the images of its tasks."""
 
     corpus: tuple[ImageTask, ...]
+
+    def first_state(self) -> TrainState:
+        """Return step 0: drawn, or with what the run in `init_from` has learned."""
+        if not self.config.init_from:
+            return self.trainer.init()
+        assert isinstance(self.trainer, VisionTrainer)
+        return state_from_run(self.trainer, self.corpus)
 
     def next_batch(self) -> Any:
         """Return this process's images as its part of the global batch, [devices, micro-batches, images, ...]."""

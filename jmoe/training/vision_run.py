@@ -1,0 +1,80 @@
+"""The newest checkpoint of a run on images: to take a task out of it, or to begin another run with more tasks."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jmoe.config import CheckpointConfig, RouterConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
+from jmoe.data.images import ImageTask
+from jmoe.run.checkpoint import Checkpoints
+from jmoe.training.state import TrainState
+from jmoe.training.vision_step import ShardedVision, VisionTrainer
+
+CLASSES = "classes.json"  # in every checkpoint: the names of each task's classes
+
+
+class VisionRun(NamedTuple):
+    """What a run on images has learned; classes: their names, by task. params, router_bias: nested dicts of arrays."""
+
+    step: int
+    model: VisionModelConfig
+    tasks: dict[str, TaskConfig]
+    classes: dict[str, list[str]]
+    params: Any
+    router_bias: Any
+
+
+def vision_model_config(fields: dict[str, Any]) -> VisionModelConfig:
+    """Return the configuration that was saved as JSON."""
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return VisionModelConfig(**(values | {"router": RouterConfig(**fields["router"])}))
+
+
+def read_vision_run(run_dir: Path, field: str, mesh: Mesh, config: VisionTrainConfig) -> VisionRun:
+    """Read the parameters of a run's newest checkpoint onto a mesh; `config` says how they are split there.
+
+    Raises `ValueError` naming `field`, the folder's name to the user, if it has no checkpoint of a run on images.
+    """
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+        step, said = checkpoints.latest_step(), f"{field} = {str(run_dir)!r}"
+        if step is None:
+            raise ValueError(f"{said}: has no checkpoint in {checkpoints.directory}")
+        saved = checkpoints.saved_config(step)
+        if "tasks" not in saved:
+            raise ValueError(f"{said}: learned text: must be a run on images")
+        tasks = {name: TaskConfig(**(v | {"path": tuple(v["path"])})) for name, v in saved["tasks"].items()}
+        model = vision_model_config(saved["model"])
+        classes = json.loads((checkpoints.directory / str(step) / CLASSES).read_text())
+        counts = {name: len(names) for name, names in classes.items()}
+        own = dataclasses.replace(config, model=model, tasks=tasks, init_from="", gradient_accumulation_steps=1)
+        shape = ShardedVision(own, counts, mesh).saved_shape
+        moments = [name for name in checkpoints.arrays(step) if name.startswith(("m.", "v."))]
+        wanted = TrainState(shape.params, {}, {}, shape.router_bias, shape.step)
+        state, _, _ = checkpoints.restore(step, wanted, but=moments)
+    return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias)
+
+
+def state_from_run(trainer: VisionTrainer, tasks: tuple[ImageTask, ...]) -> TrainState:
+    """Return step 0 with all that the run in `init_from` has learned; the heads of further tasks are drawn.
+
+    Logits of its tasks are bit for bit what they were. Raises `ValueError` naming the field of the model, path or
+    classes that differs from that run's.
+    """
+    config = trainer.config
+    run = read_vision_run(Path(config.init_from).expanduser(), "init_from", trainer.model.mesh, config)
+    where = f"in init_from = {config.init_from!r}"
+    for name in (field.name for field in dataclasses.fields(run.model)):
+        now, then = getattr(config.model, name), getattr(run.model, name)
+        check(now == then, f"model.{name}", now, f"must be {then} as {where}")
+    for task in tasks:
+        if (known := run.tasks.get(task.name)) is not None:
+            path = config.tasks[task.name].path
+            check(path == known.path, f"tasks.{task.name}.path", path, f"must be {known.path} as {where}")
+            same = list(task.classes) == run.classes[task.name]
+            check(same, f"tasks.{task.name}.source", config.tasks[task.name].source, f"must have the classes {where}")
+    state = trainer.init()
+    heads = {name: run.params["heads"].get(name, head) for name, head in state.params["heads"].items()}
+    return dataclasses.replace(state, params=run.params | {"heads": heads}, router_bias=run.router_bias)

@@ -1,0 +1,67 @@
+"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer; no layout changes a loss."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Child
+from tests.test_train_vision import SMALL
+from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses, records, resumes
+
+pytestmark = pytest.mark.slow
+ELASTIC = ("--layout", "elastic", "--checkpoint.keep", "1000", "--checkpoint.every-steps", "2")
+
+
+def begin(runs: TrainRuns, start_python: Start, folder: Path, processes: int, *options: object) -> list[Child]:
+    folder.mkdir(exist_ok=True)
+    address, ranks = f"127.0.0.1:{free_port()}", []
+    for rank in range(processes):
+        together = ("--distributed.coordinator-address", address, "--distributed.num-processes", str(processes))
+        own = (*together, "--distributed.process-id", str(rank)) if processes > 1 else ()
+        command = ("train.py", "ufo-tiny", *SMALL, *ELASTIC, *own, "--output-dir", str(folder), *map(str, options))
+        ranks.append(start_python(command, folder / f"rank-{processes}-{rank}", runs.environment()))
+    return ranks
+
+
+def finish(runs: TrainRuns, start_python: Start, folder: Path, processes: int, steps: int) -> None:
+    for rank in begin(runs, start_python, folder, processes, "--num-steps", steps):
+        rank.end(300)
+
+
+def test_killed_and_resumed_on_the_same_and_on_another_layout(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    killed, same = tmp_path / "killed", tmp_path / "same"
+    ranks = begin(runs, start_python, killed, 2, *ENDLESS)
+    ranks[0].wait_until(lambda: committed(killed))
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait(120)
+    last = max(committed(killed))
+    shutil.copytree(killed, same)
+    finish(runs, start_python, same, 2, last + 30)
+    finish(runs, start_python, killed, 4, last + 15)  # 1 / 1 / 1 / 1
+    finish(runs, start_python, killed, 1, last + 30)
+    for processes in (1, 2):
+        finish(runs, start_python, tmp_path / f"whole-{processes}", processes, last + 30)
+    whole = dict(losses(tmp_path / "whole-2"))
+    assert len(whole) == last + 30
+    assert resumes(same) == [last] and resumes(killed) == [last, last + 15]
+    assert dict(losses(same)) == whole
+    assert dict(losses(killed)) == pytest.approx(whole, rel=0, abs=1e-5)
+    assert dict(losses(tmp_path / "whole-1")) == pytest.approx(whole, rel=0, abs=1e-5)
+    of_task = {
+        name: [line["task_loss"] for line in records(tmp_path / name) if "task_loss" in line]
+        for name in ("whole-1", "whole-2")
+    }
+    assert of_task["whole-1"]
+    for one, two in zip(*of_task.values(), strict=True):
+        assert one == pytest.approx(two, rel=0, abs=1e-5)
+
+    more = tmp_path / "more"
+    ranks = begin(runs, start_python, more, 2, "--num-steps", 2, "--init-from", tmp_path / "whole-1")
+    screens = [rank.end(300) for rank in ranks]
+    assert f"starting from {tmp_path / 'whole-1'}" in screens[0]
+    assert losses(more)[0][1] < losses(tmp_path / "whole-1")[0][1]
