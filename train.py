@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Source(NamedTuple):
-    """What a run learns from."""
+    """The data of a run, and how its batches come."""
 
     corpus: Any  # a `Corpus`, or the images of each task
     batches: Any

@@ -34,7 +34,7 @@ Arrays = dict[Names, NDArray[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class TaskModel:
-    """What one task of a run has become: `logits = task_model(pixels)`, and the names of its classes."""
+    """The model of one task of a run: `logits = task_model(pixels)`, and the names of its classes."""
 
     task: str
     classes: tuple[str, ...]

@@ -18,7 +18,7 @@ from jmoe.config.vision import LayoutKind
 
 @dataclass(frozen=True)
 class TaskLoad:
-    """What a task needs in a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters."""
+    """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters."""
 
     name: str
     batch_size: int

@@ -30,7 +30,7 @@ COLORS: Final = ("#2563eb", "#ea580c", "#0d9488", "#be123c", "#7c3aed", "#65a30d
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a run reached in one task; accuracies are those of held-out images."""
+    """The figures of a run in one task; accuracies are those of held-out images."""
 
     name: str
     num_classes: int

@@ -17,7 +17,7 @@ CLASSES = "classes.json"  # in every checkpoint: the names of each task's classe
 
 
 class VisionRun(NamedTuple):
-    """What a run on images has learned; classes: their names, by task. params, router_bias: nested dicts of arrays."""
+    """The learned part of a run on images; classes: names by task. params, router_bias: nested dicts of arrays."""
 
     step: int
     model: VisionModelConfig

@@ -1,4 +1,4 @@
-"""What a run on images has beside its steps: batches by its layout, accuracies of its tasks, table and picture."""
+"""A run on images but for its steps: batches by its layout, accuracies of its tasks, table and picture."""
 
 from __future__ import annotations
 
