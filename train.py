@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jmoe.config import TrainConfig, VisionTrainConfig
+from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import Role, discard, prepare, publish
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
@@ -31,10 +32,13 @@ from jmoe.mesh import devices_per_host, make_mesh
 from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.cluster_planner import as_json, cluster_rows, table
 from jmoe.run.compatibility import FINGERPRINT, has_checkpoint
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
-from jmoe.run.planner import packing_line, training_plan, with_chosen_tiers
+from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
+from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
+from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.finetune import TOKENIZER, with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
@@ -85,7 +89,11 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:
                 line = step_record(metrics, step_s, config, compiled=compiled.count > programs)
+                if not config.tiers.on_device:
+                    line["tiers"] = tier_counts(run.trainer.expert_stats())
                 run.log.write_step(step, line)
+                if run.exporter is not None:
+                    run.exporter.note_step(step, line)
                 progress.update(step, loss=line["loss"], step_s=step_s, dropped_fraction=line["dropped_fraction"])
             run.checkpoints.check()
             stopped = done < config.num_steps and stop.requested(step)
@@ -93,6 +101,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
                 run.save(done, state)
             if stopped:
                 break
+            run.snapshot(done, state)
             if config.evaluates_after(done):
                 run.evaluate(state)
         limit_s = run.checkpoints.limit_s
@@ -105,7 +114,13 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan, or train."""
-    config = with_chosen_tiers(with_pretrained_model(parse_train(arguments, PRESETS)))
+    config = with_pretrained_model(parse_train(arguments, PRESETS))
+    if config.cluster:
+        cluster = read_cluster(Path(config.cluster))
+        rows = cluster_rows(config, cluster)
+        print(*([json.dumps(as_json(rows), indent=1)] if config.json else table(rows, cluster)), sep="\n")
+        sys.exit(0 if any(row.fits for row in rows) else 1)
+    config = with_chosen_tiers(config)
     if config.plan and isinstance(config, VisionTrainConfig):
         shape = config.mesh
         num_devices = max(1, shape.data) * shape.expert_inter * max(1, shape.expert_intra)
@@ -200,6 +215,10 @@ def run_all(config: TrainConfig) -> bool:
         option = "distributed.start_timeout_s"
         with watchdog.waiting_for("the output folder", timeout_s=limits.start_timeout_s, option=option):
             stack.enter_context(folder)
+        exporter = None
+        if main_process and config.metrics.port:
+            exporter = stack.enter_context(RunMetrics(config, folder.run))
+            say(f"metrics for Prometheus on port {exporter.port}")
 
         resolved = json.loads(config.to_json())
         trainer: Trainer
@@ -220,6 +239,9 @@ def run_all(config: TrainConfig) -> bool:
         checkpoints = stack.enter_context(
             Checkpoints(directory, config.checkpoint, timeout_s=timeout_s, records=trainer.records)
         )
+        snapshots = None
+        if config.checkpoint.memory_dir is not None:
+            snapshots = stack.enter_context(Snapshots(config.checkpoint, folder.run))
         resolved |= {FINGERPRINT: source.fingerprint}
         run = of_kind(
             config,
@@ -233,12 +255,16 @@ def run_all(config: TrainConfig) -> bool:
             folder,
             source.files,
             packing,
+            exporter=exporter,
+            snapshots=snapshots,
         )
         state = run.start_or_resume()
         if main_process:
             source.publish()
             run.log = MetricsLog(output_dir, start_step=int(state.step))
             stack.push(closing(run.log.close))
+            if exporter is not None:
+                exporter.resume(int(state.step))
             (output_dir / "config.json").write_text(json.dumps(resolved, indent=1))
 
         before = run.evaluate_first(state)

@@ -3,10 +3,11 @@
 Runs `train.py` under `jmoe-supervise` and kills a rank with SIGKILL after a checkpoint, --rounds times. The parts of
 each restart are taken when lines appear in the log of rank 0: detect (the supervisor has seen the end, and the other
 ranks are killed), start (new processes are told what to run), import_and_meet (Python, JAX and jmoe are imported, the
-ranks have met), data, restore, compile_and_step (from the shared cache). Alone: the same number of processes, started
+ranks have met), data, restore, compile_and_step (rank 0 from the cache). Alone: the same number of processes, started
 together without a supervisor, import `train` and end (import); and resume from the same checkpoint with the same cache
 (restore, compile_and_step). The ratio is that of the whole restart to the sum of the three. cold_compile_and_step_s:
-what the run's very first step took, with an empty cache.
+what the run's very first step took, with an empty cache. With --memory the run has snapshots in /dev/shm after the same
+numbers of steps, and no checkpoint but the one that it leaves for the starts alone when it is stopped.
 
 Prints one JSON object as its last line.
 """
@@ -42,10 +43,21 @@ LINES = {
 }
 
 
-def options_of(a: argparse.Namespace, run: Path) -> list[str]:
+def options_of(a: argparse.Namespace, run: Path, memory: Path) -> list[str]:
     sizes = ("--batch-size", str(a.batch_size), "--sequence-length", str(a.sequence_length))
-    endless = ("--num-steps", "1000000", "--optimizer.schedule", "constant", "--checkpoint.every-steps", str(EVERY))
-    return ["tiny", *sizes, *endless, "--output-dir", str(run)]
+    endless = ("--num-steps", "1000000", "--optimizer.schedule", "constant")
+    kept = ("--checkpoint.every-steps", str(EVERY))
+    if a.memory:
+        kept = ("--checkpoint.every-steps", "1000000", "--checkpoint.memory-every-steps", str(EVERY))
+        kept += ("--checkpoint.memory-dir", str(memory))
+    return ["tiny", *sizes, *endless, *kept, "--output-dir", str(run)]
+
+
+def newest_of(a: argparse.Namespace, run: Path, memory: Path) -> int:
+    """Return the newest step that a restart can begin from."""
+    if not a.memory:
+        return reached(run).checkpoint
+    return max((int(path.name.partition("-")[0]) for path in memory.glob("*/*-of-0")), default=-1)
 
 
 def victim_of(run: Path, rank: int) -> int:
@@ -62,15 +74,15 @@ def victim_of(run: Path, rank: int) -> int:
     sys.exit(f"rank {rank} is not there")
 
 
-def restarts(a: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], float]:
+def restarts(a: argparse.Namespace, folder: Path, memory: Path) -> tuple[list[dict[str, float]], float]:
     """(The parts of every restart, the first step with an empty compile cache), in seconds."""
     run, rows = folder / "run", []
     command = [sys.executable, "-m", "jmoe.run.supervise", "--processes", str(a.processes), "--same-step-limit", "99"]
     log, events = run / "supervise" / "rank-0.log", run / "supervise" / "events.jsonl"
-    with started([[*command, "--", "train.py", *options_of(a, run)]], [folder / "supervisor.log"], folder):
+    with started([[*command, "--", "train.py", *options_of(a, run, memory)]], [folder / "supervisor.log"], folder):
         for _ in range(a.rounds):
-            newest = reached(run).checkpoint
-            wait(lambda newest=newest: reached(run).checkpoint > newest, "a checkpoint")
+            newest = newest_of(a, run, memory)
+            wait(lambda newest=newest: newest_of(a, run, memory) > newest, "a checkpoint or snapshot")
             position, victim = log.stat().st_size, victim_of(run, a.processes - 1)
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
@@ -85,7 +97,7 @@ def restarts(a: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]
     return rows, float(cold[1])
 
 
-def alone(a: argparse.Namespace, folder: Path) -> dict[str, float]:
+def alone(a: argparse.Namespace, folder: Path, memory: Path) -> dict[str, float]:
     """The parts that no restart can do without, in seconds: of one start without a supervisor."""
     run, logs = folder / "run", [folder / f"alone-{rank}.log" for rank in range(a.processes)]
     begun = time.time()
@@ -96,7 +108,7 @@ def alone(a: argparse.Namespace, folder: Path) -> dict[str, float]:
     with reserve_port() as reserved:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         together = ["--distributed.coordinator-address", address, "--distributed.num-processes", str(a.processes)]
-        command = [sys.executable, "train.py", *options_of(a, run), *together, "--distributed.process-id"]
+        command = [sys.executable, "train.py", *options_of(a, run, memory), *together, "--distributed.process-id"]
         with started([[*command, str(rank)] for rank in range(a.processes)], logs, folder):
             times = times_of(LINES, logs[0])
             time.sleep(1.0)  # a signal before the first step ends would not save
@@ -109,13 +121,14 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", action="store_true", help="snapshots in memory instead of checkpoints")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=128)
     a = parser.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        rows, cold_s = restarts(a, Path(folder))
-        own = [report.progress(alone(a, Path(folder))) for _ in range(a.rounds)]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        rows, cold_s = restarts(a, Path(folder), Path(memory))
+        own = [report.progress(alone(a, Path(folder), Path(memory))) for _ in range(a.rounds)]
     parts = {f"{part}_s": report.median((row[part] for row in rows), 3) for part in PARTS}
     needed = {f"{part}_alone_s": report.median((row[part] for row in own), 3) for part in ALONE}
     restart_s = report.median((row["restart_s"] for row in rows), 3)

@@ -27,6 +27,7 @@ MODEL is a Hugging Face folder, or the output folder of a run of train.py.
 SUPERVISE = """Start the processes of a run, and all of them again when one is lost: {program} [--option VALUE ...] --
 train.py PRESET [--section.field VALUE ...].
 """
+STATUS = "Show how a run is, which goes on or has ended: {program} RUN [--json]. RUN is its output folder."
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
@@ -43,6 +44,12 @@ class _Comm(CommConfig):
 @dataclasses.dataclass(frozen=True)
 class _Serve(ServeConfig):
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(default_factory=EngineConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Status:
+    run: tyro.conf.Positional[str]
+    json: bool = False  # as one JSON object
 
 
 def answer_early(parse: Callable[[], object]) -> None:
@@ -132,3 +139,10 @@ def parse_supervise(arguments: Sequence[str]) -> tuple[SuperviseConfig, list[str
     if not arguments[at + 1 :]:
         sys.exit(f"{program}: give the command after `--`: {program} --processes 4 -- train.py PRESET ...")
     return config, list(arguments[at + 1 :])
+
+
+def parse_status(arguments: Sequence[str]) -> tuple[str, bool]:
+    """Return (folder of the run, whether to print JSON). Help and mistakes end the process."""
+    description, flags = STATUS.format(program=program_name()), (tyro.conf.FlagCreatePairsOff,)
+    options = tyro.cli(_Status, args=arguments, prog=program_name(), description=description, config=flags)
+    return options.run, options.json

@@ -19,9 +19,12 @@ EXPERT_INTER = "expert_inter"
 EXPERT_INTRA = "expert_intra"
 EXPERT = (EXPERT_INTER, EXPERT_INTRA)
 ALL = (DATA, EXPERT_INTER, EXPERT_INTRA)
+PROCESS = "process"  # the axis of `process_mesh`
 
 REPLICATED = PartitionSpec()
 BATCH = PartitionSpec(ALL)  # first dimension split over every device
+HEADS = PartitionSpec(None, ALL)  # second dimension split over every device, heads of a cache
+BY_PROCESS = PartitionSpec(PROCESS)
 ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
 
 EXPERTS_PATH = "experts"  # parameters below a node of this name have one slice per expert
@@ -51,6 +54,12 @@ def expert_mesh(num_devices: int) -> Mesh:
     if not fits:
         raise ValueError(f"mesh.devices = {num_devices}: {limit}")
     return make_mesh((1, 1, num_devices), devices[:num_devices])
+
+
+def process_mesh() -> Mesh:
+    """Return a mesh of one device of each process, in the order of their numbers."""
+    first = {d.process_index: d for d in sorted(jax.devices(), key=lambda d: -d.id)}
+    return Mesh(np.asarray([first[process] for process in sorted(first)]), (PROCESS,), axis_types=(AxisType.Auto,))
 
 
 def devices_per_host() -> int:

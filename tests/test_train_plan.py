@@ -1,5 +1,6 @@
 """`train.py --plan` as a program: the examples of the docs, and a plan that does not fit."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -32,3 +33,16 @@ def test_a_plan_that_does_not_fit_ends_with_1(run_python: Run, tmp_path: Path) -
     assert re.search(r"^device: 0.\d\d GB too much; the most is .*enough", done.stdout, re.MULTILINE), done.stdout
     assert done.stderr == ""
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cluster_on_paper(run_python: Run) -> None:
+    """As the sample file says, and a file with a mistake."""
+    sample = ("--plan", "--cluster", "launch/clusters/h100.toml")
+    done = run_python(["train.py", "qwen3-30b-a3b", *sample, "--json"], {}, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["nodes"] for row in rows] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert all(row["step_s"] > row["all_to_all_s"] > 0 and row["checkpoint_s"] > 0 for row in rows)
+    wrong = run_python(["train.py", "tiny", "--plan", "--cluster", "pyproject.toml"], {}, timeout=240)
+    assert wrong.returncode == 1
+    assert "train.py: cluster = 'pyproject.toml': build-system = " in wrong.stderr

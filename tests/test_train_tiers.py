@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.run.overview import read_overview
 from tests.train_runs import (
     ENDLESS,
     Run,
@@ -46,6 +47,9 @@ def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
     process.wait_until(lambda: committed(tmp_path))
     kill_while_saving(process, tmp_path)
     saved = committed(tmp_path)
+    killed = read_overview(tmp_path)
+    assert (killed.state, killed.checkpoint) == ("dead", saved[-1])
+    assert killed.tiers is not None and killed.tiers["nvme_read_bytes"] > 0 and 0 <= killed.tiers["hit_rate"] <= 1
     screen = runs.finish(tmp_path, *NVME, *LENGTH)
     assert resumes(tmp_path) == saved[-1:]
     assert f"resuming from step {saved[-1]}" in screen

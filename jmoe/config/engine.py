@@ -5,30 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check_field, literals, positive, positive_or_none
+from jmoe.config.checks import check, check_field, literals, positive, positive_or_none
 
 Policy = Literal["auto", "resident", "ring", "experts"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity, unpopular ones packed;
 # eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
 PlacementPolicy = Literal["even", "lina", "eplb"]
+DensePlaces = Literal["replicated", "tensor"]
 
 
 @dataclass(frozen=True)
 class EngineMesh:
-    """Devices, of one process or several, that share a model: rows of the cache and experts are split over them."""
+    """Devices, of one process or several, that share a model: the cache and experts are split over them."""
 
-    devices: int = 1  # in all; each has an equal part of the rows (max_batch) and of the places for experts
+    devices: int = 1  # in all; each has an equal part of the cache and of the places for experts
     # where experts are. even: each once, for good; lina: by what the step's tokens choose, a layer at a time;
     # eplb: by what recent steps chose, anew every `rebalance_every` steps
     placement: PlacementPolicy = "even"
     slots_per_device: int | None = None  # experts of a layer on a device; None: as few as have room for each once
     rebalance_every: int = 3000  # steps between two placements of `eplb`
     rebalance_window: int = 1000  # steps whose choices it goes by
+    # where attention, dense and shared MLPs, embedding and head are. replicated: on every device, which runs them for
+    # its rows of the cache; tensor: each device has its heads of all rows, and its part of the rest, summed up
+    dense: DensePlaces = "replicated"
 
     def __post_init__(self) -> None:
         literals(self)
         positive(self, "devices", "rebalance_every", "rebalance_window")
         positive_or_none(self, "slots_per_device")
+        check_field(self.dense == "replicated" or self.devices > 1, self, "dense", "needs mesh.devices above 1")
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,28 @@ class EngineConfig:
         if self.mesh.devices > 1:
             self._check_mesh()
 
+    @property
+    def may_ring(self) -> bool:
+        """Return whether several devices may hold only some layers' experts at a time."""
+        evenly = self.mesh.placement == "even" and self.mesh.slots_per_device is None
+        return self.policy == "ring" or (self.policy == "auto" and evenly)
+
     def _check_mesh(self) -> None:
         """Refuse what one device has and several do not."""
-        devices = self.mesh.devices
+        mesh, devices = self.mesh, self.mesh.devices
         divides = f"must be a multiple of mesh.devices = {devices}"
         check_field(self.max_batch % devices == 0, self, "max_batch", divides)
-        stays = f"experts stay on their devices with mesh.devices = {devices}: must be "
-        check_field(self.policy in ("auto", "resident"), self, "policy", f"{stays}auto or resident")
+        known = self.policy in ("auto", "resident", "ring")
+        check_field(known, self, "policy", f"must be auto, resident or ring with mesh.devices = {devices}")
+        if self.policy == "ring":
+            evenly = "must be even with policy = 'ring', where layers pass through the devices"
+            check(mesh.placement == "even", "mesh.placement", mesh.placement, evenly)
+            fewest = "must be None with policy = 'ring': as few as hold a layer's experts"
+            check(mesh.slots_per_device is None, "mesh.slots_per_device", mesh.slots_per_device, fewest)
+        if self.may_ring:
+            return
+        stays = f"experts stay on their devices with policy = {self.policy!r}, mesh.placement = {mesh.placement!r}"
+        stays += f" and mesh.slots_per_device = {mesh.slots_per_device}: must be "
         check_field(self.expert_tier != "nvme", self, "expert_tier", f"{stays}auto or host")
         for name in ("ring_slots", "device_bytes", "host_cache_bytes"):
             check_field(getattr(self, name) is None, self, name, f"{stays}None")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.tiers import MachineConfig, TiersConfig
@@ -94,9 +95,13 @@ class CheckpointConfig:
     every_steps: int = 100
     keep: int = 2
     drain_timeout_s: int = 600  # the longest that copying the records of experts may take for one of them
+    # a folder in each host's memory, such as /dev/shm, for snapshots of the state from which lost processes restart
+    memory_dir: str | None = None
+    memory_every_steps: int = 10  # between two snapshots
 
     def __post_init__(self) -> None:
-        positive(self, "every_steps", "keep", "drain_timeout_s")
+        positive(self, "every_steps", "keep", "drain_timeout_s", "memory_every_steps")
+        check_field(self.memory_dir != "", self, "checkpoint.memory_dir", "must name a folder")
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     num_steps: int = 1000
@@ -178,6 +184,8 @@ class TrainConfig:
     init_from: str = ""
     output_dir: str = ""  # "": runs/PRESET
     plan: bool = False  # only print what memory the run needs, by tier, and how long a step takes
+    cluster: str = ""  # with plan: a TOML file that describes a cluster, for whose numbers of nodes to plan
+    json: bool = False  # with cluster: as one JSON object
 
     def __post_init__(self) -> None:
         positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
@@ -192,6 +200,11 @@ class TrainConfig:
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         alone = self.comm.packing == 1 or not {"host", "nvme"} & {*tiers}
         check(alone, "comm.packing", self.comm.packing, f"must be 1 {_streamed(self.tiers)}")
+        check_field(self.plan or not self.cluster, self, "cluster", "must be given together with plan")
+        check_field(bool(self.cluster) or not self.json, self, "json", "must be given together with cluster")
+        memory_dir = self.checkpoint.memory_dir
+        alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
+        check(alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}")
         span = self.profile.span()
         ends = span is None or span[1] <= self.num_steps
         check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")

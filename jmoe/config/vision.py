@@ -90,8 +90,9 @@ class VisionModelConfig(ModelConfig):
 class TaskConfig:
     """One classification task: its images, its part of a step, its path through the layers routed by task.
 
-    source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or a folder of your own with
-    a folder of images for each class. path: the expert that it takes in each of `model.task_layers`.
+    source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or your own images: a folder
+    with a folder for each class, or a .csv or .tsv file whose first line is path,label. path: the expert that it
+    takes in each of `model.task_layers`.
     """
 
     source: str
@@ -151,6 +152,7 @@ class VisionTrainConfig(TrainConfig):
     def _check_supported(self) -> None:
         tiers = self.tiers.experts, self.tiers.optimizer
         check(self.tiers.on_device, "tiers", tiers, "must be device for images")
+        check_field(not self.cluster, self, "cluster", "must not be given for images")
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
         check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")
         alone = self.layout == "even" or self.mesh.expert_inter * self.mesh.expert_intra == 1

@@ -1,4 +1,4 @@
-"""Images with their classes, for one task: real ones that packages carry, or a folder of images for each class.
+"""Images with their classes, for one task: real ones that packages carry, or your own.
 
 Legend: N images, P pixels a side, C channels. Nothing is downloaded. Glyphs are rendered from the fonts of matplotlib,
 digits are the handwriting of scikit-learn (UCI ML, 8 x 8 pixels), photographs those of scikit-image and scikit-learn.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import string
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from jmoe.config.vision import ImagesConfig, VisionModelConfig
+from jmoe.data.image_files import SEPARATORS, SourceImage, own_images
 
-IMAGE_TYPES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 FONTS = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSerif", "DejaVuSerif-Bold"),
     *("DejaVuSerif-Italic", "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "cmb10", "cmr10", "cmss10", "cmtt10"),
@@ -59,33 +59,28 @@ class ImageTask:
         return digest.hexdigest()[:16]
 
 
-class _Image(NamedTuple):
-    """An image before it is resized; of a group all are held out, or none."""
-
-    image: Image.Image
-    label: int
-    group: int
-
-
 def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesConfig) -> ImageTask:
-    """Return the images of `source`, a built-in task or a folder, resized to the model's size.
+    """Return the images of `source`, a built-in task, a folder or a file, resized to the model's size.
 
     Of every class `images.held_out_fraction` of the images (or of groups that belong together) are held out, the same
-    in every run. Raises `ValueError` naming `tasks.NAME.source` for an image that cannot be read, an empty class, or
-    fewer than two classes.
+    in every run. Raises `ValueError` naming `tasks.NAME.source`, and the line of a file, for an image that cannot be
+    read, an empty class, or fewer than two classes.
     """
     field = f"tasks.{name}.source = {source!r}"
-    make = BUILT_IN.get(source)
-    if make is None and not Path(source).is_dir():
-        raise ValueError(f"{field}: must be one of {', '.join(BUILT_IN)}, or a folder with a folder for each class")
-    classes, all_images = make(field) if make is not None else _folder(Path(source), field)
+    make, place = BUILT_IN.get(source), Path(source).expanduser()
+    if make is None and not place.is_dir() and place.suffix.lower() not in SEPARATORS:
+        built_in, files = ", ".join(BUILT_IN), " or ".join(SEPARATORS)
+        raise ValueError(
+            f"{field}: must be one of {built_in}, or a folder with a folder for each class, or a {files} file"
+        )
+    classes, all_images = make(field) if make is not None else own_images(place, field)
     if len(classes) < 2:
         raise ValueError(f"{field}: has only {len(classes)} class, {', '.join(classes)}: must have at least two")
-    groups: list[dict[int, list[_Image]]] = [{} for _ in classes]
+    groups: list[dict[int, list[SourceImage]]] = [{} for _ in classes]
     for image in all_images:
         groups[image.label].setdefault(image.group, []).append(image)
-    train: list[_Image] = []
-    held_out: list[_Image] = []
+    train: list[SourceImage] = []
+    held_out: list[SourceImage] = []
     for label, own in enumerate(groups):
         if len(own) < 2:
             raise ValueError(f"{field}: class {classes[label]!r} has {len(own)} images: must have at least two")
@@ -96,38 +91,13 @@ def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesCo
     return ImageTask(name, tuple(classes), _split(train, model), _split(held_out, model))
 
 
-def _split(images: Sequence[_Image], model: VisionModelConfig) -> Split:
+def _split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
     side, mode = model.image_size, "L" if model.channels == 1 else "RGB"
-    pixels = [np.asarray(image.image.convert(mode).resize((side, side), Image.Resampling.BILINEAR)) for image in images]
+    pixels = [
+        np.asarray(image.read().convert(mode).resize((side, side), Image.Resampling.BILINEAR)) for image in images
+    ]
     shape = (len(images), side, side, model.channels)
     return Split(np.stack(pixels).reshape(shape), np.array([image.label for image in images], np.int32))
-
-
-# Own images
-
-
-def _folder(folder: Path, field: str) -> tuple[list[str], list[_Image]]:
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
-        raise ValueError(f"{field}: has no folder: must have one for each class, with its images")
-    images = []
-    for label, name in enumerate(classes):
-        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in IMAGE_TYPES)
-        if not paths:
-            raise ValueError(f"{field}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})")
-        images += [_Image(_read(path, field), label, number) for number, path in enumerate(paths)]
-    return classes, images
-
-
-def _read(path: Path, field: str) -> Image.Image:
-    """Return the image; `ValueError` naming the file if it is broken, or decodes with a warning."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with Image.open(path) as image:
-                return image.convert("RGB") if image.mode not in ("L", "RGB") else image.copy()
-    except (OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError) as error:
-        raise ValueError(f"{field}: {path} cannot be read as an image: {error}") from error
 
 
 # Images that packages carry
@@ -140,11 +110,14 @@ def _vision_extra(module: str, field: str) -> Any:
         raise ValueError(f"{field}: needs the extra 'vision' (make EXTRA=vision setup): {error}") from error
 
 
-def _digits(field: str) -> tuple[list[str], list[_Image]]:
+def _digits(field: str) -> tuple[list[str], list[SourceImage]]:
     """Return 1,797 handwritten digits."""
     data = _vision_extra("sklearn.datasets", field).load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
-    images = [_Image(Image.fromarray(p), int(y), i) for i, (p, y) in enumerate(zip(pixels, data.target, strict=True))]
+    images = [
+        SourceImage(partial(Image.fromarray, p), int(y), i)
+        for i, (p, y) in enumerate(zip(pixels, data.target, strict=True))
+    ]
     return [str(digit) for digit in range(10)], images
 
 
@@ -154,7 +127,7 @@ def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
     return image
 
 
-def _rendered(label_of: Callable[[int, int], int]) -> list[_Image]:
+def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
     """Return every character in every font, in three sizes; the sizes of a character in a font are one group."""
     folder, images = Path(matplotlib.get_data_path()) / "fonts" / "ttf", []
     for number, name in enumerate(FONTS):
@@ -162,19 +135,19 @@ def _rendered(label_of: Callable[[int, int], int]) -> list[_Image]:
             font = ImageFont.truetype(str(folder / f"{name}.ttf"), size)
             for index, character in enumerate(GLYPHS):
                 group = number * len(GLYPHS) + index
-                images.append(_Image(_glyph(font, character), label_of(number, index), group))
+                images.append(SourceImage(partial(_glyph, font, character), label_of(number, index), group))
     return images
 
 
-def _glyphs(field: str) -> tuple[list[str], list[_Image]]:
+def _glyphs(field: str) -> tuple[list[str], list[SourceImage]]:
     return list(GLYPHS), _rendered(lambda font, character: character)
 
 
-def _fonts(field: str) -> tuple[list[str], list[_Image]]:
+def _fonts(field: str) -> tuple[list[str], list[SourceImage]]:
     return list(FONTS), _rendered(lambda font, character: font)
 
 
-def _photographs(field: str) -> tuple[list[str], list[_Image]]:
+def _photographs(field: str) -> tuple[list[str], list[SourceImage]]:
     """Return patches of photographs, from which of them is the class; a photograph's squares do not overlap."""
     photographs = _vision_extra("skimage.data", field)
     samples = _vision_extra("sklearn.datasets", field).load_sample_images().images
@@ -187,11 +160,11 @@ def _photographs(field: str) -> tuple[list[str], list[_Image]]:
         chosen = rng.permutation(len(corners))[:PATCHES]
         for group in sorted(chosen.tolist()):
             x, y = corners[group]
-            images.append(_Image(image.crop((x, y, x + side, y + side)), label, group))
+            images.append(SourceImage(partial(image.crop, (x, y, x + side, y + side)), label, group))
     return list(named), images
 
 
-BUILT_IN: dict[str, Callable[[str], tuple[list[str], list[_Image]]]] = {
+BUILT_IN: dict[str, Callable[[str], tuple[list[str], list[SourceImage]]]] = {
     "digits": _digits,
     "glyphs": _glyphs,
     "fonts": _fonts,

@@ -23,7 +23,7 @@ from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.kv_cache import empty_caches
 from jmoe.inference.lockstep import Leader
-from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner
+from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner, mesh_caches
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner, Runner
@@ -73,7 +73,9 @@ class LoadedModel(Closing):
             if mesh is None:
                 self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits)
             else:
-                experts, self.store = open_placed_experts(checkpoint, self.memory, mesh, limits)
+                experts, self.store = open_placed_experts(
+                    checkpoint, self.memory, mesh, cache_dir=options.cache_dir, bandwidth_limit_bytes_per_s=limits
+                )
                 self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
         self.folder, self.options = checkpoint.folder, options
 
@@ -374,24 +376,24 @@ def _one_device(
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
     """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
-    config, length = checkpoint.config, checkpoint.sequence_length(options.max_seq_len)
-    caches = jax.eval_shape(lambda: empty_caches(config, options.max_batch, length, checkpoint.dtype))
+    config, devices = checkpoint.config, options.mesh.devices
+    caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
     weights = ExpertWeights(
         config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
     )
     model = ModelBytes(
         weights,
         record_bytes=RecordLayout.of(checkpoint.expert_fields).record_bytes,
-        dense_bytes=checkpoint.rest_bytes,
-        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)),
+        dense_bytes=checkpoint.rest_bytes(devices if options.mesh.dense == "tensor" else 1),
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)) // devices,
     )
     device, host_bytes = jax.local_devices()[0], available_bytes()
     stats = None if device.platform == "cpu" else device.memory_stats()
     free = FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
     if stats is not None:
         free = FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
-    if options.mesh.devices > 1:
-        return plan_mesh_memory(model, free, options, min(jax.local_device_count(), options.mesh.devices))
+    if devices > 1:
+        return plan_mesh_memory(model, free, options, min(jax.local_device_count(), devices))
     return plan_memory(model, free, options)
 
 

@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.path_table import PathTable
-from jmoe.offload.placed_experts import PlacedExperts
+from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
 from jmoe.planning.placement import Changes, Placement, place
 
 RECENT = 0.9  # what a step's choices keep of their weight a step later
@@ -66,7 +66,7 @@ class ExpertPlacer:
     def __init__(
         self,
         mesh: EngineMesh,
-        experts: PlacedExperts,
+        experts: MeshExperts,
         num_experts_per_tok: int,
         estimates: bool,
         table: PathTable | None,
@@ -170,14 +170,15 @@ class ExpertPlacer:
     def _improve(self, layer: int, popularity_E: np.ndarray, *, steps: int) -> None:
         """Change a layer's placement for one that is worth its copies in so many steps."""
         begun = time.perf_counter()
-        changed = self._better(layer, popularity_E, steps)
+        experts = cast("PlacedExperts", self._experts)  # `EngineConfig`: what is in a ring is placed evenly
+        changed = self._better(experts, layer, popularity_E, steps)
         self._planning_s += time.perf_counter() - begun
         if changed is not None:
             self._swaps += 1
-            self._experts.apply(layer, changed)
+            experts.apply(layer, changed)
 
-    def _better(self, layer: int, popularity_E: np.ndarray, steps: int) -> Changes | None:
-        held, costs = self._experts.placements[layer], self.costs
+    def _better(self, experts: PlacedExperts, layer: int, popularity_E: np.ndarray, steps: int) -> Changes | None:
+        held, costs = experts.placements[layer], self.costs
         loads_N = _loads(held, popularity_E)
         row_s = costs.row_s * steps
         if (loads_N.max() - loads_N.mean()) * row_s <= costs.copy_s:  # what the best placement of all would save
@@ -186,9 +187,9 @@ class ExpertPlacer:
         placement = place(
             popularity_E, held.num_devices, slots_per_device=slots, max_packed=slots, policy=self._mesh.placement
         )
-        changed = self._experts.changes(layer, placement)
+        changed = experts.changes(layer, placement)
         saved_s = (loads_N.max() - placement.loads.max()) * row_s
-        copies = np.bincount(self._experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1)
+        copies = np.bincount(experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1)
         return changed if saved_s > np.max(copies) * costs.copy_s else None
 
 

@@ -1,7 +1,8 @@
 """Programs of a model on several devices: each is one `shard_map` over all of them.
 
-Legend: N devices, P rows of a step on a device, M = N P, Q chunks of a group, C tokens a row, T = P C tokens of a
-device, D hidden, E experts of a layer, K choices a token, `planning/placement.py`'s cycle beside E.
+Legend: N devices, M rows of a step, Q chunks of a group, C tokens a row, T tokens of a device, D hidden, V vocabulary,
+E experts of a layer, K choices a token, `planning/placement.py`'s cycle beside E. Hidden states are split over the
+devices as `dense_layout.py` says.
 """
 
 import math
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.exchange import Choices, PerDevice
+from jmoe.inference.dense_layout import RowLayout, sent_by_local
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.runner import Arrays, Hidden, attend_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, slots_per_expert
@@ -23,7 +25,6 @@ from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
 from jmoe.models.block import add_residual
 from jmoe.models.functional import Structure
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
-from kernels_pallas.saved import bits
 
 FEW_FACTOR = 4  # times the mean number of tokens, which an expert seldom gets
 FEW_MULTIPLE = 8
@@ -50,17 +51,21 @@ def _sharded(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 1, 5))
 def embed_on_mesh(
-    mesh: Mesh, structure: Structure, arrays: Arrays, tokens_MC: jax.Array, positions_MC: jax.Array, dtype: Any
+    layout: RowLayout, structure: Structure, arrays: Arrays, tokens_MC: jax.Array, positions_MC: jax.Array, dtype: Any
 ) -> Hidden:
-    """Return the first layer's input, each device's rows on it."""
-    body = lambda arrays, tokens, positions: embed_local(structure, arrays, tokens, positions, dtype)  # noqa: E731
-    hidden: Hidden = _sharded(mesh, body, (REPLICATED, BATCH, BATCH), BATCH)(arrays, tokens_MC, positions_MC)
+    """Return the first layer's input, each device's tokens on it."""
+
+    def local(arrays: Arrays, tokens: jax.Array, positions: jax.Array) -> Hidden:
+        return embed_local(structure, layout.own(arrays), tokens, positions, dtype, layout.layers(tokens.size))
+
+    sharded = _sharded(layout.mesh, local, (layout.weights, layout.tokens, layout.tokens), BATCH)
+    hidden: Hidden = sharded(arrays, tokens_MC, positions_MC)
     return hidden
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def attend_on_mesh(
-    mesh: Mesh,
+    layout: RowLayout,
     structure: Structure,
     arrays: Arrays,
     cache: KVCache,
@@ -72,15 +77,17 @@ def attend_on_mesh(
     """Run a block but for its experts, each device with its own part of the cache, as `attend_local` says."""
     routed = structure.merge(arrays).kind == "moe"
 
-    def local(arrays: Arrays, window: jax.Array | None, cache: KVCache, hidden: Hidden, rows_P: Any, at_PC: Any) -> Any:
-        x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, rows_P, at_PC, window)
+    def local(arrays: Arrays, window: jax.Array | None, cache: KVCache, hidden: Hidden, rows: Any, at: Any) -> Any:
+        layers = layout.layers(at.size)
+        x_PCD, cache, y = attend_local(structure, layout.own(arrays), cache, hidden, rows, at, window, layers)
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
         return x_PCD, cache, Gate(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))
 
     gate_spec: Any = Gate(BATCH, REPLICATED)  # type: ignore[arg-type]
-    out_specs = BATCH, BATCH, gate_spec if routed else BATCH
-    sharded = _sharded(mesh, local, (REPLICATED, REPLICATED, BATCH, BATCH, BATCH, BATCH), out_specs)
+    out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
+    in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
+    sharded = _sharded(layout.mesh, local, in_specs, out_specs)
     attended: tuple[jax.Array, KVCache, jax.Array | Gate] = sharded(arrays, window, cache, hidden, rows_M, positions_MC)
     return attended
 
@@ -128,38 +135,48 @@ def _few_slots(num_tokens: int, k: int, num_experts: int) -> int:
     return min(num_tokens, SLOT_MULTIPLE, FEW_MULTIPLE * math.ceil(often / FEW_MULTIPLE))
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def finish_on_mesh(mesh: Mesh, hidden: Hidden, positions_MC: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=0)
+def finish_on_mesh(layout: RowLayout, hidden: Hidden, positions_MC: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the last layer's output, and of each row that of the last token alone, on every device."""
 
-    def local(hidden: Hidden, positions_PC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x_PCD = add_residual(*hidden)
-        last_P = jnp.maximum((positions_PC < length).sum(axis=1, dtype=jnp.int32) - 1, 0)
-        last_PD = x_PCD[jnp.arange(x_PCD.shape[0]), last_P]
-        return x_PCD, _all_gather(last_PD)
+    def local(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = add_residual(*hidden)
+        return x, layout.last_local(x, positions)
 
-    after: tuple[jax.Array, jax.Array] = _sharded(mesh, local, (BATCH, BATCH), (BATCH, REPLICATED))(
-        hidden, positions_MC
-    )
+    sharded = _sharded(layout.mesh, local, (BATCH, layout.tokens), (BATCH, REPLICATED))
+    after: tuple[jax.Array, jax.Array] = sharded(hidden, positions_MC)
     return after
 
 
-@partial(jax.jit, static_argnums=0)
-def gather_row_on_mesh(mesh: Mesh, x_MCD: jax.Array, place: jax.Array) -> jax.Array:
-    """Return [C, D] on every device: the row at `place` of the M."""
-
-    def local(x_PCD: jax.Array, place: jax.Array) -> jax.Array:
-        rows = x_PCD.shape[0]
-        all_NCD = _all_gather(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
-        return lax.dynamic_index_in_dim(all_NCD, place // rows, 0, keepdims=False)
-
-    x_CD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED), REPLICATED)(x_MCD, place)
+@partial(jax.jit, static_argnums=(0, 1))
+def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.Array) -> jax.Array:
+    """Return [C, D] on every device: the row at `place` of the M, of C = `width` tokens."""
+    local = lambda x, place: layout.row_local(x, place, width)  # noqa: E731
+    x_CD: jax.Array = _sharded(layout.mesh, local, (BATCH, REPLICATED), REPLICATED)(x, place)
     return x_CD
 
 
+@partial(jax.jit, static_argnums=(0, 1, 4))
+def logits_on_mesh(
+    layout: RowLayout, structure: Structure, arrays: Arrays, x_MD: jax.Array, vocab_size: int, place_Q: jax.Array
+) -> jax.Array:
+    """Return float32 [Q, V] on every device, of some of the rows that are on all: each computes its part of V."""
+
+    def local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
+        logits_Qv = structure.merge(layout.own(arrays)).logits(x_MD[place_Q])
+        return lax.all_gather(logits_Qv, EXPERT_INTRA, axis=1, tiled=True)[:, :vocab_size]
+
+    sharded = _sharded(layout.mesh, local, (layout.weights, REPLICATED, REPLICATED), REPLICATED)
+    logits_QV: jax.Array = sharded(arrays, x_MD, place_Q)
+    return logits_QV
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def copy_row_on_mesh(mesh: Mesh, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
-    """Return the cache with a row copied; at: the device and row of the source, and of the target."""
+def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
+    """Return the cache with a row copied, of all heads; at: the device and row of the source, and of the target.
+
+    Without a device of its own (-1) a row is on all.
+    """
 
     def local(cache: KVCache, at: jax.Array) -> KVCache:
         n = lax.axis_index(EXPERT_INTRA)
@@ -167,27 +184,15 @@ def copy_row_on_mesh(mesh: Mesh, crosses: bool, cache: KVCache, at: jax.Array) -
         def copied(x: jax.Array) -> jax.Array:
             row = lax.dynamic_index_in_dim(x, at[1], 0)
             if crosses:
-                row = _sent_by(row, at[0])
+                row = sent_by_local(row, n == at[0])
             old = lax.dynamic_index_in_dim(x, at[3], 0)
-            return lax.dynamic_update_index_in_dim(x, jnp.where(n == at[2], row, old), at[3], 0)
+            here = (at[2] < 0) | (n == at[2])
+            return lax.dynamic_update_index_in_dim(x, jnp.where(here, row, old), at[3], 0)
 
         return jax.tree.map(copied, cache)
 
-    copied: KVCache = _sharded(mesh, local, (BATCH, REPLICATED), BATCH)(cache, at)
+    copied: KVCache = _sharded(layout.mesh, local, (layout.cache, REPLICATED), layout.cache)(cache, at)
     return copied
-
-
-def _sent_by(x: jax.Array, device: jax.Array) -> jax.Array:
-    """Return the x of one device on all, bit for bit, as a sum of integers to which the others add 0."""
-    whole = lax.bitcast_convert_type(x, jnp.uint32) if x.dtype == jnp.float32 else x.astype(jnp.uint32)
-    mine = lax.axis_index(EXPERT_INTRA) == device
-    sent = lax.psum(jnp.where(mine, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
-    return lax.bitcast_convert_type(sent, x.dtype) if x.dtype == jnp.float32 else sent.astype(x.dtype)
-
-
-def _all_gather(x: jax.Array) -> jax.Array:
-    """Return [N P, ...] of [P, ...], as bits: XLA:CPU would send bfloat16 as float32."""
-    return lax.bitcast_convert_type(lax.all_gather(bits(x), EXPERT_INTRA, tiled=True), x.dtype)
 
 
 @jax.jit

@@ -9,7 +9,7 @@ in the slots alone: so what is streamed is, bit for bit, what is computed when e
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
+from jmoe.layers.embedding import lookup
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
@@ -53,14 +54,31 @@ class CachedAttention:
         self.cache, self._rows_P, self._positions_PC, self._window = cache, rows_P, positions_PC, window
 
     def __call__(self, attention: Any, h_PCD: jax.Array) -> jax.Array:
-        """Return the attention's output [P, C, D] of its normed input."""
+        """Return the attention's output, in the shape of its normed input, [P, C, D] or [T, D]."""
         rows_P, positions_PC = self._rows_P, self._positions_PC
-        q, k, v = attention.project(h_PCD, positions_PC)
+        q, k, v = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         self.cache = write(self.cache, rows_P, positions_PC, k, v)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
         options: dict[str, Any] = {"scale": attention.scale, "window": self._window, "sinks_H": sinks_H}
         out_PCD: jax.Array = attention.output(attend(q, self.cache, rows_P, positions_PC, **options))
-        return out_PCD
+        return out_PCD.reshape(h_PCD.shape)
+
+
+class WholeLayers:
+    """A device's dense layers where it has all of them, for its own tokens: nothing comes from other devices."""
+
+    lookup = staticmethod(lookup)
+
+    def own(self, positions_PC: jax.Array) -> jax.Array:
+        """Return the positions of this device's tokens, of those that `apply` runs."""
+        return positions_PC
+
+    def apply(self, layer: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
+        """Return what a dense layer makes of this device's tokens."""
+        return layer(h)
+
+
+WHOLE = WholeLayers()
 
 
 def attend_local(
@@ -71,19 +89,25 @@ def attend_local(
     rows_P: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
+    layers: WholeLayers = WHOLE,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the routing)."""
+    """Run a block but for its experts: (x + attention, cache, what the dense MLP adds or the routing).
+
+    rows_P, positions_PC: of the tokens that attention runs on, of all devices where `layers` are parts of the block's.
+    """
     block: Block = structure.merge(arrays)
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
-    attention = CachedAttention(cache, rows_P, positions_PC, window)
-    x_PCD = block.attend(x_PCD, attention, dtype)
+    cached = CachedAttention(cache, rows_P, positions_PC, window)
+    x_PCD = block.attend(x_PCD, lambda module, h: layers.apply(partial(cached, module), h), dtype)
     if block.kind == "dense":
-        return x_PCD, attention.cache, block.feed_forward(x_PCD.reshape(-1, x_PCD.shape[-1]), dtype)
+        mlp = lambda x_TD: block.feed_forward(x_TD, dtype)  # noqa: E731
+        return x_PCD, cached.cache, layers.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
-    real_T = positions_PC.reshape(-1) < cache.length
+    real_T = layers.own(positions_PC).reshape(-1) < cache.length
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)  # E: padding chooses no expert
-    return x_PCD, attention.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, block.shared(h_TD))
+    shared_TD = block.shared(h_TD) if block.shared_expert is None else layers.apply(block.shared, h_TD)
+    return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 
 
 _attend = jax.jit(attend_local, static_argnums=0, donate_argnums=2)
@@ -91,11 +115,16 @@ _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
 
 
 def embed_local(
-    structure: Structure, arrays: Arrays, tokens_PC: jax.Array, positions_PC: jax.Array, dtype: Any
+    structure: Structure,
+    arrays: Arrays,
+    tokens_PC: jax.Array,
+    positions_PC: jax.Array,
+    dtype: Any,
+    layers: WholeLayers = WHOLE,
 ) -> Hidden:
     """Return the first layer's input."""
-    x_PCD = structure.merge(arrays).embed(tokens_PC, positions_PC, dtype)
-    return Hidden(x_PCD, jnp.zeros((tokens_PC.size, x_PCD.shape[-1]), jnp.float32))
+    x_PCD = structure.merge(arrays).embed(tokens_PC, layers.own(positions_PC), dtype, layers.lookup)
+    return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))
 
 
 _embed = jax.jit(embed_local, static_argnums=(0, 4))

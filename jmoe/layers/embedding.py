@@ -2,6 +2,7 @@
 
 Legend: T local tokens, R devices, V vocabulary, D hidden, U rounds, C rows of a round to each device.
 By columns every device looks up everyone's tokens in its columns; by rows a row is asked for at the device that has it.
+By blocks of rows, in inference, every device looks up everyone's tokens in its block, and the sum over devices is all.
 Ids go one way, rows the other, gradients the way of the ids: three all-to-alls, and no reduction of the table's.
 """
 
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
-from jmoe.layers.loss import OutputHead
+from jmoe.collectives.rows import sum_scatter_rows_local
+from jmoe.layers.loss import OutputHead, VocabularyShard
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
 
 Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -31,6 +33,17 @@ def lookup_columns_local(table_VD: jax.Array, tokens_T: jax.Array, dtype: Any, a
     ids_RT = lax.all_gather(tokens_T, axes)
     blocks_RTD = make_all_to_all(axes)(lookup(table_VD, ids_RT, dtype))
     return blocks_RTD.swapaxes(0, 1).reshape(tokens_T.size, -1)
+
+
+def lookup_block_local(table_VD: jax.Array, tokens_M: jax.Array, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
+    """[T, D] in `dtype` of this device's tokens, of a table whose r-th block of rows is here. tokens: of all devices.
+
+    Not differentiated. The sum over devices is exact: all but one add 0.
+    """
+    own_M = VocabularyShard(axes, striped=False).index(tokens_M, table_VD.shape[0])
+    here_M = (own_M >= 0) & (own_M < table_VD.shape[0])
+    x_MD = jnp.where(here_M[:, None], lookup(table_VD, jnp.where(here_M, own_M, 0), dtype), 0)
+    return sum_scatter_rows_local(x_MD, axes).astype(dtype)
 
 
 def _places(tokens_T: jax.Array, num_devices: int) -> tuple[jax.Array, jax.Array]:

@@ -7,10 +7,14 @@ from jax import lax
 
 
 class Norm(nnx.Module):
-    """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) * scale + bias."""
+    """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) * scale + bias.
+
+    axes: of the devices that each have an equal part of x, inside `shard_map`; the means are over all of it.
+    """
 
     def __init__(self, size: int, kind: str, eps: float) -> None:
         self.kind, self.eps = kind, eps
+        self.axes: tuple[str, ...] = ()
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layernorm" else None
 
@@ -18,6 +22,10 @@ class Norm(nnx.Module):
         """[..., size] -> the same shape in `dtype`."""
         x = x.astype(jnp.float32)
         if self.bias is not None:
-            x = x - x.mean(axis=-1, keepdims=True)
-        x = x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
+            x = x - self._mean(x)
+        x = x * lax.rsqrt(self._mean(x * x) + self.eps) * self.scale[...].astype(jnp.float32)
         return (x if self.bias is None else x + self.bias[...].astype(jnp.float32)).astype(dtype)
+
+    def _mean(self, x: jax.Array) -> jax.Array:
+        mean = x.mean(axis=-1, keepdims=True)
+        return lax.pmean(mean, self.axes) if self.axes else mean

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig, check
+from jmoe.layers.embedding import Lookup, lookup
 from jmoe.memory.closing import Closing
 from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config, read_table
 from jmoe.models.safetensors_io import TensorReader, read_headers
-from jmoe.models.weights import Loader, Names, check_tensors, parameters
+from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
+from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
 from kernels_pallas.matmul import dot
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -35,9 +37,9 @@ class EmbedAndHead(nnx.Module):
         self.embedding, self.positions = decoder.embedding, decoder.positions
         self.norm, self.head = decoder.norm, decoder.head
 
-    def embed(self, tokens: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
-        """[..., D] in `dtype`."""
-        x = self.embedding[...][tokens].astype(dtype)
+    def embed(self, tokens: jax.Array, positions: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
+        """[..., D] in `dtype`. lookup: in the table, or in a device's part of it."""
+        x = lookup(self.embedding[...], tokens, dtype)
         return x if self.positions is None else x + self.positions[...][positions].astype(dtype)
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
@@ -130,10 +132,12 @@ class LazyCheckpoint(Closing):
         """Count the bytes of one expert."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values())
 
-    @property
-    def rest_bytes(self) -> int:
-        """Count the bytes of everything but the experts."""
-        return sum(math.prod(p.shape) * self._dtypes[p.path].itemsize for p in self._parameters if not p.experts)
+    def rest_bytes(self, num_devices: int = 1) -> int:
+        """Count the bytes of everything but the experts, or of each part of it, as `load_part` splits it."""
+        config = self.config if num_devices == 1 else device_config(self.config, num_devices)
+        parts = flat(abstract_decoder(config)[2])
+        sizes = {p.path: math.prod(parts[p.path].shape) for p in self._parameters if not p.experts}
+        return sum(size * self._dtypes[path].itemsize for path, size in sizes.items())
 
     @property
     def fingerprint(self) -> str:
@@ -168,6 +172,38 @@ class LazyCheckpoint(Closing):
             dtype = self._dtypes[p.path]
             arrays[p.path] = jnp.zeros((p.shape[0], 0), dtype) if p.experts else self._loader.load(p, dtype, None)
         return split_decoder(decoder_of(self.config, arrays))
+
+    def load_part(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
+        """Everything but the experts that one of several devices has, in host memory: see `models/tensor_parallel.py`.
+
+        Only that is read.
+        """
+        config = device_config(self.config, num_devices)
+        arrays: dict[Names, Any] = {}
+        for p in self._parameters:
+            dtype = self._dtypes[p.path]
+            arrays[p.path] = np.zeros((p.shape[0], 0), dtype) if p.experts else self._part(p, device, num_devices)
+        ends, layers = split_decoder(decoder_of(config, arrays))
+        for layer in layers:
+            share_norms(layer)
+        return ends, layers
+
+    def _part(self, p: Parameter, device: int, num_devices: int) -> np.ndarray:
+        """Return what a device has of a parameter."""
+        dtype, whole = self._dtypes[p.path], (slice(None),) * len(p.shape)
+        cuts = cuts_of(self.config)
+        cut = cuts.get(p.path[-2:], cuts.get(p.path[-1:]))
+        if p.path[-1] in ADDED_ONCE and device > 0:
+            return np.zeros(p.shape, dtype)
+        if cut is None:
+            return self._loader.region(p, dtype, whole)
+        pieces = []
+        for span in spans(cut, device, num_devices):
+            pieces.append(self._loader.region(p, dtype, (*whole[: cut.dim], span, *whole[: -cut.dim - 1])))
+        part = np.concatenate(pieces, axis=cut.dim)
+        missing = sum(-(-units // num_devices) * size for units, size in cut.groups) - part.shape[cut.dim]
+        padding = [(0, missing if dim == len(p.shape) + cut.dim else 0) for dim in range(len(p.shape))]
+        return np.pad(part, padding) if missing else part
 
     def close(self) -> None:
         self._reader.close()

@@ -4,6 +4,7 @@ Legend: E experts of a layer, N devices, S slots of a device for a layer, C as i
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.mesh import BATCH, REPLICATED, put
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ExpertPlaces, ResidencyStats
-from jmoe.offload.slots import Fields, NamedArrays
+from jmoe.offload.slots import Fields, NamedArrays, as_weights, stored_dtype
 from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
 from kernels_pallas.grouped_mlp import MLPWeights
 
@@ -25,7 +26,50 @@ ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
 Arrays = dict[str, jax.Array]
 
 
-class PlacedExperts(ExpertPlaces):
+class MeshExperts(ExpertPlaces):
+    """Every layer's experts on the devices of a mesh: evenly, each once, at first. copied, copies: since the start."""
+
+    def __init__(self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int) -> None:
+        self.mesh, self.index, self._fields = mesh, index, fields
+        self._devices = list(mesh.devices.flat)
+        self._mine = [n for n, device in enumerate(self._devices) if device.process_index == jax.process_index()]
+        self.process_of_N = np.asarray([device.process_index for device in self._devices])
+        self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # of this process
+        self.copies_N = np.zeros(mesh.size, np.int64)  # to every device, of other processes too
+        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in fields.values()]
+        self.expert_bytes = sum(sizes)
+        even = even_placement(index.num_experts, mesh.size, slots_per_device)
+        self.placements = [even] * index.num_layers
+        self._turns = [put(even.turns, mesh, REPLICATED)] * index.num_layers
+
+    @abstractmethod
+    def weights(self, layer: int) -> MLPWeights:
+        """Return the weights in all slots of a layer, [N S, ...], split over the devices."""
+
+    def turns(self, layer: int) -> jax.Array:
+        """Return int32 [E, C] of a layer's placement, on every device."""
+        return self._turns[layer]
+
+    def acquire(self, layer: int) -> None:
+        """Wait until the experts of a layer are on this process's devices; layers come in order."""
+        return
+
+    def release(self) -> None:
+        """Give back the layer acquired, which no program of this process reads any more."""
+        return
+
+    def _joined(self, shards: list[Arrays]) -> Arrays:
+        """Return the slots of all devices, of this process's."""
+        where = NamedSharding(self.mesh, BATCH)
+
+        def joined(parts: list[jax.Array]) -> jax.Array:
+            shape = (self.mesh.size * parts[0].shape[0], *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, where, parts)
+
+        return {name: joined([shard[name] for shard in shards]) for name in self._fields}
+
+
+class PlacedExperts(MeshExperts):
     """Each layer's experts on the devices of a mesh, evenly at first; each process fills its own devices' slots.
 
     A slot is written while no program that reads it is running, or after it: a device runs its programs in order.
@@ -33,43 +77,20 @@ class PlacedExperts(ExpertPlaces):
 
     def __init__(self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int, read: ReadRecord) -> None:
         """read: opens the record of an expert by its number."""
-        self.mesh, self.index, self._fields, self._read = mesh, index, fields, read
-        self._devices = list(mesh.devices.flat)
-        self._mine = [n for n, device in enumerate(self._devices) if device.process_index == jax.process_index()]
-        self.process_of_N = np.asarray([device.process_index for device in self._devices])
-        self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0  # of this process
-        self.copies_N = np.zeros(mesh.size, np.int64)  # to every device, of other processes too
-        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in fields.values()]
-        self.expert_bytes, self.num_slots = sum(sizes), index.num_layers * slots_per_device
+        super().__init__(mesh, index, fields, slots_per_device)
+        self._read = read
+        self.num_slots = index.num_layers * slots_per_device
         self.num_bytes = self.num_slots * self.expert_bytes
         self._held = [np.full((mesh.size, slots_per_device), EMPTY, np.int32) for _ in range(index.num_layers)]
-        self.placements: list[Placement] = []
         self._weights: list[Arrays] = []
-        self._turns: list[jax.Array] = []
-        even = place(
-            np.ones(index.num_experts),
-            mesh.size,
-            slots_per_device=slots_per_device,
-            max_packed=slots_per_device,
-            policy="even",
-        )
-        for layer in range(index.num_layers):
-            shards = [self._empty(n, slots_per_device) for n in self._mine]
-            self._weights.append(self._joined(shards))
-            self.placements.append(even)
-            self._turns.append(self._turns_of(even))
+        for layer, even in enumerate(self.placements):
+            self._weights.append(self._joined([self._empty(n, slots_per_device) for n in self._mine]))
             self.apply(layer, self.changes(layer, even))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
         self.copies_N[:] = 0
 
     def weights(self, layer: int) -> MLPWeights:
-        """Return the weights in all slots of a layer, [N S, ...], split over the devices."""
-        w = self._weights[layer]
-        return MLPWeights(w["w_up"], w["w_down"], w.get("b_up"), w.get("b_down"))
-
-    def turns(self, layer: int) -> jax.Array:
-        """Return int32 [E, C] of a layer's placement, on every device."""
-        return self._turns[layer]
+        return as_weights(self._weights[layer])
 
     def changes(self, layer: int, placement: Placement) -> Changes:
         """Return what would have to be copied for a placement of a layer."""
@@ -89,7 +110,7 @@ class PlacedExperts(ExpertPlaces):
         if changed.fills:
             self._weights[layer] = self._joined(list(shards.values()))
         if changed.placement.turns is not self.placements[layer].turns:
-            self._turns[layer] = self._turns_of(changed.placement)
+            self._turns[layer] = put(changed.placement.turns, self.mesh, REPLICATED)
         self._held[layer], self.placements[layer] = held, changed.placement
         self.copied_s += time.perf_counter() - begun
 
@@ -110,7 +131,7 @@ class PlacedExperts(ExpertPlaces):
     def _empty(self, device: int, slots: int) -> Arrays:
         where = self._devices[device]
         return {
-            name: jnp.zeros((slots, *shape), _stored(dtype), device=where)
+            name: jnp.zeros((slots, *shape), stored_dtype(dtype), device=where)
             for name, (shape, dtype) in self._fields.items()
         }
 
@@ -121,35 +142,33 @@ class PlacedExperts(ExpertPlaces):
             if where.platform == "cpu":  # where an array may be the very memory that it is made of
                 values = {name: value.copy() for name, value in values.items()}
             sent = jax.block_until_ready(jax.device_put(values, where))
-        return _put(slots, sent, np.int32(slot))
+        return put_record(slots, sent, np.int32(slot))
 
     def _shards(self, layer: int) -> list[Arrays]:
         """Return the slots of each of this process's devices, in their order."""
         parts = {name: {s.device: s.data for s in w.addressable_shards} for name, w in self._weights[layer].items()}
         return [{name: part[self._devices[n]] for name, part in parts.items()} for n in self._mine]
 
-    def _joined(self, shards: list[Arrays]) -> Arrays:
-        where = NamedSharding(self.mesh, BATCH)
 
-        def joined(parts: list[jax.Array]) -> jax.Array:
-            shape = (self.mesh.size * parts[0].shape[0], *parts[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, where, parts)
-
-        return {name: joined([shard[name] for shard in shards]) for name in self._fields}
-
-    def _turns_of(self, placement: Placement) -> jax.Array:
-        return put(placement.turns, self.mesh, REPLICATED)
+def mine_of(placement: Placement, mesh: Mesh) -> np.ndarray:
+    """Return the experts that this process's devices have."""
+    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    experts: np.ndarray = placement.physical_to_logical[mine].ravel()
+    return experts[experts != EMPTY]
 
 
-def _stored(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of the numbers whose bits uint16 are."""
-    return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
+def even_placement(num_experts: int, num_devices: int, slots_per_device: int | None = None) -> Placement:
+    """Return the placement of each expert once, in order. slots_per_device: None for as few as hold them."""
+    slots_per_device = slots_per_device or -(-num_experts // num_devices)
+    packed = {"slots_per_device": slots_per_device, "max_packed": slots_per_device}
+    return place(np.ones(num_experts), num_devices, policy="even", **packed)
 
 
 def _numbers(values: np.ndarray) -> np.ndarray:
-    return values.view(_stored(values.dtype))
+    return values.view(stored_dtype(values.dtype))
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
+def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
+    """Return slots [S, ...] with one of them written in place."""
     return {name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots}

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.placed_experts import PlacedExperts
+from jmoe.offload.mesh_ring import MeshRing
+from jmoe.offload.placed_experts import MeshExperts, PlacedExperts, even_placement, mine_of
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
@@ -52,13 +53,21 @@ def open_placed_experts(
     checkpoint: LazyCheckpoint,
     plan: MemoryPlan,
     mesh: Mesh,
+    *,
+    cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
-) -> tuple[PlacedExperts, TieredStore | None]:
+) -> tuple[MeshExperts, TieredStore | None]:
     """Return the experts spread evenly over the devices of a mesh, and the store that others come from, if any do."""
     index, fields = ExpertIndex.of(checkpoint.config), checkpoint.expert_fields
+    limits = bandwidth_limit_bytes_per_s
+    if plan.policy == "ring":
+        experts = mine_of(even_placement(index.num_experts, mesh.size), mesh)
+        owned = [number for layer in range(index.num_layers) for number in index.records(layer, experts).tolist()]
+        store = _open_store(checkpoint, index, plan, cache_dir, limits, owned)
+        return MeshRing(mesh, index, fields, plan.ring_slots, store), store
     slots = plan.expert_slots // index.num_layers
     if plan.expert_tier is not None:
-        store = _open_store(checkpoint, index, plan, None, bandwidth_limit_bytes_per_s)
+        store = _open_store(checkpoint, index, plan, None, limits)
         return PlacedExperts(mesh, index, fields, slots, store.get), store
     record = {name: np.empty(shape, dtype) for name, (shape, dtype) in fields.items()}
 
@@ -76,14 +85,16 @@ def _open_store(
     plan: MemoryPlan,
     cache_dir: str | os.PathLike[str] | None,
     limits: Mapping[Any, float] | None,
+    owned: Iterable[int] | None = None,
 ) -> TieredStore:
+    """Return the records of all experts, or in host memory of some."""
     layout = RecordLayout.of(checkpoint.expert_fields)
 
     def fill(number: int, views: dict[str, np.ndarray]) -> None:
         checkpoint.fill_expert(*index.locate(number), views)
 
     if plan.expert_tier == "host":
-        records = HostRecords.fill(layout, index.num_records, fill)
+        records = HostRecords.fill(layout, index.num_records, fill, owned)
         return TieredStore(records, bandwidth_limit_bytes_per_s=limits)
     open_again, fingerprint = checkpoint.opened_again, checkpoint.fingerprint
 

@@ -53,9 +53,9 @@ class HostSlots(ExpertSlots):
     def __init__(self, num_slots: int, fields: Fields) -> None:
         super().__init__(num_slots, fields)
         cpu = jax.local_devices(backend="cpu")[0]
-        memory = {name: _slot_memory(num_slots, shape, dtype) for name, (shape, dtype) in fields.items()}
+        memory = {name: slot_memory(num_slots, shape, dtype) for name, (shape, dtype) in fields.items()}
         self._memory = [{name: slots[i] for name, slots in memory.items()} for i in range(num_slots)]
-        self._weights = [_weights({name: _as_array(m, cpu) for name, m in slot.items()}) for slot in self._memory]
+        self._weights = [as_weights({name: as_array(m, cpu) for name, m in slot.items()}) for slot in self._memory]
 
     def write(self, slot: int, record: NamedArrays) -> None:
         for name, memory in self._memory[slot].items():
@@ -103,20 +103,25 @@ def _table_mlp(
     return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
 
 
-def _slot_memory(num_slots: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
+def slot_memory(num_slots: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
     """Return zeros, each slot from a page on: XLA takes without a copy only what is aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     pages = allocate_slots(num_slots, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     return [page[:num_bytes].view(dtype).reshape(shape) for page in pages]
 
 
-def _as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
+def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the numbers whose bits uint16 are."""
+    return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
+
+
+def as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
     """Return an array over the memory, where uint16 are the bits of bfloat16."""
-    view = memory.view(jnp.bfloat16) if memory.dtype == np.uint16 else memory
-    array = jax.device_put(view, device, may_alias=True)
+    array = jax.device_put(memory.view(stored_dtype(memory.dtype)), device, may_alias=True)
     assert array.unsafe_buffer_pointer() == memory.ctypes.data, "the memory was copied"
     return array
 
 
-def _weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
+def as_weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
+    """Return an expert's or several experts' arrays, by name, as the weights of an MLP."""
     return MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))

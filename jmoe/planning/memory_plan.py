@@ -1,6 +1,6 @@
 """Which tier holds what of a model that is served, and whether it fits: numbers in, plan out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jmoe.config.checks import check
@@ -14,9 +14,9 @@ MIN_CACHE_RECORDS = 2
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A model's needs. record_bytes: of an expert below the device. dense_bytes: all weights but the experts.
+    """A model's needs. record_bytes: of an expert below the device. dense_bytes: a device's weights but the experts.
 
-    cache_bytes: keys and values.
+    cache_bytes: its keys and values.
     """
 
     weights: ExpertWeights
@@ -91,7 +91,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     of it as fits.
     """
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
-    expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
+    expert_tier = options.expert_tier
     layers, e = model.weights.num_layers, model.weights.num_experts
     check(
         policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
@@ -99,8 +99,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
     check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
     check(expert_tier in ("auto", "host", "nvme"), "expert_tier", expert_tier, "must be auto, host or nvme")
-    usable = host_cache_bytes is None or expert_tier != "host"
-    check(usable, "host_cache_bytes", host_cache_bytes, "needs expert_tier = 'nvme'")
+    _check_cache(options)
     if policy == "resident" or (policy == "auto" and ring_slots is None):
         room_bytes = _device_room(model, free) if device_bytes is None else device_bytes
         fits = room_bytes >= model.weights.total_bytes or (policy == "resident" and device_bytes is None)
@@ -117,7 +116,10 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
         policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
         check(ring_slots * e <= fit, "ring_slots", ring_slots, f"{ring_slots * e} experts do not fit device_bytes")
     slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
-    tier, host_bytes = _below(model, free, slots, options)
+    room_bytes = int(free.host_bytes * (1 - RESERVE))
+    if free.shared:
+        room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
+    tier, host_bytes = _below(model.num_experts * model.record_bytes, room_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
 
@@ -125,25 +127,56 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
 def plan_mesh_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int) -> MemoryPlan:
     """Return the plan of each of several devices; `ValueError` naming the field if it does not fit.
 
-    local_devices: of a process. Every process has a copy of all experts in host memory where their places may change.
+    local_devices: of a process. A process has a copy of all experts in host memory where their places may change, and
+    those of its own devices where layers pass through a ring. device_bytes: of expert slots on each device.
     """
     mesh, weights = options.mesh, model.weights
     slots = slots_per_device(mesh, weights.num_experts)
-    mine = replace(model, cache_bytes=-(-model.cache_bytes // mesh.devices))
-    host_bytes = 0 if mesh.placement == "even" else model.num_experts * model.record_bytes
-    tier: Literal["host"] | None = None if mesh.placement == "even" else "host"
-    plan = MemoryPlan("resident", tier, mine, weights.num_layers * slots, 0, host_bytes, 0)
-    device_bytes = plan.device_bytes
-    if free.shared:
-        device_bytes = local_devices * device_bytes + host_bytes
+    moves = mesh.placement != "even"
+    host_bytes = model.num_experts * model.record_bytes if moves else 0
+    plan = MemoryPlan("resident", "host" if moves else None, model, weights.num_layers * slots, 0, host_bytes, 0)
     room_bytes = int(free.device_bytes * (1 - RESERVE))
+    needed_bytes = local_devices * plan.device_bytes + host_bytes if free.shared else plan.device_bytes
+    fits = needed_bytes <= room_bytes and plan.device_expert_bytes <= (options.device_bytes or needed_bytes)
+    if options.policy == "ring" or (options.may_ring and (options.ring_slots is not None or not fits)):
+        return _plan_mesh_ring(model, free, options, local_devices)
     where = f"the {local_devices} devices of a process need" if free.shared else "each of them needs"
-    needed = f"{where} {device_bytes} bytes and {room_bytes} are free; experts are not streamed to several devices"
-    check(device_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
+    needed = f"{where} {needed_bytes} bytes and {room_bytes} are free; only policy = 'ring' needs less"
+    check(needed_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
     room_bytes = int(free.host_bytes * (1 - RESERVE))
     needed = f"keeps a copy of all experts, {host_bytes} bytes, in host memory, of which {room_bytes} are free"
     check(host_bytes <= room_bytes, "mesh.placement", mesh.placement, needed)
     return plan
+
+
+def _plan_mesh_ring(model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int) -> MemoryPlan:
+    """Return the plan of each of several devices through which whole layers pass."""
+    _check_cache(options)
+    mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
+    slots = slots_per_device(mesh, model.weights.num_experts)
+    layer_bytes = slots * model.weights.expert_bytes  # of a device
+    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
+    room_bytes = int(free.device_bytes * (1 - RESERVE))
+    if free.shared:
+        room_bytes //= local_devices
+    room_bytes = max(0, room_bytes - model.dense_bytes - model.cache_bytes)
+    for_slots = options.device_bytes
+    if for_slots is None and options.policy == "ring":
+        for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
+    elif for_slots is None:  # where memory is shared, records take their part of it
+        for_slots = room_bytes - room_bytes // 4 if free.shared else room_bytes
+    ring_slots = ring_slots or min(layers, for_slots // layer_bytes)
+    needed = f"must hold {max(1, ring_slots)} layers' experts, of {layer_bytes} bytes each"
+    check(0 < ring_slots * layer_bytes <= for_slots, "device_bytes", options.device_bytes or for_slots, needed)
+    needed = f"each of them needs {ring_slots * layer_bytes} bytes for experts and {room_bytes} are free"
+    check(ring_slots * layer_bytes <= room_bytes, "mesh.devices", mesh.devices, needed)
+    own_bytes = layers * min(model.weights.num_experts, local_devices * slots) * model.record_bytes
+    host_room_bytes = int(free.host_bytes * (1 - RESERVE))
+    if free.shared:
+        host_room_bytes -= local_devices * (ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes)
+    tier, host_bytes = _below(own_bytes, host_room_bytes, model, options)
+    nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
+    return MemoryPlan("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes)
 
 
 def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
@@ -155,6 +188,11 @@ def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
     fit = f"must be at most {num_experts}: no device has an expert twice"
     check(slots <= num_experts, "mesh.slots_per_device", slots, fit)
     return slots
+
+
+def _check_cache(options: EngineConfig) -> None:
+    usable = options.host_cache_bytes is None or options.expert_tier != "host"
+    check(usable, "host_cache_bytes", options.host_cache_bytes, "needs expert_tier = 'nvme'")
 
 
 def _device_room(model: ModelBytes, free: FreeMemory) -> int:
@@ -177,14 +215,13 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
 
 
 def _below(
-    model: ModelBytes, free: FreeMemory, slots: int, options: EngineConfig
+    all_bytes: int, room_bytes: int, model: ModelBytes, options: EngineConfig
 ) -> tuple[Literal["host", "nvme"], int]:
-    """Return the tier that holds all records, and the bytes of records in host memory."""
+    """Return the tier that holds a process's records, and the bytes of records in host memory.
+
+    all_bytes: of the records. room_bytes: of host memory that are left for them.
+    """
     expert_tier, host_cache_bytes = options.expert_tier, options.host_cache_bytes
-    room_bytes = int(free.host_bytes * (1 - RESERVE))
-    if free.shared:
-        room_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
-    all_bytes = model.num_experts * model.record_bytes
     if expert_tier == "host" or (expert_tier == "auto" and host_cache_bytes is None and all_bytes <= room_bytes):
         needed = f"needs {all_bytes} bytes of host memory, and {max(0, room_bytes)} are free"
         check(all_bytes <= room_bytes, "expert_tier", expert_tier, needed)

@@ -211,18 +211,28 @@ class TrainingPlan:
         both = zip(self.transfer_s, self.passes, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
-    def step_s(self, *, overlapped: bool = True) -> float:
-        """Return seconds of a step: each way computing or transfers, whichever takes longer; or else their sum."""
+    @property
+    def compute_s(self) -> tuple[float, float]:
+        """Return seconds that a step computes, forward with the update and back."""
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
         flops = 2 * model.expert_parameters * choices + model.dense_flops / PASSES  # of a pass
         experts = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.dense_shards + experts * model.expert_parameters
-        compute_s = [passes * flops / model.num_devices / machine.flops for passes in self.passes]
-        compute_s[0] += updated * UPDATE_BYTES / machine.memory_bytes_per_s
-        transfers_s = [experts * seconds for seconds in self.transfer_s]
+        forward, back = (passes * flops / model.num_devices / machine.flops for passes in self.passes)
+        return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
+
+    @property
+    def transfers_s(self) -> tuple[float, float]:
+        """Return seconds that a step's transfers of experts take, forward and back."""
+        forward, back = self.transfer_s
+        experts = self.model.num_layers * self.model.active_experts
+        return experts * forward, experts * back
+
+    def step_s(self, *, overlapped: bool = True) -> float:
+        """Return seconds of a step: each way computing or transfers, whichever takes longer; or else their sum."""
         longer = max if overlapped else operator.add
-        return sum(longer(*both) for both in zip(compute_s, transfers_s, strict=True))
+        return sum(longer(*both) for both in zip(self.compute_s, self.transfers_s, strict=True))
 
     def advice(self) -> list[str]:
         """Return what to change for it to fit, a line for each tier that is too small; nothing if it fits."""

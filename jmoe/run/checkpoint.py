@@ -98,6 +98,10 @@ class Checkpoints:
         """Return the complete steps, oldest first."""
         return [step for step in self._all_steps() if self._incomplete(step) is None]
 
+    def newest_folder(self) -> int:
+        """Return the greatest number of a step in the folder, complete or not, as this process sees it; -1: none."""
+        return max(self._all_steps(), default=-1)
+
     def latest_step(self) -> int | None:
         """Return the newest complete step, the same on every process; None if there are no steps.
 

@@ -11,14 +11,17 @@ from jmoe.run.distributed import from_rank_0
 # What may change between a checkpoint and the run that resumes it. Everything else changes what the state means.
 FREE = (
     "checkpoint.",
+    "cluster",
     "comm.",
     "data.num_threads",  # of earlier versions, as are tiers.beta and tiers.decay_every_steps
     "data.prefetch_batches",
     "distributed.",
     "evaluation.",
+    "json",
     "layout",
     "machine.",
     "mesh.",
+    "metrics.",
     "output_dir",
     "plan",
     "profile.",

@@ -212,7 +212,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._heartbeat is not None:
-            self._heartbeat.beat(self._at())
+            self._heartbeat.beat(self._at(), self._waits)
         for thread in self._threads:
             thread.start()
         return self
@@ -237,7 +237,7 @@ class Watchdog:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
             wait = self._wait
             if self._heartbeat is not None:
-                self._heartbeat.beat(self._at())
+                self._heartbeat.beat(self._at(), self._waits)
             # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this process unexplained.
             silent_s = time.monotonic() - self._answered_s
             if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():

@@ -29,10 +29,10 @@ class Heartbeat:
         self._devices = local_devices
         self._beats = 0
 
-    def beat(self, at: str) -> None:
-        """Say that this process is alive, and what it does."""
+    def beat(self, at: str, waits: int = 0) -> None:
+        """Say that this process is alive, what it does, and how many waits it has begun so far."""
         self._beats += 1
-        beat = {"beat": self._beats, "at": at, "devices": self._devices}
+        beat = {"beat": self._beats, "at": at, "waits": waits, "devices": self._devices}
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             new.write_text(json.dumps(beat))

@@ -165,16 +165,27 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tiers=chosen)
 
 
-def tier_totals(stats: ExpertStats) -> dict[str, float]:
-    """Return what the tiers of all processes have done together, and the longest wait; every process calls this."""
+def tier_counts(stats: ExpertStats) -> dict[str, float]:
+    """Return what the tiers of this process have done since its start; hit_rate: only once experts were looked up."""
     stores = stats.stores
-    sums = {
+    hits, misses = (sum(getattr(store.cache, name) for store in stores) for name in ("hits", "misses"))
+    return _sums(stats) | {"waited_s": stats.waited_s} | ({"hit_rate": hits / (hits + misses)} if hits + misses else {})
+
+
+def _sums(stats: ExpertStats) -> dict[str, float]:
+    stores = stats.stores
+    return {
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
         "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
         "host_bytes": sum(store.host.num_bytes for store in stores),
         "updates": stats.updates,
         "replayed_steps": stats.replayed_steps,
     }
+
+
+def tier_totals(stats: ExpertStats) -> dict[str, float]:
+    """Return what the tiers of all processes have done together, and the longest wait; every process calls this."""
+    sums = _sums(stats)
     own = np.array([*sums.values(), stats.waited_s])
     every = np.asarray(process_allgather(own.view(np.uint8))).reshape(-1, own.nbytes).view(own.dtype)  # JAX has 32 bits
     return {name: int(total) for name, total in zip(sums, every.sum(axis=0), strict=False)} | {

@@ -279,7 +279,7 @@ class Supervisor:
         began, position = time.monotonic(), self._log_size()
         first: Ending | None = None
         deadline = float("inf")
-        passed = len(self._signals)
+        passed = 0  # a signal may have come while the processes were started; one before that has ended the run
         while True:
             for number in self._signals[passed:]:
                 for tether in ranks:

@@ -20,8 +20,10 @@ from jmoe.run.compatibility import check_compatible
 from jmoe.run.distributed import Watchdog
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
 from jmoe.run.planner import tier_totals, tiers_summary
+from jmoe.run.prometheus import RunMetrics
 from jmoe.run.report import HeldOut, Summary, print_final_summary, write_report
 from jmoe.run.run_folder import RunFolder
+from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.finetune import pretrained_state
@@ -53,7 +55,9 @@ class Session:
     folder: RunFolder
     files: dict[str, bytes]  # by name, which every checkpoint has: the tokenizer if there is one, names of classes
     packing: PackingController
+    snapshots: Snapshots | None = None  # in memory, if wanted
     log: MetricsLog | None = None  # of process 0
+    exporter: RunMetrics | None = None  # of process 0, where metrics.port is given
 
     @property
     def output_dir(self) -> Path:
@@ -90,20 +94,52 @@ class Session:
         return pretrained_state(self.trainer, self.config) if self.config.init_from else self.trainer.init()
 
     def start_or_resume(self) -> TrainState:
-        """Return the newest checkpoint's state, with the data at its position, or a fresh one."""
-        config, checkpoints = self.config, self.checkpoints
+        """Return the newest snapshot's or checkpoint's state, with the data at its position, or a fresh one."""
         doing = status("restoring or initialising the state", say)
         with self.watchdog.waiting_for("restore or initialisation", progress=self.trainer.progress), doing:
-            step = checkpoints.latest_step()
-            if step is None:
-                say(f"starting from {config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
-                return self.first_state()
-            for note in check_compatible(checkpoints.saved_config(step), self.resolved):
-                say(note)
-            state, data_state = restored(self.trainer, checkpoints, step)
-            self.batches.set_state(data_state)
-            say(f"resuming from step {step} of {checkpoints.directory}")
+            step = self.checkpoints.latest_step()
+            if self.snapshots is None:
+                return self._from_disk(step)
+            state = self._from_memory(self.snapshots, step)
+            if state is not None:
+                self.snapshots.remove_but(int(state.step))
+                return state
+            state = self._from_disk(step)
+            self.snapshots.remove_but(None)
             return state
+
+    def _from_disk(self, step: int | None) -> TrainState:
+        """Return the state of this checkpoint, or a fresh one if it is None."""
+        checkpoints = self.checkpoints
+        if step is None:
+            say(f"starting from {self.config.init_from or 'step 0'}: no checkpoint in {checkpoints.directory}")
+            return self.first_state()
+        for note in check_compatible(checkpoints.saved_config(step), self.resolved):
+            say(note)
+        state, data_state = restored(self.trainer, checkpoints, step)
+        self.batches.set_state(data_state)
+        say(f"resuming from step {step} of {checkpoints.directory}")
+        return state
+
+    def _from_memory(self, snapshots: Snapshots, checkpoint: int | None) -> TrainState | None:
+        """Return the state of the newest snapshot; None if there is none, or the checkpoint is newer."""
+        say(snapshots.note)
+        shape = self.trainer.saved_shape
+        snapshots.check_room(shape)
+        snapshot, why = snapshots.newest(shape, checkpoint, self.checkpoints.newest_folder())
+        if why:
+            used = "none is" if snapshot is None else f"step {snapshot.step} is"
+            say(f"warning: of the snapshots in memory {used} used: {why}")
+        if snapshot is None:
+            return None
+        for note in check_compatible(snapshot.config, self.resolved):
+            say(note)
+        self.batches.set_state(snapshot.data)
+        state = self.trainer.load_state(snapshot.state)
+        say(f"resuming from step {snapshot.step} of {snapshots.folder}")
+        if snapshot.step >= self.config.num_steps and snapshot.step != checkpoint:
+            self.save(snapshot.step, state)  # no step is left after which it would be
+        return state
 
     def evaluate(self, state: TrainState) -> Any:
         """Say, log and return what the held-out text costs."""
@@ -117,6 +153,8 @@ class Session:
         say(f"held-out loss after {step} steps: {loss:.4f}{per_byte} ({time.perf_counter() - begun:.1f} s)")
         if self.log is not None:
             self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
+        if self.exporter is not None:
+            self.exporter.note_evaluation(loss)
         return HeldOut(loss, bits)
 
     def evaluate_first(self, state: TrainState) -> Any:
@@ -129,6 +167,7 @@ class Session:
 
     def save(self, step: int, state: TrainState) -> None:
         """Begin the checkpoint of `step`, once the one before is complete."""
+        begun = time.perf_counter()
         with self.watchdog.waiting_for("the checkpoint before step", step, timeout_s=self.checkpoints.limit_s):
             self.checkpoints.wait()
         limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.trainer.progress
@@ -142,6 +181,21 @@ class Session:
             saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
             data, packing = self.batches.get_state(), self.packing.packing
             self.checkpoints.save(step, saved, data, resolved, self.files, packing)
+        if self.exporter is not None:
+            self.exporter.note_save(time.perf_counter() - begun)
+
+    def snapshot(self, step: int, state: TrainState) -> None:
+        """Write the snapshot of `step` into memory, if one is due; the run goes on without where there is no room."""
+        if self.snapshots is None or step % self.config.checkpoint.memory_every_steps or step == self.config.num_steps:
+            return
+        with self.watchdog.waiting_for("snapshot of step", step):
+            begun = time.perf_counter()
+            saved, data = self.trainer.save_state(state), self.batches.get_state()
+            problem = self.snapshots.save(step, saved, data, self.resolved, self.checkpoints.newest_folder())
+        if problem:
+            say(f"warning: no snapshot of step {step} in memory: {problem}")
+        elif self.log is not None:
+            self.log.write_event("snapshot", step, seconds=round(time.perf_counter() - begun, 4))
 
     def check_finite(self, step: int, values: dict[str, Any]) -> None:
         """Raise `FloatingPointError` naming the layers if the step's loss or gradient was not finite."""

@@ -138,17 +138,25 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (CommConfig, {"packing": "off"}, wrong("packing", "off", "must be a power of two, or auto")),
     (CommConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup")),
     (EngineMesh, {"placement": "random"}, "placement = 'random': must be one of even, lina, eplb"),
+    (EngineMesh, {"devices": 2, "dense": "pipeline"}, "dense = 'pipeline': must be one of replicated, tensor"),
+    (EngineMesh, {"dense": "tensor"}, "dense = 'tensor': needs mesh.devices above 1"),
     (EngineMesh, {"slots_per_device": 0}, "slots_per_device = 0: must be greater than 0, or None"),
     (EngineConfig, {"mesh": EngineMesh(3)}, "max_batch = 8: must be a multiple of mesh.devices = 3"),
     *(
-        (EngineConfig, {"mesh": EngineMesh(2), name: value}, f"{name} = {value!r}: experts stay on their devices")
+        (EngineConfig, {"mesh": EngineMesh(2, "lina"), name: value}, f"{name} = {value!r}: experts stay on their dev")
         for name, value in (
-            ("policy", "ring"),
             ("expert_tier", "nvme"),
             ("ring_slots", 2),
             ("device_bytes", 9),
             ("host_cache_bytes", 9),
         )
+    ),
+    (EngineConfig, {"mesh": EngineMesh(2), "policy": "experts"}, "policy = 'experts': must be auto, resident or ring"),
+    (EngineConfig, {"mesh": EngineMesh(2, "eplb"), "policy": "ring"}, "mesh.placement = 'eplb': must be even with po"),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(2, slots_per_device=4), "policy": "ring"},
+        "mesh.slots_per_device = 4: must be None with policy = 'ring'",
     ),
     (DistributedConfig, {"num_processes": 2}, "distributed.coordinator_address, distributed.process_id = None"),
     (

@@ -1,10 +1,7 @@
-"""Images of tasks: a folder for each class, what packages carry, and how rows reach devices."""
-
-from pathlib import Path
+"""Images of tasks: what packages carry, and how rows reach devices."""
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from jmoe.config import TaskConfig, VisionModelConfig, VisionTrainConfig
 from jmoe.config.parallel import CommConfig
@@ -12,53 +9,13 @@ from jmoe.config.vision import ImagesConfig
 from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches
 from jmoe.data.images import GLYPHS, ImageTask, load_task
 from jmoe.planning.elastic import TaskLoad, plan
+from tests.image_files import folder_of
 
 MODEL = VisionModelConfig(image_size=8, patch_size=4, position="learned", num_experts=0)
 
 
-def folder_of(path: Path, classes: dict[str, int]) -> str:
-    rng = np.random.default_rng(0)
-    for name, count in classes.items():
-        (path / name).mkdir(parents=True)
-        for i in range(count):
-            Image.fromarray(rng.integers(0, 255, (10, 12, 3), np.uint8)).save(path / name / f"{i}.png")
-    return str(path)
-
-
 def load(source: str) -> ImageTask:
     return load_task("mine", source, MODEL, ImagesConfig())
-
-
-def test_a_folder_for_each_class(tmp_path: Path) -> None:
-    task = load(folder_of(tmp_path, {"cat": 5, "dog": 10}))
-    assert task.classes == ("cat", "dog")
-    assert task.train.pixels.shape == (12, 8, 8, 1)
-    assert np.bincount(task.held_out.labels).tolist() == [1, 2]
-    assert load(str(tmp_path)).fingerprint == task.fingerprint
-    seen = {image.tobytes() for image in task.train.pixels}
-    assert not any(image.tobytes() in seen for image in task.held_out.pixels)
-
-
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tasks\.mine\.source = 'nowhere': must be one of digits, .* or a folder"):
-        load("nowhere")
-    source = folder_of(tmp_path, {"cat": 3})
-    with pytest.raises(ValueError, match="has only 1 class, cat: must have at least two"):
-        load(source)
-    (tmp_path / "dog").mkdir()
-    with pytest.raises(ValueError, match="class 'dog' is empty: must have images"):
-        load(source)
-    whole = (tmp_path / "cat" / "0.png").read_bytes()
-    (tmp_path / "dog" / "broken.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"broken\.png cannot be read as an image"):
-        load(source)
-    (tmp_path / "dog" / "broken.png").write_bytes(whole)
-    with pytest.raises(ValueError, match="class 'dog' has 1 images: must have at least two"):
-        load(source)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match="has no folder: must have one for each class"):
-        load(str(empty))
 
 
 def test_glyphs_of_a_font_are_all_held_out_or_none() -> None:

@@ -1,5 +1,6 @@
-"""A process of several that share engines: python -m tests.inference.mesh_ranks MODEL RANK PROCESSES PORT.
+"""A process of several that share engines: python -m tests.inference.mesh_ranks MODEL RANK PROCESSES PORT FOLDER.
 
+FOLDER: for experts on NVMe, of all processes.
 Engines of every placement answer the same requests, one after the other. Rank 0 prints what they gave, the last line of
 every rank says how many experts were copied to its device under each.
 """
@@ -21,8 +22,15 @@ from tests.model_configs import CHECKPOINTS
 from tests.tiny_engines import SIZES
 
 PATIENCE_S = 300
+RINGS: dict[str, dict[str, Any]] = {
+    "ring": {"policy": "ring", "ring_slots": 1},
+    "nvme": {"policy": "ring", "ring_slots": 1, "expert_tier": "nvme", "host_cache_bytes": 1 << 15},
+}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "even": {},
+    "tensor": {"dense": "tensor"},
+    "ring": {},
+    "nvme": {},
     "wrong": {"placement": "lina", "slots_per_device": 3},
     "random": {"placement": "lina", "slots_per_device": 3},
     "eplb": {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3},
@@ -32,12 +40,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 class Turns:
     """Engines by turns: what every process does with its part of the one whose turn it is."""
 
-    def __init__(self, model: str, processes: int, leader: Leader | None) -> None:
-        self.model, self.processes, self.leader, self.copied = model, processes, leader, dict[str, int]()
+    def __init__(self, model: str, processes: int, folder: str, leader: Leader | None) -> None:
+        self.model, self.processes, self.folder, self.leader = model, processes, folder, leader
+        self.copied = dict[str, int]()
         self.runner: MeshRunner | None = None
 
     def config(self, name: str) -> EngineConfig:
-        sizes: dict[str, Any] = SIZES | {"max_batch": MAX_BATCH}
+        sizes: dict[str, Any] = SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder} | RINGS.get(name, {})
         return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **PLACEMENTS[name]))
 
     @led
@@ -102,7 +111,7 @@ def main() -> None:
         f"127.0.0.1:{port}", processes, rank, step_timeout_s=PATIENCE_S, heartbeat_timeout_s=PATIENCE_S
     )
     with join(config) as role:  # type: ignore[union-attr]
-        turns = Turns(model, processes, role if isinstance(role, Leader) else None)
+        turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)
         if isinstance(role, Follower):
             role.follow(turns)
         else:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tiny_engines import tiny_engine
 
-from jmoe.config.engine import EngineMesh
+from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh_runner import MeshRunner, _buffer_rows
+from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.planning.placement import place_as
 from tests.inference.mesh_traffic import (
     MAX_BATCH,
@@ -32,13 +33,19 @@ LONG_S = 600.0
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # of log-probabilities: sums over experts have another order
 
 
-def on_mesh(name: str, **options: Any) -> Engine:
-    return tiny_engine(name, max_batch=MAX_BATCH, mesh=EngineMesh(**options))
+def on_mesh(name: str, policy: Policy = "resident", **options: Any) -> Engine:
+    ring = {"ring_slots": 1} if policy == "ring" else {}
+    return tiny_engine(name, max_batch=MAX_BATCH, policy=policy, mesh=EngineMesh(**options), **ring)
 
 
 def runner_of(engine: Engine) -> MeshRunner:
     assert isinstance(engine._runner, MeshRunner)
     return engine._runner
+
+
+def placed(runner: MeshRunner) -> PlacedExperts:
+    assert isinstance(runner.residency, PlacedExperts)
+    return runner.residency
 
 
 @pytest.fixture(
@@ -54,10 +61,19 @@ def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, n
 def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, Traffic, np.ndarray]) -> None:
     """Even, random, Lina's and EPLB's, with chunks, prefixes from other devices and seeds; bit for bit each other.
 
-    Random placements are made once, or anew before every step.
+    Random placements are made once, or anew before every step. Of the even one, layers also pass through a ring.
     """
     name, expected, use = one_device
-    answers = []
+    with on_mesh(name, "ring", devices=DEVICES) as engine:
+        assert engine.plan.memory.policy == "ring" and engine.plan.memory.ring_slots == 1 < len(use)
+        engine.reset_stats()
+        answers = [traffic(engine)]
+        stats = engine.stats()
+        assert engine.expert_use().tolist() == use.tolist()
+        assert engine._store is not None
+        layer_bytes = use.shape[1] * engine._store.layout.record_bytes
+        assert abs(stats.streamed_bytes - stats.steps * len(use) * layer_bytes) <= layer_bytes  # one is on its way
+        assert stats.host_expert_bytes == engine.plan.memory.host_bytes > 0
     lina = {"placement": "lina", "slots_per_device": 3}
     eplb = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3}
     for options, mover in (({}, None), (lina, move), (lina, move_at_every_step), (lina, None), (eplb, None)):
@@ -65,7 +81,7 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
             runner = runner_of(engine)
             if mover is not None:
                 move(runner, 1)
-                assert any(len(np.unique(experts)) > 1 for experts in runner.residency._held[0].T)
+                assert any(len(np.unique(experts)) > 1 for experts in placed(runner)._held[0].T)
             copied = runner.residency.copied_experts
             if mover is move_at_every_step:
                 mover(runner)
@@ -93,22 +109,25 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
     port, environment = free_port(), one_device_each(tmp_path / "compiled")
     command = ["-m", "tests.inference.mesh_ranks", "deepseek_v3"]
     ranks = [
-        start_python([*command, *map(str, (rank, PROCESSES, port))], tmp_path / f"rank-{rank}", environment)
+        start_python(
+            [*command, *map(str, (rank, PROCESSES, port, tmp_path / "packed"))], tmp_path / f"rank-{rank}", environment
+        )
         for rank in range(PROCESSES)
     ]
     screens = [rank.end(LONG_S).splitlines() for rank in ranks]
     found = json.loads(screens[0][-2])
-    for answer in found.values():
+    for name, answer in found.items():
         assert answer["tokens"] == expected.tokens and answer["reused_tokens"] == expected.reused_tokens
         np.testing.assert_allclose(answer["logprobs"], expected.logprobs, **TOLERANCE)
-        assert answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
+        assert name == "tensor" or answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
         assert answer["expert_use"] == use.tolist()
     assert found["wrong"]["estimates"] > found["wrong"]["replans"] > 0  # the first layer has no path yet
     assert found["wrong"]["swaps"] > found["wrong"]["replans"]  # phase one makes room for the wrong ones
     assert found["eplb"]["estimates"] == found["eplb"]["replans"] == 0 < found["eplb"]["swaps"]
     for screen in screens:
         copied = json.loads(screen[-1])
-        assert copied["even"] == 0 and min(copied[moving] for moving in ("wrong", "random", "eplb")) > 0, copied
+        assert not any(copied[still] for still in ("even", "tensor", "ring", "nvme"))
+        assert min(copied[moving] for moving in ("wrong", "random", "eplb")) > 0, copied
 
 
 def test_wrong_estimates_change_nothing_but_time() -> None:
@@ -189,12 +208,17 @@ def test_costs_are_measured_and_decide() -> None:
         ({"mesh": EngineMesh(devices=2, slots_per_device=1)}, "mesh.slots_per_device = 1: must be at least 2 for 4"),
         ({"mesh": EngineMesh(devices=2, slots_per_device=5)}, "mesh.slots_per_device = 5: must be at most 4"),
         ({"mesh": EngineMesh(devices=2), "estimator": "paths"}, "no such file; make one with"),
+        (
+            {"mesh": EngineMesh(devices=8, dense="tensor"), "max_batch": 8},
+            "num_attention_heads = 4: must be a multiple of mesh.devices = 8 with mesh.dense = 'tensor'",
+        ),
     ],
 )
 def test_bad_settings_are_refused_before_weights_are_read(
     options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.load_rest", lambda _: pytest.fail("were read"))
+    monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.load_part", lambda *_: pytest.fail("were read"))
     monkeypatch.setattr("jmoe.models.lazy_checkpoint.LazyCheckpoint.fill_expert", lambda *_: pytest.fail("were read"))
     with pytest.raises(ValueError, match=match):
         tiny_engine("mixtral", **options)

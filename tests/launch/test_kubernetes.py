@@ -70,6 +70,9 @@ def test_the_parts_of_a_training_job_fit_together(name: str) -> None:
         assert "persistentVolumeClaim" in volumes[mounts["/" + config.output_dir.split("/")[1]]]
         assert "hostPath" in volumes[mounts["/" + str(config.tiers.path).split("/")[1]]]
     assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
+    assert spec["terminationGracePeriodSeconds"] >= config.distributed.step_timeout_s
+    assert spec["shareProcessNamespace"]
+    assert "lifecycle" not in container  # SIGTERM itself begins the save: nothing has to come before it
     assert spec["restartPolicy"] == "Never"  # what a policy of failed pods demands
     (mistakes,) = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
     assert mistakes["onExitCodes"]["containerName"] == container["name"]

@@ -16,7 +16,7 @@ import pytest
 
 from jmoe.config.parallel import EmbeddingKind
 from jmoe.layers import loss
-from jmoe.layers.embedding import Embedding, lookup
+from jmoe.layers.embedding import Embedding, lookup, lookup_block_local
 from jmoe.layers.loss import cross_entropy
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh, split_over
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
@@ -185,3 +185,12 @@ def test_large_logits_do_not_overflow() -> None:
     )
     value = jax.block_until_ready(run(x, w, labels, weights))
     np.testing.assert_allclose(value, cross_entropy(x, w, labels, weights), rtol=1e-5)
+
+
+def test_blocks_of_a_table_whose_rows_do_not_divide() -> None:
+    """Every device gets the rows of its tokens, of a table of 61 rows that ends in zeros."""
+    table, tokens = table_of()[:61], jnp.asarray(np.random.default_rng(1).integers(0, 61, R * 3), jnp.int32)
+    padded = jnp.pad(table, ((0, 3), (0, 0)))
+    look_up = partial(lookup_block_local, dtype=jnp.float32, axes=(ALL[-1],))
+    found_TD = sharded((1, 1, 8), look_up, (BATCH, REPLICATED), BATCH)(padded, tokens)
+    np.testing.assert_array_equal(found_TD, table[tokens])

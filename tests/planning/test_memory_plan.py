@@ -91,7 +91,7 @@ def test_plan_of_each_of_several_devices(
 ) -> None:
     plan = plan_mesh_memory(MODEL, free, EngineConfig(mesh=mesh), local_devices=2)
     assert (plan.policy, plan.expert_tier, plan.expert_slots, plan.host_bytes) == ("resident", tier, slots, host_bytes)
-    assert plan.device_bytes == slots * MB + 2 * MB + MB // mesh.devices
+    assert plan.device_bytes == slots * MB + 2 * MB + MB
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_plan_of_each_of_several_devices(
         (
             dataclasses.replace(GPU, device_bytes=10 * MB),
             EngineMesh(4),
-            "mesh.devices = 4: each of them needs 10250000",
+            "mesh.devices = 4: each of them needs 11000000",
         ),
-        (SMALL_CPU, EngineMesh(4), "mesh.devices = 4: the 4 devices of a process need 41000000 bytes and 27000000"),
+        (SMALL_CPU, EngineMesh(4), "mesh.devices = 4: the 4 devices of a process need 44000000 bytes and 27000000"),
         (
             dataclasses.replace(GPU, host_bytes=MB),
             EngineMesh(4, "eplb"),
@@ -112,4 +112,43 @@ def test_plan_of_each_of_several_devices(
 )
 def test_several_devices_without_room(free: FreeMemory, mesh: EngineMesh, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        plan_mesh_memory(MODEL, free, EngineConfig(mesh=mesh), local_devices=4)
+        plan_mesh_memory(MODEL, free, EngineConfig(mesh=mesh, policy="resident"), local_devices=4)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "tier", "ring_slots", "host_bytes"),
+    [
+        (GPU, {"policy": "ring"}, "host", 2, 17_600_000),
+        (GPU, {"ring_slots": 3, "expert_tier": "nvme"}, "nvme", 3, 4_400_000),
+        (GPU, {"device_bytes": 7 * MB}, "host", 3, 17_600_000),
+        (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "host", 3, 17_600_000),
+        (SMALL_CPU, {"policy": "ring", "ring_slots": 1, "host_cache_bytes": 5 * MB}, "nvme", 1, 5 * MB),
+    ],
+)
+def test_plan_of_a_ring_through_several_devices(
+    free: FreeMemory, options: dict[str, Any], tier: str, ring_slots: int, host_bytes: int
+) -> None:
+    """Of four devices, two a process, each has two of a layer's eight experts at a time."""
+    plan = plan_mesh_memory(MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2)
+    assert (plan.policy, plan.expert_tier, plan.ring_slots, plan.host_bytes) == ("ring", tier, ring_slots, host_bytes)
+    assert plan.expert_slots == 2 * ring_slots and plan.device_bytes == (2 * ring_slots + 3) * MB
+    assert plan.nvme_bytes == (35_200_000 if tier == "nvme" else 0)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "match"),
+    [
+        (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
+        (
+            GPU,
+            {"policy": "ring", "device_bytes": MB},
+            "device_bytes = 1000000: must hold 1 layers' experts, of 2000000",
+        ),
+        (dataclasses.replace(GPU, device_bytes=5 * MB), {"policy": "ring"}, "mesh.devices = 4: each of them needs 40"),
+        (dataclasses.replace(GPU, host_bytes=MB), {"policy": "ring", "expert_tier": "host"}, "expert_tier = 'host': "),
+        (GPU, {"expert_tier": "host", "host_cache_bytes": 9, "ring_slots": 1}, "host_cache_bytes = 9: needs expert_ti"),
+    ],
+)
+def test_a_ring_through_several_devices_without_room(free: FreeMemory, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        plan_mesh_memory(MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2)

@@ -17,7 +17,8 @@ from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.run import heartbeat, supervise
 from jmoe.run.distributed import Watchdog
-from jmoe.run.heartbeat import Heartbeat, Listener, heartbeat_file
+from jmoe.run.heartbeat import Heartbeat, Listener, heartbeat_file, read_heartbeat
+from jmoe.run.overview import read_overview
 from jmoe.run.restarts import Ending, Reached, Restarts, kind_of, named_code, reached
 from jmoe.run.supervise import Supervisor, program_and_arguments
 from jmoe.run.tether import Order, Tether, answered, reserve_port
@@ -153,6 +154,24 @@ def test_a_signal_is_passed_on_and_stops_the_run(
     assert len(supervised_run.events("start")) == 1
 
 
+def test_a_signal_while_the_processes_are_started_stops_the_run(
+    supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = supervised_run.make({"1 0": "wait 75", "1 1": "wait 0"})
+    start = supervisor._start
+
+    def signalled(ranks: Any) -> Any:
+        listener = start(ranks)
+        for rank in range(2):
+            wait_for_text(supervisor.folder / f"rank-{rank}.log", "attempt 1 rank")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return listener
+
+    monkeypatch.setattr(supervisor, "_start", signalled)
+    assert supervisor.run() == 0
+    assert all(f"told {int(signal.SIGUSR1)}" in supervised_run.log(rank) for rank in range(2))
+
+
 def test_a_rank_that_its_host_stops_is_started_again(supervised_run: Supervised) -> None:
     """As where a machine is taken away with a warning: the run has saved and stopped in order."""
     code, screen = supervised_run.end({"1 0": "steps 2; exit 75"})
@@ -262,8 +281,9 @@ def test_signs_of_life(tmp_path: Path) -> None:
     assert listener.has_begun(1) and listener.at(1) == "step 3" and listener.local_devices() == 4
     before = listener.silence_s(1)
     assert listener.silence_s(1) > before
-    with Watchdog(100.0, heartbeat=rank):
+    with Watchdog(100.0, heartbeat=rank) as watchdog, watchdog.waiting_for("step", 4):
         assert listener.at(1) != "step 3"
+        wait_for(lambda: read_heartbeat(heartbeat_file(tmp_path, 1)).get("waits") == 1)
     assert listener.at(1) == "closed"
 
 
@@ -340,8 +360,13 @@ def test_a_real_run_loses_a_rank_and_goes_on(runs: TrainRuns, tmp_path: Path, st
     before = dict(losses(run))
     ranks_of(supervisor.pid)[1].kill()
     supervisor.wait_until(lambda: resumes(run) and len(losses(run)) > len(before))
+    overview = read_overview(run)
+    assert (overview.state, overview.attempt, overview.restarts) == ("running", 2, 1)
+    assert "rank 1: killed by SIGKILL, at" in overview.last_end
+    assert [sign.rank for sign in overview.ranks] == [0, 1]
     supervisor.send_signal(signal.SIGTERM)
     screen = supervisor.end(300)
+    assert read_overview(run).state == "stopped"
     assert "rank 1: killed by SIGKILL, at" in screen and "restart 1 in a row" in screen
     assert "SIGTERM: the run finishes this step, saves and stops" in screen
     after = losses(run)

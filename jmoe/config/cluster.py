@@ -1,0 +1,117 @@
+"""A cluster on paper, as a TOML file describes it (`train.py PRESET --plan --cluster FILE`). Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.tiers import MachineConfig
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Links, each way. inside: of a device, to the others of its node; between: of a whole node, to other nodes."""
+
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+    inside_latency_s: float = 5e-6
+    between_latency_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        positive(self, "inside_bytes_per_s", "between_bytes_per_s")
+        not_negative(self, "inside_latency_s", "between_latency_s")
+
+
+@dataclass(frozen=True)
+class StorageConfig:
+    """The disk that all nodes share, which has the checkpoints."""
+
+    write_bytes_per_s: float  # of all nodes together
+
+    def __post_init__(self) -> None:
+        positive(self, "write_bytes_per_s")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Equal nodes, and how many of them to plan for.
+
+    machine: a node's host memory and disk, and each of its devices. batch: `fixed`, batch_size sequences a step on any
+    number of nodes, or `per_node`, so many on the first number and more in proportion. grows: the mesh axis that takes
+    more nodes: `data`, or `experts` (expert_inter), as experts off the device need it.
+    """
+
+    nodes: tuple[int, ...]
+    devices_per_node: int
+    network: NetworkConfig
+    storage: StorageConfig
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    batch: Literal["fixed", "per_node"] = "fixed"
+    grows: Literal["data", "experts"] = "data"
+
+    def __post_init__(self) -> None:
+        literals(self)
+        positive(self, "devices_per_node")
+        rising = sorted({*self.nodes}) == [*self.nodes] and min(self.nodes, default=0) > 0
+        check_field(rising, self, "nodes", "must be numbers of nodes, from the fewest on")
+        for name in ("host_bytes", "nvme_bytes"):
+            check_field(getattr(self.machine, name) > 0, self.machine, f"machine.{name}", "must be greater than 0")
+        described = self.machine.accelerator or all(
+            getattr(self.machine, name) for name in ("device_bytes", "flops", "link_bytes_per_s", "memory_bytes_per_s")
+        )
+        constraint = "must be given, or else device_bytes, flops, link_bytes_per_s and memory_bytes_per_s"
+        check(bool(described), "machine.accelerator", self.machine.accelerator, constraint)
+
+
+def read_cluster(path: Path) -> ClusterConfig:
+    """Return the cluster that a TOML file describes; `ValueError` naming the file and the field."""
+    try:
+        return _made(ClusterConfig, tomllib.loads(path.read_text()), "")
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"must be TOML: {error}"
+        raise ValueError(f"cluster = {str(path)!r}: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"cluster = {str(path)!r}: {error}") from error
+
+
+def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
+    """Return the dataclass that a table of the file describes; its own fields, of their own types, and no others."""
+    hints, made = typing.get_type_hints(kind), {}
+    for name, value in values.items():
+        check(name in hints, f"{section}{name}", value, f"is none of {', '.join(hints)}")
+        if dataclasses.is_dataclass(hints[name]):
+            check(isinstance(value, dict), f"{section}{name}", value, f"must be a table, [{section}{name}]")
+            made[name] = _made(hints[name], value, f"{section}{name}.")
+        else:
+            made[name] = _plain(value, hints[name], f"{section}{name}")
+    for field_ in dataclasses.fields(kind):
+        required = field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING
+        if required and field_.name not in made:
+            raise ValueError(f"{section}{field_.name}: is missing")
+    try:
+        return kind(**made)
+    except ValueError as error:
+        named = not section or str(error).startswith(section)
+        raise ValueError(f"{'' if named else section}{error}") from error
+
+
+def _plain(value: Any, hint: Any, name: str) -> Any:
+    """Return a number, a text or a tuple of whole numbers; a whole number may be written as 2e12."""
+    if hint is int or hint is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        check(number and (hint is float or value == int(value)), name, value, f"must be a {_NUMBERS[hint]}")
+        return hint(value)
+    if typing.get_origin(hint) is tuple:
+        whole = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        check(whole, name, value, "must be a list of whole numbers")
+        return tuple(value)
+    check(isinstance(value, str), name, value, "must be a text")
+    return value
+
+
+_NUMBERS = {int: "whole number", float: "number"}

@@ -1,0 +1,19 @@
+"""Where a run's metrics can be fetched while it goes on. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jmoe.config.checks import check_field
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Metrics of a run for Prometheus, over HTTP, by process 0."""
+
+    port: int = 0  # 0: none
+    host: str = "0.0.0.0"  # the address to listen on
+
+    def __post_init__(self) -> None:
+        check_field(0 <= self.port <= 65535, self, "metrics.port", "must be between 1 and 65535, or 0 for none")
+        check_field(bool(self.host), self, "metrics.host", "must be an address of this machine, e.g. 0.0.0.0")

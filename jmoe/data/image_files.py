@@ -1,0 +1,93 @@
+"""Your own images of a task: a folder with a folder for each class, or a CSV or TSV file of paths and labels."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+IMAGE_TYPES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+COLUMNS = ["path", "label"]
+
+
+class SourceImage(NamedTuple):
+    """An image before it is read and resized; of a class's group all are held out, or none."""
+
+    read: Callable[[], Image.Image]
+    label: int
+    group: int
+
+
+def read_image(path: Path, said: str) -> Image.Image:
+    """Return the image; `ValueError` beginning with `said` if it is broken, or decodes with a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with Image.open(path) as image:
+                return image.convert("RGB") if image.mode not in ("L", "RGB") else image.copy()
+    except (OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError) as error:
+        raise ValueError(f"{said}: {path} cannot be read as an image: {error}") from error
+
+
+def own_images(source: Path, field: str) -> tuple[list[str], list[SourceImage]]:
+    """Return the names of the classes in their order, and the images, of a folder or a file; none is read yet.
+
+    Raises `ValueError` beginning with `field` that names the folder, or the file and line, which does not fit.
+    """
+    return _folder(source, field) if source.is_dir() else _listed(source, field)
+
+
+def _folder(folder: Path, field: str) -> tuple[list[str], list[SourceImage]]:
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise ValueError(f"{field}: has no folder: must have one for each class, with its images")
+    images = []
+    for label, name in enumerate(classes):
+        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in IMAGE_TYPES)
+        if not paths:
+            raise ValueError(f"{field}: class {name!r} is empty: must have images ({', '.join(IMAGE_TYPES)})")
+        images += [SourceImage(partial(read_image, path, field), label, number) for number, path in enumerate(paths)]
+    return classes, images
+
+
+def _listed(file: Path, field: str) -> tuple[list[str], list[SourceImage]]:
+    """Return what a file lists, whose first line is path,label; a path that is not absolute is relative to the file."""
+    rows = list(_rows(file, field))
+    classes = sorted({label for _, _, label in rows})
+    number, line_of = {name: i for i, name in enumerate(classes)}, dict[Path, int]()
+    images: list[SourceImage] = []
+    for line, name, label in rows:
+        path, said = (file.parent / name).resolve(), f"{field}: line {line}"
+        if path in line_of:
+            raise ValueError(f"{said}: path {name!r} is that of line {line_of[path]}: must be listed once")
+        if not path.is_file():
+            raise ValueError(f"{said}: path {name!r} is missing: there is no file {path}")
+        line_of[path] = line
+        images.append(SourceImage(partial(read_image, path, said), number[label], len(images)))
+    return classes, images
+
+
+def _rows(file: Path, field: str) -> list[tuple[int, str, str]]:
+    """Return (line, path, label) of every line but the first and empty ones."""
+    rows: list[tuple[int, str, str]] = []
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            reader = csv.reader(text, delimiter=SEPARATORS[file.suffix.lower()], strict=True)
+            for cells in reader:
+                cells, said = [cell.strip() for cell in cells], f"{field}: line {reader.line_num}"
+                if not rows and cells != COLUMNS:
+                    raise ValueError(f"{said} is {cells}: the first must be {COLUMNS}")
+                if cells and (len(cells) != len(COLUMNS) or not all(cells)):
+                    raise ValueError(f"{said} is {cells}: must have a path and a label")
+                rows += [(reader.line_num, cells[0], cells[1])] if cells else []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{field}: cannot be read as text in UTF-8, separated: {error}") from error
+    if len(rows) < 2:
+        raise ValueError(f"{field}: lists no images: must have a line path,label and then one for each image")
+    return rows[1:]

@@ -1,0 +1,174 @@
+"""A step and a checkpoint on many nodes, on paper: `plan_training`'s devices and what they send each other.
+
+Pure functions. Symbols: N nodes of Q devices; G devices share the experts, on P nodes, and there are N Q / G such
+groups; B bytes on every device after a gather, or before a reduction.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jmoe.config.cluster import ClusterConfig, NetworkConfig
+from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic
+from jmoe.planning.training import TrainedModel, TrainingPlan
+
+SAVED_BYTES = 12  # of a parameter, in a checkpoint: weight and two moments
+GRADIENT_BYTES = 4  # of a parameter, where gradients are summed
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a layer exchanges. exchange: in nodes and devices of the mesh; row_bytes: of a token's hidden state."""
+
+    exchange: ExchangePlan
+    row_bytes: int
+    capacity_factor: float | None
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """A training plan on `nodes` nodes, with the seconds of its traffic. batch_tokens: of a step, on all nodes."""
+
+    training: TrainingPlan
+    nodes: int
+    batch_tokens: int
+    all_to_all_s: float
+    all_reduce_s: float
+    checkpoint_bytes: int
+    checkpoint_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.training.compute_s)
+
+    @property
+    def tiers_s(self) -> float:
+        """Return seconds of transfers between device, host memory and disk."""
+        return sum(self.training.transfers_s)
+
+    @property
+    def step_s(self) -> float:
+        """Return seconds of a step: all-to-alls, and the longest of what goes on meanwhile."""
+        return max(self.training.step_s(), self.all_reduce_s) + self.all_to_all_s
+
+    @property
+    def alone_s(self) -> float:
+        """Return seconds of a step in which nothing overlapped."""
+        return self.training.step_s(overlapped=False) + self.all_reduce_s + self.all_to_all_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch_tokens / self.step_s
+
+
+def plan_cluster(
+    training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig, batch_tokens: int
+) -> ClusterPlan:
+    """Return the plan on as many nodes as `training` has devices for."""
+    model = training.model
+    nodes = model.all_devices // cluster.devices_per_node
+    return ClusterPlan(
+        training,
+        nodes,
+        batch_tokens,
+        all_to_all_s(training, exchanged, cluster),
+        dense_s(model, nodes, cluster) + expert_gradients_s(model, nodes, cluster),
+        SAVED_BYTES * (model.dense_parameters + model.all_parameters),
+        checkpoint_s(model, nodes, training.machine.link_bytes_per_s, cluster),
+    )
+
+
+def all_to_all_s(training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig) -> float:
+    """Return seconds of a step's exchanges of tokens with their experts: `exchange_traffic` over the links it takes.
+
+    A layer that keeps nothing for its backward pass exchanges three times, else twice.
+    """
+    model, exchange = training.model, exchanged.exchange
+    if model.num_devices == 1:
+        return 0.0
+    tokens = model.step_tokens // model.num_devices // model.micro_batches
+    passes, seconds = sum(training.passes), 0.0
+    for backward, times in ((True, 1), (False, max(0, passes - 3))):
+        sent = exchange_traffic(
+            exchange,
+            num_tokens=tokens,
+            num_experts=model.num_experts,
+            num_experts_per_tok=model.num_experts_per_tok,
+            row_bytes=exchanged.row_bytes,
+            capacity_factor=exchanged.capacity_factor,
+            backward=backward,
+        )
+        messages = 2 * (1 + backward)  # there and back
+        seconds += times * _exchange_s(sent, exchange, messages, model.num_devices, cluster)
+    return seconds * model.num_layers * model.micro_batches
+
+
+def _exchange_s(
+    sent: Traffic, exchange: ExchangePlan, messages: int, num_devices: int, cluster: ClusterConfig
+) -> float:
+    network, per_node = cluster.network, cluster.devices_per_node
+    if num_devices <= per_node:  # a node has all experts, whatever the mesh calls its devices
+        inside_bytes = sent.across_bytes + sent.inside_bytes
+        return inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
+    between_s = sent.across_bytes * per_node / network.between_bytes_per_s + messages * network.between_latency_s
+    inside_s = sent.inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
+    return max(between_s, inside_s) if exchange.kind == "flat" else between_s + inside_s
+
+
+def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
+    """Return seconds in which dense parameters are gathered, in both passes, and their gradients reduced.
+
+    Each micro-batch does. Where every device has them whole, their gradients are summed once a step.
+    """
+    gathered, reduced = model.dense_parameters * model.compute_bytes, model.dense_parameters * GRADIENT_BYTES
+    if not model.shard_dense:
+        return 2 * _ring_s(reduced, nodes, model.num_layers, cluster)
+    gathers_s = 2 * _ring_s(gathered, nodes, model.num_layers, cluster)
+    return (gathers_s + _ring_s(reduced, nodes, model.num_layers, cluster)) * model.micro_batches
+
+
+def _ring_s(ring_bytes: float, nodes: int, collectives: int, cluster: ClusterConfig) -> float:
+    """Return seconds of gathers of B bytes in all: across nodes once, B (N - 1) / N, and inside, B (Q - 1) / Q."""
+    network, per_node = cluster.network, cluster.devices_per_node
+    return (
+        ring_bytes * (nodes - 1) / nodes / network.between_bytes_per_s
+        + ring_bytes * (per_node - 1) / per_node / network.inside_bytes_per_s
+        + collectives * (_hops(nodes) * network.between_latency_s + _hops(per_node) * network.inside_latency_s)
+    )
+
+
+def _hops(members: int) -> int:
+    return math.ceil(math.log2(members))
+
+
+def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
+    """Return seconds in which the groups that share the experts sum the gradients of theirs: a ring for each device.
+
+    A ring of r replicas moves 2 B (r - 1) / r bytes; all rings of a node, min(G, Q) of them, share its link.
+    """
+    replicas, network = model.replicas, cluster.network
+    if replicas == 1:
+        return 0.0
+    ring_bytes = 2 * GRADIENT_BYTES * model.device_parameters * (replicas - 1) / replicas
+    rings = min(model.num_devices, cluster.devices_per_node)
+    if nodes == 1:
+        return ring_bytes / network.inside_bytes_per_s + 2 * _hops(replicas) * network.inside_latency_s
+    return rings * ring_bytes / network.between_bytes_per_s + 2 * _hops(replicas) * network.between_latency_s
+
+
+def checkpoint_s(model: TrainedModel, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig) -> float:
+    """Return seconds until a checkpoint is on the shared disk: its own, or the busiest node's or device's link's."""
+    dense, experts = SAVED_BYTES * model.dense_parameters, SAVED_BYTES * model.all_parameters
+    group_nodes = max(1, model.num_devices // cluster.devices_per_node)  # one group writes the experts
+    of_node = dense / (nodes if model.shard_dense else 1) + experts / group_nodes
+    of_device = dense / model.dense_shards + SAVED_BYTES * model.device_parameters
+    return max(
+        (dense + experts) / cluster.storage.write_bytes_per_s,
+        of_node / cluster.network.between_bytes_per_s,
+        of_device / link_bytes_per_s,
+    )
+
+
+def link_figures(network: NetworkConfig) -> str:
+    """Return the network in words."""
+    inside, between = network.inside_bytes_per_s / 1e9, network.between_bytes_per_s / 1e9
+    return f"links {inside:,.4g} GB/s a device inside a node, {between:,.4g} GB/s a node between nodes, each way"

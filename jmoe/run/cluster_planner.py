@@ -1,0 +1,148 @@
+"""The plan of a run for a cluster on paper: a row for each number of nodes, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jmoe.config import MeshConfig, TrainConfig, check
+from jmoe.config.cluster import ClusterConfig
+from jmoe.config.tiers import TIERS
+from jmoe.planning.cluster import ClusterPlan, Exchanged, link_figures, plan_cluster
+from jmoe.planning.exchange import plan_exchange
+from jmoe.planning.training import plan_training
+from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
+
+COMPUTED = "computed from the figures of the file by formulae, not measured"
+# Of the table, and their widths
+COLUMNS = {"nodes": 5, "devices": 8, "mesh": 12, "device GB": 10, "host GB": 9, "disk GB": 9, "fits": 5}
+COLUMNS |= {"compute": 9, "all-to-all": 11, "all-reduce": 11, "tiers": 9, "step": 9, "tokens/s": 13, "checkpoint": 11}
+
+
+@dataclass(frozen=True)
+class ClusterRow:
+    """A run on so many nodes: its plan on a mesh, or why it cannot be split over them."""
+
+    nodes: int
+    mesh: tuple[int, int, int] | None = None
+    plan: ClusterPlan | None = None
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and not self.plan.training.lacking
+
+
+def cluster_rows(config: TrainConfig, cluster: ClusterConfig) -> list[ClusterRow]:
+    """Return the run's plan on each number of nodes; `ValueError` for a run that the planner is not for."""
+    experts = config.model.num_moe_layers
+    check(experts > 0, "model.num_experts", config.model.num_experts, "the planner is for models with experts")
+    return [_row(config, cluster, nodes) for nodes in cluster.nodes]
+
+
+def _row(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
+    try:
+        return _planned(config, cluster, nodes)
+    except ValueError as error:
+        return ClusterRow(nodes, problem=str(error))
+
+
+def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainConfig:
+    """Return the run on so many nodes; `ValueError` if it cannot be split over them."""
+    per_node = cluster.devices_per_node
+    devices, intra = nodes * per_node, config.mesh.expert_intra or per_node
+    mesh = MeshConfig(config.mesh.data, config.mesh.expert_inter, intra)
+    if cluster.grows == "experts":
+        data = max(1, config.mesh.data)
+        mesh = MeshConfig(data, max(1, devices // (data * intra)), intra)
+    mesh = MeshConfig(*mesh.shape(devices, per_node))
+    batch_size = config.batch_size
+    if cluster.batch == "per_node":
+        batch_size = batch_size * nodes // cluster.nodes[0]
+    split = dataclasses.replace(config, mesh=mesh, machine=cluster.machine, batch_size=batch_size)
+    split = with_chosen_tiers(split)
+    _, inter, intra = split.check_devices(devices, per_node)
+    whole = intra == per_node or (per_node % (inter * intra) == 0)
+    constraint = f"must be {per_node}, the devices of a node, or all experts inside a node"
+    check(whole, "mesh.expert_intra", intra, constraint)
+    return split
+
+
+def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
+    split, per_node, model = on_nodes(config, cluster, nodes), cluster.devices_per_node, config.model
+    own = training_plan(split)
+    trained = dataclasses.replace(trained_model(split), devices_per_host=per_node)
+    training = plan_training(trained, own.placement, own.machine)
+    data, inter, intra = split.check_devices(nodes * per_node, per_node)
+    limited = model.router.kind == "group_limited"
+    groups = {"n_group": model.router.n_group, "topk_group": model.router.topk_group} if limited else {}
+    exchange = plan_exchange(
+        config.comm.exchange,
+        num_nodes=inter,
+        devices_per_node=intra,
+        num_experts=model.num_experts,
+        num_experts_per_tok=model.num_experts_per_tok,
+        **groups,
+    )
+    exchanged = Exchanged(exchange, trained.compute_bytes * model.hidden_size, model.capacity_factor)
+    batch_tokens = split.batch_size * split.sequence_length
+    return ClusterRow(nodes, (data, inter, intra), plan_cluster(training, exchanged, cluster, batch_tokens))
+
+
+def as_json(rows: list[ClusterRow]) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {"basis": COMPUTED, "rows": [_plain(row) for row in rows]}
+
+
+def _plain(row: ClusterRow) -> dict[str, Any]:
+    plan = row.plan
+    if plan is None:
+        return {"nodes": row.nodes, "problem": row.problem}
+    training = plan.training
+    return {
+        "nodes": row.nodes,
+        "devices": training.model.all_devices,
+        "mesh": row.mesh,
+        "batch_tokens": plan.batch_tokens,
+        "tiers": {"experts": training.placement.experts, "optimizer": training.placement.optimizer},
+        "bytes": {tier: {kind: n for where, kind, n in training.rows if where == tier} for tier in TIERS},
+        "lacking_bytes": training.lacking,
+        "step_s": plan.step_s,
+        "step_without_overlap_s": plan.alone_s,
+        "compute_s": plan.compute_s,
+        "all_to_all_s": plan.all_to_all_s,
+        "all_reduce_s": plan.all_reduce_s,
+        "tiers_s": plan.tiers_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "checkpoint_s": plan.checkpoint_s,
+    }
+
+
+def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
+    """Yield the plan as lines of text."""
+    yield f"{COMPUTED[0].upper()}{COMPUTED[1:]}; bytes of a device, and of a node's host memory and disk; seconds"
+    yield "".join(f"{head:>{width}}" for head, width in COLUMNS.items())
+    for row in rows:
+        plan = row.plan
+        if plan is None:
+            yield f"{row.nodes:>5}  {row.problem}"
+            continue
+        training = plan.training
+        sizes = [f"{training.bytes_on(tier) / 1e9:,.1f}" for tier in TIERS]
+        parts = (plan.compute_s, plan.all_to_all_s, plan.all_reduce_s, plan.tiers_s, plan.step_s)
+        cells = [str(row.nodes), str(training.model.all_devices), "x".join(map(str, row.mesh or ())), *sizes]
+        cells += ["no" if training.lacking else "yes", *(f"{seconds:,.3f}" for seconds in parts)]
+        cells += [f"{plan.tokens_per_s:,.0f}", f"{plan.checkpoint_s:,.1f}"]
+        yield "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    shown = [row.plan for row in rows if row.plan is not None]
+    lacking = [plan for plan in shown if plan.training.lacking]
+    for line in lacking[0].training.advice() if lacking else ():
+        yield f"{lacking[0].nodes} nodes do not fit: {line}"
+    if shown:
+        yield "step: all-to-alls, and the longer of compute with tiers and of all-reduce (and dense layers' gathers)"
+        yield f"checkpoint: {shown[0].checkpoint_bytes / 1e9:,.1f} GB on the disk that all nodes share"
+        machine = shown[0].training.machine
+        yield f"devices of {machine.flops / 1e12:.4g} TFLOP/s ({machine.source}); {link_figures(cluster.network)}"

@@ -1,0 +1,161 @@
+"""A file of one process's shards of a state: header, JSON, bytes of the shards; made to be mapped from memory.
+
+    magic, version, bytes of JSON, bytes of shards, CRC-32 of JSON, CRC-32 of shards | JSON | shards
+
+The file is sized first and written in place; its name is given by a rename when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.run.checkpoint_contents import CRC_BLOCK_BYTES, named_leaves, placed
+
+MAGIC, VERSION = b"jmoesnap", 1
+_HEADER = struct.Struct("!8sIQQII")
+
+
+def layout_of_shards(state: Any) -> list[list[Any]]:
+    """Return name, dtype, shape and this process's different shards [[start, stop] a dimension] of every leaf.
+
+    state: a tree of arrays, or of shapes with shardings.
+    """
+    names, leaves, _ = named_leaves(state)
+    return [
+        [name, str(leaf.dtype), list(leaf.shape), [_as_bounds(index) for index in _indices(leaf)]]
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+
+
+def shards_bytes(layout: list[list[Any]]) -> int:
+    """Return how many bytes the shards of a layout have."""
+    return sum(np.dtype(dtype).itemsize * sum(_size(bounds) for bounds in shards) for _, dtype, _, shards in layout)
+
+
+def file_bytes(layout: list[list[Any]], about: dict[str, Any]) -> int:
+    """Return the size of the file that `write_snapshot` makes of these."""
+    return _HEADER.size + len(_as_text(layout, about)) + shards_bytes(layout)
+
+
+def make_room(path: Path, size_bytes: int) -> NDArray[np.uint8]:
+    """Return a new file of this size, mapped; `OSError` if the file system has no room for it."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)  # a page that is not there when it is written to would end the process
+        return np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def write_snapshot(file: NDArray[np.uint8], state: Any, layout: list[list[Any]], about: dict[str, Any]) -> None:
+    """Fill a file that has room with this process's shards of the state, and with what else is known of it."""
+    text = _as_text(layout, about)
+    begin = position = _HEADER.size + len(text)
+    for leaf in named_leaves(state)[1]:
+        shards = {str(_as_bounds(_full(shard.index, leaf.shape))): shard.data for shard in leaf.addressable_shards}
+        for index in _indices(leaf):
+            piece = np.ascontiguousarray(shards[str(_as_bounds(index))]).reshape(-1).view(np.uint8)
+            file[position : position + piece.size] = piece
+            position += piece.size
+    header = (MAGIC, VERSION, len(text), position - begin, zlib.crc32(text), _crc32(file[begin:position]))
+    file[:begin] = np.frombuffer(_HEADER.pack(*header) + text, np.uint8)
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Return what a snapshot says of itself, `layout` included; `ValueError` with a clause if it cannot be whole."""
+    with path.open("rb") as file:
+        start = file.read(_HEADER.size)
+        if len(start) < _HEADER.size or not start.startswith(MAGIC):
+            raise ValueError("is damaged: it has no header")
+        _, version, text_bytes, payload_bytes, crc, _ = _HEADER.unpack(start)
+        if version != VERSION:
+            raise ValueError(f"has version {version}; this jmoe reads {VERSION}")
+        size, wanted = os.fstat(file.fileno()).st_size, _HEADER.size + text_bytes + payload_bytes
+        if size != wanted:
+            raise ValueError(f"is damaged: it has {size:,} of {wanted:,} bytes")
+        text = file.read(text_bytes)
+    if zlib.crc32(text) != crc:
+        raise ValueError("is damaged: its description has changed since it was written")
+    about: dict[str, Any] = json.loads(text)
+    return about
+
+
+def read_whole(path: Path) -> NDArray[np.uint8]:
+    """Return a snapshot's bytes, mapped; `ValueError` with a clause if they are not what was written."""
+    read_about(path)
+    file = np.memmap(path, np.uint8, mode="r")
+    check_whole(file)
+    return file
+
+
+def check_whole(file: NDArray[np.uint8]) -> dict[str, Any]:
+    """Return what a snapshot, given as its bytes, says of itself; `ValueError` if they are not what was written."""
+    _, _, text_bytes, _, text_crc, crc = _HEADER.unpack(file[: _HEADER.size].tobytes())
+    text = file[_HEADER.size : _HEADER.size + text_bytes].tobytes()
+    if zlib.crc32(text) != text_crc or _crc32(file[_HEADER.size + text_bytes :]) != crc:
+        raise ValueError("is damaged: its content has changed since it was written")
+    about: dict[str, Any] = json.loads(text)
+    return about
+
+
+def read_state(file: NDArray[np.uint8], abstract_state: Any) -> Any:
+    """Return the state whose shards of this process are in a file of the very same layout."""
+    _, _, text_bytes, *_ = _HEADER.unpack(file[: _HEADER.size].tobytes())
+    position = _HEADER.size + text_bytes
+    _, leaves, tree = named_leaves(abstract_state)
+    arrays = []
+    for leaf in leaves:
+        pieces = dict[str, Any]()
+        for index in _indices(leaf):
+            shape = [stop - start for start, stop in _as_bounds(index)]
+            end = position + leaf.dtype.itemsize * _size(_as_bounds(index))
+            # a copy, as the device may go on to use the memory it is given
+            pieces[str(_as_bounds(index))] = np.array(file[position:end]).view(leaf.dtype).reshape(shape)
+            position = end
+        arrays.append(jax.make_array_from_callback(leaf.shape, placed(leaf).sharding, partial(_piece, pieces, leaf)))
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _piece(pieces: dict[str, Any], leaf: Any, index: tuple[slice, ...]) -> Any:
+    return pieces[str(_as_bounds(_full(index, leaf.shape)))]
+
+
+def _indices(leaf: Any) -> list[tuple[slice, ...]]:
+    """Return this process's different shards of an array, in the order of its devices."""
+    indices = placed(leaf).sharding.addressable_devices_indices_map(leaf.shape).values()
+    return list({str(full): full for full in (_full(index, leaf.shape) for index in indices)}.values())
+
+
+def _full(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+
+
+def _as_bounds(index: tuple[slice, ...]) -> list[list[int]]:
+    return [[part.start, part.stop] for part in index]
+
+
+def _size(bounds: list[list[int]]) -> int:
+    return int(np.prod([stop - start for start, stop in bounds], dtype=np.int64))
+
+
+def _as_text(layout: list[list[Any]], about: dict[str, Any]) -> bytes:
+    return json.dumps(about | {"layout": layout}).encode()
+
+
+def _crc32(array: NDArray[np.uint8]) -> int:
+    crc = 0
+    for begin in range(0, array.size, CRC_BLOCK_BYTES):
+        crc = zlib.crc32(array[begin : begin + CRC_BLOCK_BYTES].data, crc)
+    return crc

@@ -1,0 +1,312 @@
+"""Snapshots of a run's state in the memory of its hosts, so that a restart need not read a checkpoint from disk.
+
+Each process writes its shards into a folder of its host's memory (a tmpfs such as /dev/shm), and those of one process
+of another host, its partner's. The idea is that of Gemini (Wang et al., SOSP 2023): the memory of the other machines
+outlives a machine. After a restart all processes decide together on the newest step whose shards are all there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmoe.config import CheckpointConfig
+from jmoe.run.processes import Pairs, exchange_bytes, gather_json, rounds_of
+from jmoe.run.snapshot_file import (
+    check_whole,
+    file_bytes,
+    layout_of_shards,
+    make_room,
+    read_about,
+    read_state,
+    read_whole,
+    shards_bytes,
+    write_snapshot,
+)
+
+KEPT = 2  # a crash while one is written leaves the one before
+DESCRIPTION_BYTES = 1 << 20  # more than a file's header and JSON have, for what is reckoned beforehand
+NEW = ".new"  # of a name, while the file is written
+_NOTHING = np.empty(0, np.uint8)
+
+Key = tuple[int, int]  # (step, process whose shards they are)
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """A step as its snapshot has it."""
+
+    step: int
+    state: Any
+    data: Any
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a process knows of a snapshot's file without having read it. checkpoint: the newest when it was made."""
+
+    num_bytes: int
+    checkpoint: int
+
+
+def partners_of(machines: Sequence[str]) -> list[int]:
+    """Return the process that keeps a copy for each one: on another machine wherever one exists for all; each once.
+
+    machines: the name of every process's machine.
+    """
+    order = sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank))
+    most = max(machines.count(machine) for machine in machines)
+    shift = most if most < len(machines) else 1
+    partner = {rank: order[(at + shift) % len(order)] for at, rank in enumerate(order)}
+    return [partner[rank] for rank in range(len(machines))]
+
+
+class Snapshots:
+    """The newest states of one run in memory, below `config.memory_dir`; every process makes the same calls.
+
+    Used as a context manager: a run that ends in order, or by an error of the training itself, leaves nothing behind.
+    run: the name of the run, which no other run has. `OSError` on every process if one cannot write its folder.
+    """
+
+    def __init__(self, config: CheckpointConfig, run: str) -> None:
+        assert config.memory_dir is not None
+        self.folder = Path(config.memory_dir).absolute() / f"jmoe-{run}"
+        self._setting, self._run = f"checkpoint.memory_dir = {config.memory_dir!r}", run
+        self._rank, self._processes = jax.process_index(), jax.process_count()
+        place, problem = "", ""
+        try:
+            place = _made(self.folder)
+        except OSError as error:
+            problem = f"must be a folder that can be written: {error.strerror}"
+        self._raise_any(OSError, problem)
+        views = gather_json([socket.gethostname(), place])
+        self._places = [place for _, place in views]
+        partners = enumerate(partners_of([machine for machine, _ in views]))
+        self._pairs: Pairs = tuple((a, b) for a, b in partners if self._places[a] != self._places[b])
+        self._first_here = self._places.index(place) == self._rank
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or isinstance(error, FloatingPointError):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def note(self) -> str:
+        """Return a line on where snapshots are."""
+        copies = (
+            f"and {len(self._pairs)} copies on other hosts" if self._pairs else "no copies, as all share the folder"
+        )
+        return f"snapshots in memory: {self.folder}, one of each of {self._processes} processes {copies}"
+
+    def check_room(self, abstract_state: Any) -> None:
+        """Raise `ValueError` on every process if a host has no room for the snapshots of all its processes."""
+        own_bytes = shards_bytes(layout_of_shards(abstract_state)) + DESCRIPTION_BYTES
+        sizes, place = gather_json(own_bytes), self._places[self._rank]
+        written = [rank for rank in range(self._processes) if self._places[rank] == place]
+        written += [source for source, target in self._pairs if self._places[target] == place]
+        needed_bytes = KEPT * sum(sizes[rank] for rank in written)
+        status = os.statvfs(self.folder)
+        free_bytes = status.f_bavail * status.f_frsize + sum(path.stat().st_size for path in self.folder.iterdir())
+        short = (
+            f"must have {needed_bytes:,} bytes free on {socket.gethostname()}, for {KEPT} snapshots of "
+            f"{len(written)} processes; it has {free_bytes:,}"
+        )
+        self._raise_any(ValueError, short if free_bytes < needed_bytes else "")
+
+    # Writing
+
+    def save(self, step: int, state: Any, data: Any, config: Mapping[str, Any], checkpoint: int) -> str:
+        """Write the snapshot of `step` and the partner's copy; return why there is none now, or "".
+
+        data, config: what JSON has, the data's state and the configuration. checkpoint: the newest on disk.
+        """
+        layout = layout_of_shards(state)
+        about = {"run": self._run, "step": step, "rank": self._rank, "processes": self._processes}
+        about |= {"data": data, "config": dict(config), "checkpoint": checkpoint}
+        sizes = gather_json(file_bytes(layout, about))
+        source = next((a for a, b in self._pairs if b == self._rank), None)
+        files, problem = {}, ""
+        try:
+            for rank in [self._rank] if source is None else [self._rank, source]:
+                self._remove_but_newest(rank)
+                files[rank] = make_room(self._path(step, rank, NEW), sizes[rank])
+        except OSError as error:
+            problem = f"process {self._rank} on {socket.gethostname()}: {error.strerror}"
+        problems = [problem for problem in gather_json(problem) if problem]
+        if problems:
+            for rank in files:
+                self._path(step, rank, NEW).unlink()
+            return problems[0]
+        write_snapshot(files[self._rank], state, layout, about)
+        if self._pairs:
+            outgoing = files[self._rank] if self._rank in dict(self._pairs) else _NOTHING
+            incoming = _NOTHING if source is None else files[source]
+            exchange_bytes(outgoing, incoming, self._pairs, max(sizes[rank] for rank in dict(self._pairs)))
+        for rank in files:
+            self._path(step, rank, NEW).rename(self._path(step, rank))
+        return ""
+
+    def remove_but(self, step: int | None) -> None:
+        """Remove the snapshots of all other steps: training goes on from this one, or from a checkpoint."""
+        if self._first_here:
+            for path in self.folder.iterdir():
+                if step is None or not path.name.startswith(f"{step}-") or path.name.endswith(NEW):
+                    path.unlink()
+        gather_json(None)  # nobody writes before all have removed
+
+    def _remove_but_newest(self, rank: int) -> None:
+        """Make room for one more snapshot of a process's shards."""
+        paths = sorted(self.folder.glob(f"*-of-{rank}"), key=lambda path: int(path.name.partition("-")[0]))
+        for path in [*paths[: 1 - KEPT], *self.folder.glob(f"*-of-{rank}{NEW}")]:
+            path.unlink()
+
+    def _path(self, step: int, rank: int, end: str = "") -> Path:
+        return self.folder / f"{step}-of-{rank}{end}"
+
+    # Reading
+
+    def newest(
+        self, abstract_state: Any, checkpoint: int | None, newest_folder: int
+    ) -> tuple[StateSnapshot | None, str]:
+        """Return the newest snapshot that is whole, the same step on every process, and why a newer one is not used.
+
+        None unless it is as new as `checkpoint`, the newest on disk. newest_folder: the greatest number of a step
+        there, whole or not; a snapshot that was made when there was a greater one is of a past that was deleted.
+        """
+        layout, lines = layout_of_shards(abstract_state), list[str]()
+        held, problems = self._held(layout)
+        while True:
+            own = [[*key, entry.num_bytes, entry.checkpoint] for key, entry in held.items()]
+            views = gather_json([own, problems, newest_folder])
+            lines += [line for _, others, _ in views for line in others]
+            everyone = [{(step, rank): Entry(*rest) for step, rank, *rest in entries} for entries, _, _ in views]
+            step, why = _newest_step(everyone, self._processes)
+            if step is None:
+                return None, "; ".join(dict.fromkeys([*lines, *([why] if why else [])]))
+            past = max(entry.checkpoint for entries in everyone for key, entry in entries.items() if key[0] == step)
+            if past > views[0][2]:
+                lines.append(f"checkpoint {past}, which step {step} came after, has been deleted")
+                return None, "; ".join(dict.fromkeys(lines))
+            if checkpoint is not None and step < checkpoint:
+                lines.append(f"step {step} is older than the checkpoint")
+                return None, "; ".join(dict.fromkeys(lines))
+            snapshot, unusable, problems = self._read(step, everyone, abstract_state, layout)
+            if snapshot is not None:
+                return snapshot, "; ".join(dict.fromkeys(lines))
+            held = {key: entry for key, entry in held.items() if key not in unusable}
+
+    def _held(self, layout: list[list[Any]]) -> tuple[dict[Key, Entry], list[str]]:
+        """Return this host's files that look whole, and a clause about each that does not."""
+        held, problems = dict[Key, Entry](), list[str]()
+        for path in sorted(self.folder.iterdir()):
+            if path.name.endswith(NEW):
+                continue  # the process was killed while it wrote
+            try:
+                about = read_about(path)
+                if about["processes"] != self._processes:
+                    raise ValueError(f"is of {about['processes']} processes; there are {self._processes}")
+                if about["rank"] == self._rank:
+                    _check_layout(about, layout)
+            except ValueError as error:
+                problems.append(f"{self._named(path)} {error}")
+            else:
+                held[about["step"], about["rank"]] = Entry(path.stat().st_size, about["checkpoint"])
+        return held, problems
+
+    def _read(
+        self, step: int, everyone: list[dict[Key, Entry]], abstract_state: Any, layout: list[list[Any]]
+    ) -> tuple[StateSnapshot | None, set[Key], list[str]]:
+        """Return the snapshot; or None, which files of this host are of no use, and a clause about each of them."""
+        holders = [[rank for rank, entries in enumerate(everyone) if (step, whose) in entries] for whose in self._ranks]
+        sources = [whose if whose in holders[whose] else holders[whose][0] for whose in self._ranks]
+        files, bad = {}, dict[int, str]()
+        for whose in (whose for whose in self._ranks if sources[whose] == self._rank):
+            path = self._path(step, whose)
+            try:
+                files[whose] = read_whole(path)
+            except (OSError, ValueError) as error:
+                bad[whose] = f"{self._named(path)} {error}"
+        bad_ones = gather_json([[whose, line] for whose, line in bad.items()])
+        if any(bad_ones):
+            here = [rank for rank in self._ranks if self._places[rank] == self._places[self._rank]]
+            return None, {(step, whose) for rank in here for whose, _ in bad_ones[rank]}, list(bad.values())
+        moves = [(source, whose) for whose, source in enumerate(sources) if source != whose]
+        sizes = [everyone[source][step, whose].num_bytes for whose, source in enumerate(sources)]
+        for pairs in rounds_of(moves):
+            target, arrives = dict(pairs).get(self._rank), self._rank in dict(pairs).values()
+            if arrives:
+                files[self._rank] = np.empty(sizes[self._rank], np.uint8)
+            outgoing = _NOTHING if target is None else files[target]
+            incoming = files[self._rank] if arrives else _NOTHING
+            exchange_bytes(outgoing, incoming, pairs, max(sizes[whose] for _, whose in pairs))
+        own, problem, snapshot = files[self._rank], "", None
+        try:
+            about = check_whole(own)
+            _check_layout(about, layout)
+            snapshot = StateSnapshot(step, read_state(own, abstract_state), about["data"], about["config"])
+        except ValueError as error:
+            problem = f"step {step} of process {self._rank} {error}"
+        if any(gather_json(problem)):
+            return None, {(step, whose) for whose in self._ranks}, [problem] if problem else []
+        return snapshot, set(), []
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._processes)
+
+    def _named(self, path: Path) -> str:
+        return f"{path.name} on {socket.gethostname()}"
+
+    def _raise_any(self, kind: type[Exception], problem: str) -> None:
+        """Raise an error on every process if one has a problem."""
+        problems = [(rank, problem) for rank, problem in enumerate(gather_json(problem)) if problem]
+        if problems:
+            rank, words = problems[0]
+            raise kind(f"{self._setting}: {words}" + (f" (process {rank})" if self._processes > 1 else ""))
+
+
+def _newest_step(everyone: list[dict[Key, Entry]], processes: int) -> tuple[int | None, str]:
+    """Return the newest step that is there for all processes; None and why not if there is none."""
+    there = {key for entries in everyone for key in entries}
+    why = ""
+    for step in sorted({step for step, _ in there}, reverse=True):
+        missing = [rank for rank in range(processes) if (step, rank) not in there]
+        if not missing:
+            return step, why
+        why = why or f"step {step} lacks the shards of process {missing[0]}"
+    return None, why
+
+
+def _check_layout(about: Mapping[str, Any], layout: list[list[Any]]) -> None:
+    """Raise `ValueError` with a clause unless the snapshot has these arrays, split in this way."""
+    saved = {name: rest for name, *rest in about["layout"]}
+    now = {name: rest for name, *rest in layout}
+    other = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
+    if other:
+        raise ValueError(f"is of another layout: {other[0]} has other shards, or another type or shape")
+
+
+def _made(folder: Path) -> str:
+    """Make the folder, for this user alone, and return what tells its place from those of other hosts."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise PermissionError(1, f"{folder} belongs to another user")
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"

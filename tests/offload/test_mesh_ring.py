@@ -1,0 +1,59 @@
+"""Layers pass through the slots of several fake devices, from records whose numbers say which expert they are of."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.memory.record_store import HostRecords, RecordLayout
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.mesh import expert_mesh
+from jmoe.offload import mesh_ring
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.mesh_ring import DeviceLayerSlots, HostLayerSlots, MeshRing
+from jmoe.offload.placed_experts import even_placement, mine_of
+from jmoe.planning.placement import EMPTY
+
+FIELDS = {"w_up": ((2, 6), np.dtype(np.float32)), "w_down": ((3, 2), np.dtype(np.uint16))}
+INDEX = ExpertIndex(num_layers=3, num_experts=5)
+
+
+def fill(number: int, views: dict[str, np.ndarray]) -> None:
+    views["w_up"][...] = number
+    views["w_down"][...] = np.asarray(number, jnp.bfloat16).view(np.uint16)
+
+
+@pytest.mark.parametrize("slots", [HostLayerSlots, DeviceLayerSlots])
+@pytest.mark.parametrize("ring_slots", [1, 2])
+def test_every_layer_comes_to_its_devices(
+    slots: type[HostLayerSlots], ring_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds of three layers; five experts on four devices leave slots empty."""
+    monkeypatch.setattr(mesh_ring, "HostLayerSlots", slots)
+    mesh, layout = expert_mesh(4), RecordLayout.of(FIELDS)
+    store = TieredStore(HostRecords.fill(layout, INDEX.num_records, fill))
+    with store, contextlib.closing(MeshRing(mesh, INDEX, FIELDS, ring_slots, store)) as ring:
+        assert ring.num_slots == 2 * ring_slots and ring.num_bytes == 2 * ring_slots * (2 * 6 * 4 + 3 * 2 * 2)
+        where = ring.placements[0].physical_to_logical.ravel()
+        assert sorted(where[where != EMPTY]) == list(range(5))
+        for layer in [*range(3)] * 3:
+            ring.acquire(layer)
+            weights = ring.weights(layer)
+            for values, dtype in ((weights.w_up, jnp.float32), (weights.w_down, jnp.bfloat16)):
+                assert values.dtype == dtype and [s.data.shape[0] for s in values.addressable_shards] == [2] * 4
+                held = np.asarray(values, np.float32)
+                for slot in np.flatnonzero(where != EMPTY):
+                    assert (held[slot] == INDEX.records(layer, where[slot])).all()
+            assert {place for place in ring.occupancy() if place and place[0] == layer} == {
+                (layer, expert) for expert in range(5)
+            }
+            jax.block_until_ready(weights)
+            ring.release()
+        assert ring.stats().policy == "ring"
+
+
+def test_a_process_has_the_experts_of_its_devices() -> None:
+    """This one has all, each once."""
+    assert mine_of(even_placement(5, 4), expert_mesh(4)).tolist() == list(range(5))
