@@ -495,9 +495,8 @@ def test_a_save_that_fails_on_one_rank_ends_all(run_ranks: RunRanks, tmp_path: P
     statuses, logs = run_ranks(2, 1, mode="fail")
     assert 0 not in statuses
     assert re.search(r"OSError: checkpoint of step 5 in \S+/shared was not written: .*File too large", logs[1]), logs
-    assert re.search(r"OSError: checkpoint of step 5 in .* process 0 waited for the others at .* names: 1 ", logs[0]), (
-        logs
-    )
+    # a traceback, or its line alone where rank 1's end was known in time to explain it
+    assert re.search(r"checkpoint of step 5 in .* process 0 waited for the others at .* names: 1 ", logs[0]), logs
     assert not list((tmp_path / "shared").glob("[0-9]"))
 
 
