@@ -44,9 +44,10 @@ from jmoe.training.finetune import TOKENIZER, with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
+from jmoe.training.task_layouts import copies_line, layout_of
 from jmoe.training.trainer import Trainer, make_trainer
 from jmoe.training.vision_run import CLASSES
-from jmoe.training.vision_session import VisionSession, layout_of
+from jmoe.training.vision_session import VisionSession
 from jmoe.training.vision_step import VisionTrainer
 
 
@@ -124,7 +125,8 @@ def main(arguments: Sequence[str]) -> None:
     if config.plan and isinstance(config, VisionTrainConfig):
         shape = config.mesh
         num_devices = max(1, shape.data) * shape.expert_inter * max(1, shape.expert_intra)
-        print(*layout_of(dataclasses.replace(config, layout="elastic"), num_devices).lines(), sep="\n")
+        layout = layout_of(dataclasses.replace(config, layout="elastic"), num_devices)
+        print(*layout.lines(), *filter(None, [copies_line(config, layout)]), sep="\n")
         return
     if config.plan:
         plan = training_plan(config)

@@ -56,8 +56,13 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
     done = run_python(("train.py", "ufo-tiny", "--plan", "--mesh.data", "2"), {}, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert "glyphs 0:64" in lines[0]
-    assert "digits 0:32 + fonts 0:16 + photographs 0:16" in lines[1]
+    assert " MB  glyphs 0:64" in lines[0]
+    assert " MB  digits 0:32 + fonts 0:16 + photographs 0:16" in lines[1]
+    assert lines[2].startswith("every device also keeps copies of the experts of tasks that it does not run")
+    few = ("train.py", "ufo-tiny", "--plan", "--mesh.data", "2", "--machine.device-bytes", "3000000")
+    done = run_python(few, {}, timeout=120)
+    assert done.returncode == 1 and not done.stdout
+    assert "machine.device_bytes = 3000000: must be more for 4 tasks on 2 devices, at least 4" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class MachineConfig:
 
     # its data sheet has what is 0 of the device; "": two CPU cores, a device that shares the host's memory
     accelerator: Literal["", "a100-40gb", "a100", "h100", "h200"] = ""
-    device_bytes: int = 0
+    device_bytes: int = 0  # with several image tasks, also the limit within which a run deals them out
     host_bytes: int = 0  # 0: what is free here
     nvme_bytes: int = 0  # 0: what is free here
     flops: float = 0.0  # that products reach

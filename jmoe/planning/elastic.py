@@ -18,7 +18,10 @@ from jmoe.config.vision import LayoutKind
 
 @dataclass(frozen=True)
 class TaskLoad:
-    """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters."""
+    """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters.
+
+    num_bytes: with their gradients and optimizer state, on a device that runs the task.
+    """
 
     name: str
     batch_size: int
@@ -51,10 +54,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who runs what in every step: `shares[d]` is what device d does, one share after the other."""
+    """Who runs what in every step: `shares[d]` is what device d does, one share after the other.
+
+    shared_bytes: what every device has for the parameters that tasks share.
+    """
 
     tasks: tuple[TaskLoad, ...]
     shares: tuple[tuple[Share, ...], ...]
+    shared_bytes: int = 0
 
     @property
     def images(self) -> tuple[int, ...]:
@@ -65,6 +72,12 @@ class Layout:
     def seconds(self) -> tuple[float, ...]:
         """Return each device's load."""
         return tuple(sum(share.size * self.tasks[share.task].image_s for share in shares) for shares in self.shares)
+
+    @property
+    def num_bytes(self) -> tuple[int, ...]:
+        """Return what each device needs for the parameters that tasks share and for those of its own tasks."""
+        own = [{share.task for share in shares} for shares in self.shares]
+        return tuple(self.shared_bytes + sum(self.tasks[task].num_bytes for task in tasks) for tasks in own)
 
     @property
     def micro_batch(self) -> int:
@@ -81,35 +94,59 @@ class Layout:
         return tuple(1 - seconds / slowest for seconds in self.seconds)
 
     def lines(self) -> list[str]:
-        """Return the layout as text, a device a line."""
+        """Return the layout as text, a device a line; with bytes where they are known."""
         width, slowest = 32, max(self.seconds)
         lines = []
         for device, (shares, seconds) in enumerate(zip(self.shares, self.seconds, strict=True)):
             bar = "#" * max(1, round(width * seconds / slowest))
             runs = " + ".join(f"{self.tasks[share.task].name} {share.start}:{share.stop}" for share in shares)
-            lines.append(f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle  {runs}")
+            size = f"  {self.num_bytes[device] / 1e6:,.2f} MB" if any(self.num_bytes) else ""
+            lines.append(f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle{size}  {runs}")
         return lines
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device: bytes in all (None: enough), and those for what all tasks share."""
+
+    device_bytes: int | None = None
+    shared_bytes: int = 0
+
+    def fits(self, need: int) -> bool:
+        """Return whether a device has room for tasks with so many bytes of their own."""
+        return self.device_bytes is None or self.shared_bytes + need <= self.device_bytes
+
+    def check(self, tasks: Sequence[TaskLoad]) -> None:
+        """Raise `ValueError` naming the tasks if they do not fit on one device together."""
+        need, names = sum(task.num_bytes for task in tasks), " and ".join(task.name for task in tasks)
+        constraint = f"must be at least {self.shared_bytes + need} for {names}"
+        check(self.fits(need), "machine.device_bytes", self.device_bytes, constraint)
+
+
+ANY_MEMORY = DeviceMemory()
+
+
 def plan(
-    tasks: Sequence[TaskLoad], num_devices: int, *, mode: LayoutKind = "elastic", device_bytes: int | None = None
+    tasks: Sequence[TaskLoad], num_devices: int, *, mode: LayoutKind = "elastic", memory: DeviceMemory = ANY_MEMORY
 ) -> Layout:
     """Return who runs which images.
 
     `even`: every device has as many images of the joint batch, so that all have all tasks. `elastic`, with at least as
     many devices as tasks: each task has a device, and one after the other goes to the task with the largest load a
     device. With fewer: the heaviest task first goes to the device with the least load that has room for its parameters.
-    device_bytes: what a device has for tasks' own parameters; None: enough. Raises `ValueError` if tasks do not fit.
+    Raises `ValueError` if tasks do not fit into the memory of a device.
     """
     check(bool(tasks), "tasks", tuple(tasks), "must have at least one task")
     check(num_devices > 0, "num_devices", num_devices, "must be greater than 0")
     tasks = tuple(tasks)
     if mode == "even":
-        return _even(tasks, num_devices, device_bytes)
-    return Layout(tasks, _split(tasks, num_devices, device_bytes) or _packed(tasks, num_devices, device_bytes))
+        shares = _even(tasks, num_devices, memory)
+    else:
+        shares = _split(tasks, num_devices, memory) or _packed(tasks, num_devices, memory)
+    return Layout(tasks, shares, memory.shared_bytes)
 
 
-def _even(tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | None) -> Layout:
+def _even(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -> tuple[tuple[Share, ...], ...]:
     total = sum(task.batch_size for task in tasks)
     check(total % num_devices == 0, "batch_size", total, f"must be a multiple of {num_devices} devices")
     each, shares = total // num_devices, []
@@ -120,20 +157,12 @@ def _even(tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | Non
             start, stop = max(begin - first, 0), min(begin + each - first, task.batch_size)
             own += [Share(number, start, stop)] if start < stop else []
             first += task.batch_size
-        _check_room(tasks, [share.task for share in own], device_bytes)
+        memory.check([tasks[share.task] for share in own])
         shares.append(tuple(own))
-    return Layout(tasks, tuple(shares))
+    return tuple(shares)
 
 
-def _check_room(tasks: Sequence[TaskLoad], own: Sequence[int], device_bytes: int | None) -> None:
-    need, names = sum(tasks[number].num_bytes for number in own), " and ".join(tasks[number].name for number in own)
-    fits = device_bytes is None or need <= device_bytes
-    check(fits, "device_bytes", device_bytes, f"must be at least {need} for {names}")
-
-
-def _split(
-    tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | None
-) -> tuple[tuple[Share, ...], ...] | None:
+def _split(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -> tuple[tuple[Share, ...], ...] | None:
     """Return a layout with a device or more for each task; None if there are fewer devices than tasks.
 
     A device that no task can use, since each has one for every image, stays without a share and is refused.
@@ -143,8 +172,8 @@ def _split(
     images = sum(task.batch_size for task in tasks)
     check(num_devices <= images, "num_devices", num_devices, f"must not exceed the {images} images of a step")
     counts = [1] * len(tasks)
-    for number in range(len(tasks)):
-        _check_room(tasks, [number], device_bytes)
+    for task in tasks:
+        memory.check([task])
     for _ in range(num_devices - len(tasks)):
         loads = [task.load / count if count < task.batch_size else 0.0 for task, count in zip(tasks, counts)]
         counts[loads.index(max(loads))] += 1
@@ -155,22 +184,22 @@ def _split(
     return tuple(shares)
 
 
-def _packed(tasks: tuple[TaskLoad, ...], num_devices: int, device_bytes: int | None) -> tuple[tuple[Share, ...], ...]:
+def _packed(tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory) -> tuple[tuple[Share, ...], ...]:
     """Return a layout whose devices have whole tasks.
 
     By load, the heaviest first (Graham's rule: at most 4/3 of the best possible); where that leaves no room for a task,
     by bytes, the largest first.
     """
-    limit = math.inf if device_bytes is None else device_bytes
     orders = (lambda task: (-task.load, -task.num_bytes), lambda task: (-task.num_bytes, -task.load))
     for key in orders:
         own: list[list[int]] = [[] for _ in range(num_devices)]
         for number in sorted(range(len(tasks)), key=lambda number: key(tasks[number])):
-            room = [d for d in own if sum(tasks[i].num_bytes for i in d) + tasks[number].num_bytes <= limit]
-            if not room:
+            free = [d for d in own if memory.fits(sum(tasks[i].num_bytes for i in (*d, number)))]
+            if not free:
                 break
-            min(room, key=lambda d: sum(tasks[i].load for i in d)).append(number)
+            min(free, key=lambda d: sum(tasks[i].load for i in d)).append(number)
         else:
             return tuple(tuple(Share(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own)
-    need = max(sum(task.num_bytes for task in tasks) / num_devices, *(task.num_bytes for task in tasks))
-    raise ValueError(f"device_bytes = {device_bytes}: tasks find no room on {num_devices} devices; at least {need:.0f}")
+    need = max(math.ceil(sum(task.num_bytes for task in tasks) / num_devices), *(task.num_bytes for task in tasks))
+    constraint = f"must be more for {len(tasks)} tasks on {num_devices} devices, at least {memory.shared_bytes + need}"
+    raise ValueError(f"machine.device_bytes = {memory.device_bytes}: {constraint}")

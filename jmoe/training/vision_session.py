@@ -16,28 +16,16 @@ from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import held_out_batches
 from jmoe.data.images import ImageTask
 from jmoe.mesh import BATCH
-from jmoe.planning.elastic import Layout, TaskLoad, plan
 from jmoe.run.metrics import read_events, read_metrics
 from jmoe.run.task_report import TaskResult, linear_accuracy, print_task_summary, write_task_report
 from jmoe.status import status
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
+from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_run import state_from_run
 from jmoe.training.vision_step import VisionTrainer
 
 EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
-
-
-def layout_of(config: VisionTrainConfig, num_devices: int) -> Layout:
-    """Return who runs which images. Every image costs the same: they have one size, and paths one width."""
-    tasks = [TaskLoad(name, task.batch_size) for name, task in config.tasks.items()]
-    layout = plan(tasks, num_devices, mode=config.layout)
-    parts, micro = config.gradient_accumulation_steps, layout.micro_batch
-    if micro % parts:
-        raise ValueError(
-            f"gradient_accumulation_steps = {parts}: must divide the {micro} images that a device takes at once"
-        )
-    return layout
 
 
 @dataclass

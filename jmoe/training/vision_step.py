@@ -30,6 +30,7 @@ from jmoe.planning.elastic import Layout
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
+from jmoe.training.task_layouts import copies_line
 from jmoe.training.update import finish_step, over_devices
 
 Metrics = dict[str, Any]
@@ -84,8 +85,10 @@ class VisionTrainer:
 
     @property
     def notes(self) -> list[str]:
-        """The layout, where devices differ."""
-        return self.layout.lines() if len(set(self.layout.shares)) > 1 and self.config.layout == "elastic" else []
+        """The layout, where devices differ, and what they keep besides."""
+        if len(set(self.layout.shares)) == 1 or self.config.layout != "elastic":
+            return []
+        return [*self.layout.lines(), *filter(None, [copies_line(self.config, self.layout)])]
 
     # A step
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.planning.elastic import Layout, Share, TaskLoad, plan
+from jmoe.planning.elastic import DeviceMemory, Layout, Share, TaskLoad, plan
 
 PAPER = tuple(TaskLoad(str(i), size) for i, size in enumerate((512, 256, 128, 128)))
 loads = st.builds(
@@ -72,7 +72,7 @@ def test_memory_is_kept_to(tasks: list[TaskLoad], num_devices: int) -> None:
     num_devices = min(num_devices, len(tasks))
     total, largest = sum(task.num_bytes for task in tasks), max(task.num_bytes for task in tasks)
     room = total // num_devices + largest
-    layout = plan(tasks, num_devices, device_bytes=room)
+    layout = plan(tasks, num_devices, memory=DeviceMemory(room))
     assert_covers(layout)
     for shares in layout.shares:
         assert sum(tasks[number].num_bytes for number in {share.task for share in shares}) <= room
@@ -80,15 +80,20 @@ def test_memory_is_kept_to(tasks: list[TaskLoad], num_devices: int) -> None:
 
 def test_bytes_decide_where_loads_would_leave_no_room() -> None:
     tasks = [TaskLoad("heavy", 8, num_bytes=1), TaskLoad("large", 1, num_bytes=4), TaskLoad("wide", 2, num_bytes=3)]
-    layout = plan(tasks, 2, device_bytes=4)
+    layout = plan(tasks, 2, memory=DeviceMemory(4))
     assert {frozenset(share.task for share in shares) for shares in layout.shares} == {
         frozenset({1}),
         frozenset({0, 2}),
     }
-    with pytest.raises(ValueError, match="device_bytes = 3: tasks find no room on 2 devices; at least 4"):
-        plan(tasks, 2, device_bytes=3)
-    with pytest.raises(ValueError, match="device_bytes = 3: must be at least 4 for large"):
-        plan(tasks, 3, device_bytes=3)
+    with pytest.raises(ValueError, match="device_bytes = 3: must be more for 3 tasks on 2 devices, at least 4"):
+        plan(tasks, 2, memory=DeviceMemory(3))
+    with pytest.raises(ValueError, match=r"machine\.device_bytes = 3: must be at least 4 for large"):
+        plan(tasks, 3, memory=DeviceMemory(3))
+    with pytest.raises(ValueError, match=r"machine\.device_bytes = 5: must be at least 6 for large"):
+        plan(tasks, 3, memory=DeviceMemory(5, shared_bytes=2))
+    with pytest.raises(ValueError, match="device_bytes = 7: must be at least 10 for heavy and large and wide"):
+        plan(tasks, 1, mode="even", memory=DeviceMemory(7, shared_bytes=2))
+    assert plan(tasks, 3, memory=DeviceMemory(6, shared_bytes=2)).num_bytes == (3, 6, 5)
 
 
 @given(tasks_of, st.integers(1, 6))
@@ -120,3 +125,7 @@ def test_lines_name_devices_tasks_and_idle_time() -> None:
     assert len(lines) == 2
     assert "digits 0:4" in lines[0]
     assert "50% idle  fonts 0:2" in lines[1]
+    tasks = [TaskLoad("digits", 4, num_bytes=2_000_000), TaskLoad("fonts", 2)]
+    lines = plan(tasks, 2, memory=DeviceMemory(shared_bytes=1_500_000)).lines()
+    assert "0% idle  3.50 MB  digits 0:4" in lines[0]
+    assert "50% idle  1.50 MB  fonts 0:2" in lines[1]

@@ -10,8 +10,8 @@ import pytest
 
 from jmoe.config import TaskConfig, VisionTrainConfig
 from jmoe.data.images import ImageTask, Split
+from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_run import state_from_run
-from jmoe.training.vision_session import layout_of
 from jmoe.training.vision_step import VisionTrainer
 from tests.model_configs import mesh_of
 from tests.vision_runs import CLASS_NAMES, CONFIG, saved_run

@@ -15,7 +15,7 @@ from jmoe.config import CommConfig, RouterConfig, TaskConfig, VisionModelConfig,
 from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches
 from jmoe.data.images import ImageTask, Split
 from jmoe.mesh import BATCH
-from jmoe.training.vision_session import layout_of
+from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_step import VisionTrainer
 from tests.arrays import on_host
 from tests.model_configs import OPTIMIZER, mesh_of, spread_over
