@@ -81,6 +81,7 @@ $(STAMP): pyproject.toml
 	@echo "Setting up $(VENV) with $$('$(PYTHON)' --version); this takes a few minutes the first time."
 	@test "$$(cat $(VENV)/.python 2>/dev/null)" = '$(PYTHON)' || '$(PYTHON)' -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev$(addprefix $(comma),$(EXTRA))]'
+	@$(BIN)/python -m kernels_pallas.native || true
 	@rm -f $(VENV)/.installed-*
 	@echo '$(PYTHON)' > $(VENV)/.python
 	@echo '$(EXTRA)' > $(VENV)/.extra

@@ -4,7 +4,8 @@ Legend: the last two dimensions are M rows, K inner, N columns; leading dimensio
 
 On CPU a product whose left operand is contracted in its *rows* (every weight gradient, x^T g) misses the fast
 path and runs 2-3x slower in bfloat16; XLA folds any plain transpose back into the product. `transposed`
-materialises the transpose behind a branch that XLA cannot fold.
+materialises the transpose behind a branch that XLA cannot fold. A product of few rows is one of
+`kernels_pallas.native` where the function being traced may use those.
 """
 
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kernels_pallas.native import few_row_matmul, takes_native
 
 
 def _barred_transpose(x: jax.Array) -> jax.Array:
@@ -27,6 +30,7 @@ def transposed(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=_barred_transpose, default=lambda a: a.swapaxes(-1, -2))
 
 
+NATIVE_ROWS = 16  # more rows of bfloat16 compute longer than the native products, which have no matrix unit, save
 MIN_ROWS = 8  # bfloat16 products of fewer rows miss XLA:CPU's fast path
 
 
@@ -36,6 +40,9 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
         y = dot(a.reshape(-1, a.shape[-1]), b, b_transposed=b_transposed)
         return y.reshape(*a.shape[:-1], y.shape[-1])
     rows = a.shape[-2]
+    is_narrow = b.dtype == jnp.bfloat16
+    if takes_native() and a.ndim == b.ndim == 2 and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32):
+        return few_row_matmul(a, b, transposed=b_transposed)
     if rows < MIN_ROWS and a.dtype == jnp.bfloat16:
         a = jnp.pad(a, ((0, 0),) * (a.ndim - 2) + ((0, MIN_ROWS - rows), (0, 0)))
         return dot(a, b, b_transposed=b_transposed)[..., :rows, :]

@@ -57,10 +57,14 @@ class EngineConfig:
     estimator: Literal["router", "counts", "paths"] | None = "router"
     prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
     max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks
+    # on a CPU, steps of few tokens with operations in C++, which are compiled once on each machine. auto: on one
+    # device, where there is a compiler; on: an error where they cannot be had; off: XLA's alone
+    native: Literal["auto", "on", "off"] = "auto"
     mesh: EngineMesh = field(default_factory=EngineMesh)
 
     def __post_init__(self) -> None:
         positive(self, "max_batch", "prefill_chunk_tokens")
+        check_field(self.native in ("auto", "on", "off"), self, "native", "must be auto, on or off")
         enough = self.max_seq_len is None or self.max_seq_len >= 2
         check_field(enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output")
         known = self.estimator in ("router", "counts", "paths", None)
@@ -82,6 +86,7 @@ class EngineConfig:
         mesh, devices = self.mesh, self.mesh.devices
         divides = f"must be a multiple of mesh.devices = {devices}"
         check_field(self.max_batch % devices == 0, self, "max_batch", divides)
+        check_field(self.native != "on", self, "native", f"must be auto or off with mesh.devices = {devices}")
         known = self.policy in ("auto", "resident", "ring")
         check_field(known, self, "policy", f"must be auto, resident or ring with mesh.devices = {devices}")
         if self.policy == "ring":

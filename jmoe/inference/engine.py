@@ -43,6 +43,7 @@ from jmoe.offload.residency import open_experts, open_placed_experts
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory, plan_mesh_memory
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
+from kernels_pallas import native
 
 log = logging.getLogger("jmoe")
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
@@ -365,13 +366,35 @@ def _one_device(
 ) -> tuple[ModelRunner, TieredStore | None]:
     """Return a runner with the model in its places, and the store that experts come from, if they are streamed."""
     assert options.max_seq_len is not None, "the model's positions say it"
-    residency, store = open_experts(checkpoint, memory, cache_dir=options.cache_dir, bandwidth_limit_bytes_per_s=limits)
+    use_native = takes_native(options)
+    residency, store = open_experts(
+        checkpoint, memory, cache_dir=options.cache_dir, bandwidth_limit_bytes_per_s=limits, native=use_native
+    )
     ends, layers = checkpoint.load_rest()
     config, dtype = checkpoint.config, checkpoint.dtype
     # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
     caches = jax.device_put(empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0])
     estimator = make_estimator(options.estimator, residency, layers, config.num_experts, table)
-    return ModelRunner(config, ends, layers, residency, caches, dtype, estimator), store
+    return ModelRunner(config, ends, layers, residency, caches, dtype, estimator, native=use_native), store
+
+
+def takes_native(options: EngineConfig) -> bool:
+    """Return whether an engine on one device uses native operations; builds them if need be.
+
+    Raises `ValueError` naming the field where they are asked for and cannot be had.
+    """
+    platform, wanted = jax.devices()[0].platform, options.native
+    if wanted == "on":
+        check(platform == "cpu", "native", wanted, f"must be auto or off on a {platform}: the operations are a CPU's")
+    if wanted == "off" or platform != "cpu":
+        return False
+    try:
+        native.load()
+    except native.NotBuiltError as error:
+        check(wanted != "on", "native", wanted, f"cannot be had here: {error}")
+        log.info("no native operations, steps of few tokens are slower: %s", error)
+        return False
+    return True
 
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:

@@ -15,6 +15,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from kernels_pallas.matmul import dot
+from kernels_pallas.native import cached_attention, takes_native
 from kernels_pallas.saved import bits
 
 BLOCK = 128
@@ -67,6 +68,28 @@ def write(cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: ja
         return jax.tree.map(put, cache, new)
 
     return lax.fori_loop(0, rows_P.shape[0], row, cache)
+
+
+def write_and_attend(
+    new: tuple[jax.Array, jax.Array, jax.Array],
+    cache: KVCache,
+    rows_P: jax.Array,
+    positions_PC: jax.Array,
+    *,
+    scale: float,
+    window: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Return (`attend` for this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd and v_PCGe."""
+    if takes_native():
+        caches = (cache.k_BGSd, cache.v_BGSe)
+        out_PCHe, k_BGSd, v_BGSe = cached_attention(
+            new, caches, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H
+        )
+        return out_PCHe, KVCache(k_BGSd, v_BGSe)
+    q_PCHd, k_PCGd, v_PCGe = new
+    cache = write(cache, rows_P, positions_PC, k_PCGd, v_PCGe)
+    return attend(q_PCHd, cache, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H), cache
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
-from jmoe.inference.kv_cache import KVCache, attend, copy_row, write
+from jmoe.inference.kv_cache import KVCache, copy_row, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.layers.embedding import lookup
@@ -27,17 +27,22 @@ from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertPlaces, Residency
+from jmoe.offload.slots import NativeSlots
+from kernels_pallas.native import SlotLayout, native_operations, slot_mlp
 
 RECENT_STEPS = 16
+LAYERS_A_PROGRAM = (
+    8  # of few tokens, with experts that stay where they are: a model's first program serves all equal ones
+)
 Arrays = tuple[jax.Array, ...]  # of a module
 
 
 class TokenBatch(NamedTuple):
-    """The tokens of one program: rows of the cache, each with C tokens; a position of S marks padding."""
+    """The tokens of one program, as arrays of the host: rows of the cache, each with C tokens; position S: padding."""
 
-    tokens_PC: jax.Array
-    rows_P: jax.Array
-    positions_PC: jax.Array
+    tokens_PC: Any
+    rows_P: Any
+    positions_PC: Any
 
 
 class Hidden(NamedTuple):
@@ -56,11 +61,11 @@ class CachedAttention:
     def __call__(self, attention: Any, h_PCD: jax.Array) -> jax.Array:
         """Return the attention's output, in the shape of its normed input, [P, C, D] or [T, D]."""
         rows_P, positions_PC = self._rows_P, self._positions_PC
-        q, k, v = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
-        self.cache = write(self.cache, rows_P, positions_PC, k, v)
+        new = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
         options: dict[str, Any] = {"scale": attention.scale, "window": self._window, "sinks_H": sinks_H}
-        out_PCD: jax.Array = attention.output(attend(q, self.cache, rows_P, positions_PC, **options))
+        out_PCHe, self.cache = write_and_attend(new, self.cache, rows_P, positions_PC, **options)
+        out_PCD: jax.Array = attention.output(out_PCHe)
         return out_PCD.reshape(h_PCD.shape)
 
 
@@ -110,7 +115,21 @@ def attend_local(
     return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 
 
-_attend = jax.jit(attend_local, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _attend(
+    native: bool,
+    structure: Structure,
+    arrays: Arrays,
+    cache: KVCache,
+    hidden: Hidden,
+    rows_P: jax.Array,
+    positions_PC: jax.Array,
+    window: jax.Array | None,
+) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+    with native_operations(positions_PC.size * native):
+        return attend_local(structure, arrays, cache, hidden, rows_P, positions_PC, window)
+
+
 _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
 
 
@@ -130,10 +149,60 @@ def embed_local(
 _embed = jax.jit(embed_local, static_argnums=(0, 4))
 
 
-@partial(jax.jit, static_argnums=0)
-def logits_after(structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array) -> jax.Array:
-    """Return float32 [P, V]: the logits after token `at_P` of each row."""
-    return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
+class _NativeLayers(NamedTuple):
+    """Several layers as one program: their structures, the layout of the slots, the experts' activation.
+
+    first: the structure of what embeds the tokens, where these are the first layers. is_last: nothing follows them.
+    """
+
+    structures: tuple[Structure, ...]
+    layout: SlotLayout
+    activation: str
+    dtype: Any
+    first: Structure | None
+    is_last: bool
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _apply_layers(
+    static: _NativeLayers,
+    arrays: tuple[Arrays, ...],
+    caches: tuple[KVCache, ...],
+    start: Any,
+    batch: TokenBatch,
+    windows: tuple[jax.Array | None, ...],
+    experts: tuple[jax.Array, jax.Array],
+) -> tuple[Any, tuple[KVCache, ...], list[jax.Array]]:
+    """Run layers of few tokens whose experts stay where they are: the host is asked for nothing.
+
+    start: `Hidden`, or the arrays of the embedding. experts: slots [M, R] and the tables [n, E] of these layers with
+    experts. Returns `Hidden`, or x [P, C, D] after the last layer; the caches; what each layer's tokens chose.
+    """
+    slots_MR, tables_nE = experts
+    written, choices = [], []
+    with native_operations(batch.positions_PC.size):
+        hidden: Hidden = start
+        if static.first is not None:
+            hidden = embed_local(static.first, start, batch.tokens_PC, batch.positions_PC, static.dtype)
+        for i, structure in enumerate(static.structures):
+            of_layer = (arrays[i], caches[i], hidden, batch.rows_P, batch.positions_PC, windows[i])
+            x_PCD, cache, y = attend_local(structure, *of_layer)
+            if isinstance(y, ExpertInputs):
+                choices.append(y.idx_TK)
+                tokens = (y.h_TD, y.idx_TK, y.weights_TK, y.y_TD)
+                y = slot_mlp(tokens, slots_MR, tables_nE[len(choices) - 1], static.layout, static.activation)
+            hidden = Hidden(x_PCD, y)
+            written.append(cache)
+    return add_residual(*hidden) if static.is_last else hidden, tuple(written), choices
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def logits_after(
+    structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array, native: bool = False
+) -> jax.Array:
+    """Return float32 [P, V]: the logits after token `at_P` of each row. native: with native operations."""
+    with native_operations(x_PCD.shape[0] * native):
+        return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -180,8 +249,11 @@ class ModelRunner:
         caches: Sequence[KVCache],
         dtype: Any,
         estimator: Estimator | None = None,
+        *,
+        native: bool = False,
     ) -> None:
-        """Split the modules for programs. ends, layers: from `LazyCheckpoint.load_rest`."""
+        """Split the modules for programs. ends, layers: from `LazyCheckpoint.load_rest`. native: see `EngineConfig`."""
+        self.native = native
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
@@ -202,7 +274,7 @@ class ModelRunner:
             rows_P[i] = chunk.row
             tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
-        return TokenBatch(*jax.device_put((tokens_PC, rows_P, positions_PC), jax.devices()[0]))
+        return TokenBatch(tokens_PC, rows_P, positions_PC)
 
     def padding(self, num_rows: int, width: int) -> list[TokenBatch]:
         """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
@@ -215,6 +287,9 @@ class ModelRunner:
 
     def forward(self, groups: Sequence[TokenBatch]) -> list[jax.Array]:
         """Return hidden states [P, C, D] of every batch; a layer is acquired once for all of them."""
+        if (slots := self._native_slots(groups)) is not None:
+            return self._forward_native(groups, slots)
+        groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
@@ -223,7 +298,7 @@ class ModelRunner:
             added: list[jax.Array | ExpertInputs] = []
             for n, g in enumerate(groups):
                 x_PCD, self.caches[i], y = _attend(
-                    *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
+                    self.native, *layer, self.caches[i], xs[n], g.rows_P, g.positions_PC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
@@ -238,6 +313,36 @@ class ModelRunner:
         self._release(held)
         self.recent_choices.append(choices)
         return [_add_alone(x) for x in xs]
+
+    def _native_slots(self, groups: Sequence[TokenBatch]) -> NativeSlots | None:
+        """Return the experts' slots where every layer of these tokens is native and asks the host for nothing."""
+        slots = self.residency.slots.native
+        if not self.native or slots is None or self.residency.tables_NE is None:
+            return None
+        return slots if all(slots.takes(g.positions_PC.size, self.dtype) for g in groups) else None
+
+    def _forward_native(self, groups: Sequence[TokenBatch], slots: NativeSlots) -> list[jax.Array]:
+        """Do what `forward` does, several layers a program."""
+        tables_NE = self.residency.tables_NE
+        assert tables_NE is not None
+        embed, embed_arrays = self._ends
+        xs, by_group, size = [], [], LAYERS_A_PROGRAM
+        for g in groups:
+            x: Any = embed_arrays
+            chosen: list[jax.Array] = []
+            for start in range(0, len(self._layers), size):
+                some = slice(start, start + size)
+                structures, arrays = zip(*self._layers[some], strict=True)
+                first, is_last = None if start else embed, start + size >= len(self._layers)
+                static = _NativeLayers(structures, slots.layout, self.config.hidden_act, self.dtype, first, is_last)
+                experts = (slots.slots_MR, tables_NE[len(chosen) : len(chosen) + size])
+                of_layers = (arrays, tuple(self.caches[some]), x, g, tuple(self._windows[some]), experts)
+                x, self.caches[some], choices = _apply_layers(static, *of_layers)
+                chosen += choices
+            xs.append(x)
+            by_group.append(chosen)
+        self.recent_choices.append([list(layer) for layer in zip(*by_group, strict=True)])
+        return xs
 
     def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""
@@ -299,4 +404,4 @@ class ModelRunner:
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
         """Return float32 [P, V]: the logits after token `at_P` of each row."""
-        return logits_after(*self._ends, x_PCD, at_P)
+        return logits_after(*self._ends, x_PCD, at_P, self.native)

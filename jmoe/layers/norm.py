@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.native import rms_norm, takes_native
+
 
 class Norm(nnx.Module):
     """`rmsnorm`: x / sqrt(mean(x^2) + eps) * scale; `layernorm`: (x - mean) / sqrt(var + eps) * scale + bias.
@@ -20,6 +22,8 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | type) -> jax.Array:
         """[..., size] -> the same shape in `dtype`."""
+        if takes_native() and self.bias is None and not self.axes:
+            return rms_norm(x, self.scale[...], self.eps, dtype)
         x = x.astype(jnp.float32)
         if self.bias is not None:
             x = x - self._mean(x)

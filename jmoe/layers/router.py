@@ -15,6 +15,7 @@ from jax import lax
 from jax.nn.initializers import Initializer, normal
 
 from jmoe.config import RouterConfig, check, check_routing
+from kernels_pallas.native import few_row_matmul, takes_native, top_k
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
 _BIASED_KINDS = ("sigmoid", "group_limited")
@@ -126,6 +127,8 @@ def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
     XLA:CPU; k passes of maximum and compare fuse with what is around them. A row with a NaN gives valid, though not
     distinct, columns.
     """
+    if takes_native():
+        return top_k(scores_TE, k)
     last = scores_TE.shape[1] - 1
     columns_TE = lax.broadcasted_iota(jnp.int32, scores_TE.shape, 1)
     chosen = []
@@ -162,8 +165,11 @@ def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Ar
 def _gather_and_count(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The values at `idx_TK`, [T, K], and how often each column occurs, int32 [E].
 
-    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter.
+    By comparison instead of indexing, so that neither the backward pass nor the count is a scatter; what is native has
+    no backward pass, and nobody counts.
     """
+    if takes_native():
+        return jnp.take_along_axis(values_TE, idx_TK, axis=1), jnp.zeros(values_TE.shape[1], jnp.int32)
     columns_TE = lax.broadcasted_iota(jnp.int32, values_TE.shape, 1)
     gathered, counts_E = [], jnp.zeros(values_TE.shape[1], jnp.int32)
     for idx_T1 in jnp.split(idx_TK, idx_TK.shape[1], axis=1):
@@ -261,7 +267,8 @@ class Router(nnx.Module):
         if train and jitter > 0:
             assert key is not None
             x_TD = x_TD * jax.random.uniform(key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
-        logits_TE = jnp.dot(x_TD, kernel_DE.astype(jnp.float32))
+        native = takes_native()
+        logits_TE = few_row_matmul(x_TD, kernel_DE) if native else jnp.dot(x_TD, kernel_DE.astype(jnp.float32))
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]

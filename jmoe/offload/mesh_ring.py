@@ -25,7 +25,7 @@ class HostLayerSlots:
 
     def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
         whole = {name: ((num_slots, *shape), dtype) for name, (shape, dtype) in fields.items()}
-        self._memory = {name: slot_memory(1, shape, dtype)[0] for name, (shape, dtype) in whole.items()}
+        self._memory = {name: slot_memory(shape, dtype) for name, (shape, dtype) in whole.items()}
         self.arrays = {name: as_array(memory, device) for name, memory in self._memory.items()}
 
     def write(self, slot: int, record: NamedArrays) -> None:

@@ -78,6 +78,7 @@ class Residency(ExpertPlaces):
     """Decides which experts are in which slots. What does not move (`AllResident`) needs no more than a table."""
 
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
+    tables_NE: np.ndarray | None = None  # what `acquire` returns for each layer, where that is the same in every step
 
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
         self.slots, self.index = slots, index
@@ -112,8 +113,14 @@ def copy_record(store: TieredStore, index: int, slots: ExpertSlots, slot: int) -
 class AllResident(Residency):
     """Every expert has a slot of its own for good."""
 
+    def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
+        super().__init__(slots, index)
+        self.tables_NE = np.stack([index.records(layer) for layer in range(index.num_layers)]).astype(np.int32)
+
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        return self.index.records(moe_layer).astype(np.int32)
+        assert self.tables_NE is not None
+        table_E: np.ndarray = self.tables_NE[moe_layer]
+        return table_E
 
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")

@@ -29,11 +29,15 @@ def open_experts(
     *,
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
+    native: bool = False,
 ) -> tuple[Residency, TieredStore | None]:
-    """Return the experts in their places, and the store that they come from (None: all are on the device)."""
+    """Return the experts in their places, and the store that they come from (None: all are on the device).
+
+    native: on a CPU, with native operations for few tokens.
+    """
     fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.of(checkpoint.config)
     slots = (
-        HostSlots(plan.expert_slots, fields)
+        HostSlots(plan.expert_slots, fields, native=native)
         if device.platform == "cpu"
         else DeviceSlots(plan.expert_slots, fields, device)
     )

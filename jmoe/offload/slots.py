@@ -18,6 +18,7 @@ from jax import lax
 from jmoe.layers.slot_experts import ExpertInputs, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from kernels_pallas.grouped_mlp import MLPWeights
+from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
 
 TABLE_TILE_ROWS = 64
 
@@ -34,6 +35,8 @@ Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name -> (shape, 
 class ExpertSlots(ABC):
     """M slots for one expert each."""
 
+    native: "NativeSlots | None" = None  # the slots as native operations take them
+
     def __init__(self, num_slots: int, fields: Fields) -> None:
         expert_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
         self.num_slots, self.num_bytes = num_slots, num_slots * expert_bytes
@@ -48,25 +51,71 @@ class ExpertSlots(ABC):
 
 
 class HostSlots(ExpertSlots):
-    """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills."""
+    """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills.
 
-    def __init__(self, num_slots: int, fields: Fields) -> None:
+    native: few tokens take one native operation, which finds its experts through the table; the host reads no choice.
+    """
+
+    def __init__(self, num_slots: int, fields: Fields, *, native: bool = False) -> None:
         super().__init__(num_slots, fields)
         cpu = jax.local_devices(backend="cpu")[0]
-        memory = {name: slot_memory(num_slots, shape, dtype) for name, (shape, dtype) in fields.items()}
-        self._memory = [{name: slots[i] for name, slots in memory.items()} for i in range(num_slots)]
+        layout, slot_bytes = _layout(fields)
+        memory = allocate_slots(num_slots, slot_bytes)
+        self._memory = [
+            {name: slot[at : at + size].view(dtype).reshape(shape) for name, (at, size, shape, dtype) in layout.items()}
+            for slot in memory
+        ]
         self._weights = [as_weights({name: as_array(m, cpu) for name, m in slot.items()}) for slot in self._memory]
+        self.native = NativeSlots(as_array(memory, cpu), fields, layout) if native else None
 
     def write(self, slot: int, record: NamedArrays) -> None:
         for name, memory in self._memory[slot].items():
             np.copyto(memory, record[name])
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+        if self.native is not None and self.native.takes(routed.h_TD.shape[0], routed.h_TD.dtype):
+            return _native_mlp(self.native.layout, activation, routed.y_TD, *routed[:3], self.native.slots_MR, table_E)
         return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
 
     def weights(self, slot: int) -> MLPWeights:
         """Return a slot's arrays: the slot's memory, not a copy."""
         return self._weights[slot]
+
+
+class NativeSlots:
+    """All of `HostSlots` as one array of bytes [M, R], for native operations."""
+
+    def __init__(self, slots_MR: jax.Array, fields: Fields, layout: Mapping[str, Any]) -> None:
+        self.slots_MR = slots_MR
+        biases = {stored_dtype(dtype) for name, (_, dtype) in fields.items() if name.startswith("b_")}
+        at = {name: layout[name][0] if name in layout else -1 for name in MLPWeights._fields}
+        self.layout = SlotLayout(**at, hidden=fields["w_down"][0][0], wide_biases=biases == {np.dtype(np.float32)})
+        self._dtype = stored_dtype(fields["w_up"][1])
+        self._is_uniform = stored_dtype(fields["w_down"][1]) == self._dtype and len(biases) < 2
+
+    def takes(self, num_tokens: int, dtype: Any) -> bool:
+        """Return whether there are few enough tokens, of the weights' dtype."""
+        known = self._is_uniform and self._dtype in (np.float32, jnp.bfloat16)
+        return known and dtype == self._dtype and num_tokens <= MAX_ROWS
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _native_mlp(layout: SlotLayout, activation: str, y_TD: jax.Array, *arrays: jax.Array) -> jax.Array:
+    h_TD, idx_TK, weights_TK, slots_MR, table_E = arrays
+    return slot_mlp((h_TD, idx_TK, weights_TK, y_TD), slots_MR, table_E, layout, activation)
+
+
+def _layout(fields: Fields) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype[Any]]], int]:
+    """Return {name: (first byte, bytes, shape, dtype)} of a slot, each array from a page on, and the slot's bytes.
+
+    XLA takes without a copy only what is aligned to 64 bytes.
+    """
+    layout, end = {}, 0
+    for name, (shape, dtype) in fields.items():
+        num_bytes = math.prod(shape) * dtype.itemsize
+        layout[name] = (end, num_bytes, shape, dtype)
+        end += -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return layout, end
 
 
 class DeviceSlots(ExpertSlots):
@@ -103,11 +152,11 @@ def _table_mlp(
     return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
 
 
-def slot_memory(num_slots: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
-    """Return zeros, each slot from a page on: XLA takes without a copy only what is aligned to 64 bytes."""
+def slot_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return zeros that begin at a page: XLA takes without a copy only what is aligned to 64 bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    pages = allocate_slots(num_slots, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-    return [page[:num_bytes].view(dtype).reshape(shape) for page in pages]
+    (page,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+    return page[:num_bytes].view(dtype).reshape(shape)
 
 
 def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

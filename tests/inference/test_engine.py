@@ -12,12 +12,14 @@ import pytest
 from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
 
 import jmoe
-from jmoe.config.engine import EngineConfig
+from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.engine import Engine, plan_engine_memory
+from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Completion, Output
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import LayerRing
+from kernels_pallas import native
 from tests.damage import flip_everywhere, poison
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -27,6 +29,13 @@ NEAR_TIE = 5e-4
 
 def reference(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(CHECKPOINTS / name / "reference.npz"))
+
+
+def needs_compiler() -> None:
+    try:
+        native.load()
+    except native.NotBuiltError as error:
+        pytest.skip(f"no native operations here: {error}")
 
 
 def same(a: list[Completion], b: list[Completion]) -> bool:
@@ -69,6 +78,53 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
         assert 0 < stats.streamed_bytes < stats.steps * layers * experts * record_bytes
         assert layers == 1 or streamed.residency.stats().misses > 0
     assert (tmp_path / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3_yarn", "gpt_oss"])  # biases, latents, sinks and windows
+def test_native_operations(name: str) -> None:
+    """The same tokens as XLA's alone give, and the same log-probabilities but for the order of sums."""
+    needs_compiler()
+    prompts = reference(name)["input_ids"].tolist()
+    found, uses, chosen = [], [], []
+    for setting in ("on", "off"):
+        with tiny_engine(name, policy="resident", native=setting) as served:
+            found.append(served.generate(prompts, max_new_tokens=8, ignore_eos=True, logprobs=1))
+            runner = served._runner
+            assert isinstance(runner, ModelRunner) and runner.native == (setting == "on")
+            uses.append(served.expert_use())
+            chosen.append(served.last_choices())
+    assert uses[0].any() and np.array_equal(*uses)
+    assert len(chosen[0]) and all(map(np.array_equal, *chosen))
+    for a, b in zip(*found, strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(*([lp.logprob for lp in c.logprobs] for c in (a, b)), atol=2e-5)
+
+
+def test_layers_of_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer each, and of all together, bit for bit the same."""
+    needs_compiler()
+    prompts = reference("deepseek_v3")["input_ids"].tolist()
+    found = []
+    for size in (1, 2, 8):
+        monkeypatch.setattr("jmoe.inference.runner.LAYERS_A_PROGRAM", size)
+        with tiny_engine("deepseek_v3", policy="resident", native="on") as served:
+            found.append(served.generate(prompts, max_new_tokens=6, ignore_eos=True, logprobs=1))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def test_where_native_operations_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise native.NotBuiltError("there is no compiler")
+
+    monkeypatch.setattr(native, "load", fail)
+    with pytest.raises(ValueError, match="native = 'on': cannot be had here: there is no compiler"):
+        tiny_engine("olmoe", native="on")
+    with caplog.at_level("INFO"), tiny_engine("olmoe", policy="resident", native="auto") as served:
+        assert not served._runner.native  # type: ignore[attr-defined]
+        assert len(served.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
+    assert any("steps of few tokens are slower: there is no compiler" in record.message for record in caplog.records)
 
 
 def test_the_plan_is_what_an_engine_takes(tmp_path: Path) -> None:
@@ -207,6 +263,7 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
         ({"policy": "ring", "ring_slots": 9}, "ring_slots = 9: must be between 1 and 2"),
         ({"policy": "experts", "device_bytes": 5000}, "device_bytes = 5000: must hold the"),
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16"),
+        ({"native": "yes"}, "native = 'yes': must be auto, on or off"),
         ({"max_seq_len": 1}, "max_seq_len = 1: must be at least 2"),
         ({"max_seq_len": 65}, "max_seq_len = 65: must not exceed the model's 64 positions"),
         ({"max_prefill_tokens": 3}, "max_prefill_tokens = 3: must be at least 4, a chunk of one prompt"),
@@ -215,6 +272,11 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         tiny_engine("mixtral", **options)
+
+
+def test_native_operations_are_of_one_device() -> None:
+    with pytest.raises(ValueError, match=r"native = 'on': must be auto or off with mesh\.devices = 2"):
+        EngineConfig(native="on", mesh=EngineMesh(devices=2))
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])

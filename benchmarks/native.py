@@ -1,0 +1,121 @@
+"""Bandwidth of the native operations on a CPU against a plain read of memory; the last line is one JSON object.
+
+    python benchmarks/native.py
+
+Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds: each call takes others
+of `--bytes`. A round has one call of every row, beside a plain read by as many threads as there are cores and the same
+product by XLA; medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the
+experts that the tokens chose.
+"""
+
+if __name__ == "__main__":
+    import script
+
+    script.reexec_with_env()
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.lib import report
+from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.offload.slots import HostSlots
+from kernels_pallas import native
+from kernels_pallas.matmul import dot
+
+ROWS = (1, 2, 8, 32)
+INNER, COLUMNS = 2048, 4096
+EXPERTS = {
+    "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
+    "8 experts of 512 x 768, 2 a token": (512, 768, 8, 2),
+}
+Call = Callable[[], Any]
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bytes", type=int, default=768 << 20, help="of weights that calls take in turn")
+    return parser.parse_args()
+
+
+def plain_read(num_bytes: int) -> tuple[Call, int]:
+    """Return a call that reads so many bytes with every core, and their number."""
+    parts = np.split(np.ones(num_bytes // 8 // 64 * 64, np.int64), 64)
+    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    return lambda: list(threads.map(np.bitwise_or.reduce, parts)), sum(part.nbytes for part in parts)
+
+
+def products(rows: int, dtype: Any, total: int) -> tuple[Call, Call, int]:
+    """Return (native, XLA's, bytes read) of a product with the next of many matrices."""
+    make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype), static_argnums=())
+    num_bytes = INNER * COLUMNS * jnp.dtype(dtype).itemsize
+    matrices = itertools.cycle([make(i) for i in range(max(2, total // num_bytes // 4))])
+    x = jax.random.normal(jax.random.key(0), (rows, INNER), dtype)
+    ours, theirs = jax.jit(native.few_row_matmul), jax.jit(dot)
+    return lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), num_bytes
+
+
+def experts(name: str, tokens: int, dtype: Any, total: int) -> tuple[Call, Call, int]:
+    """Return (native, XLA's, bytes read) of a layer's experts, which lie anywhere among many slots."""
+    hidden, inner, num_experts, k = EXPERTS[name]
+    stored = np.dtype(np.uint16 if dtype == jnp.bfloat16 else np.float32)
+    fields = {"w_up": ((hidden, 2 * inner), stored), "w_down": ((inner, hidden), stored)}
+    expert_bytes = 3 * hidden * inner * stored.itemsize
+    num_slots = total // expert_bytes // 2
+    rng = np.random.default_rng(0)
+    both = [HostSlots(num_slots, fields, native=is_native) for is_native in (True, False)]
+    record = {field: np.zeros(shape, stored) for field, (shape, _) in fields.items()}
+    for slots, slot in itertools.product(both, range(num_slots)):
+        slots.write(slot, record)
+    idx_TK = np.stack([rng.permutation(num_experts)[:k] for _ in range(tokens)]).astype(np.int32)
+    routed = ExpertInputs(jnp.ones((tokens, hidden), dtype), jnp.asarray(idx_TK), jnp.ones((tokens, k)), None)
+    zeros = jax.jit(lambda: jnp.zeros((tokens, hidden)))
+
+    def call(slots: HostSlots) -> jax.Array:
+        table_E = rng.permutation(num_slots)[:num_experts].astype(np.int32)
+        return slots.mlp(routed._replace(y_TD=zeros()), table_E, "swiglu")
+
+    in_use = len(np.unique(idx_TK))
+    return lambda: call(both[0]), lambda: call(both[1]), in_use * expert_bytes
+
+
+def seconds(call: Call) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    a = parse()
+    native.load()
+    read, read_bytes = plain_read(a.bytes // 4)
+    rows = []
+    for dtype, count in itertools.product((jnp.bfloat16, jnp.float32), ROWS):
+        for name, make in {f"{INNER} x {COLUMNS}": products, **dict.fromkeys(EXPERTS, experts)}.items():
+            about = (name,) if name in EXPERTS else ()
+            ours, theirs, num_bytes = make(*about, count, dtype, a.bytes)
+            for call in (ours, theirs, read):
+                seconds(call)
+            rounds = [(seconds(ours), seconds(theirs), seconds(read)) for _ in range(a.rounds)]
+            mine, xla, plain = (
+                [n / s / 1e9 for s in times]
+                for n, times in zip((num_bytes, num_bytes, read_bytes), zip(*rounds, strict=True), strict=True)
+            )
+            row = {"what": name, "dtype": jnp.dtype(dtype).name, "rows": count}
+            row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
+            row |= {"read_gb_per_s": report.median(plain, 1), "of_read": report.ratio(mine, plain)}
+            rows.append(report.progress(row | {"of_xla": report.ratio(mine, xla)}))
+    report.finish({"versions": report.versions("jax"), "options": report.options(a), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

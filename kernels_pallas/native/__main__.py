@@ -1,0 +1,17 @@
+"""`python -m kernels_pallas.native` builds the library ahead of its first use, and says where it is or why not."""
+
+import sys
+
+from kernels_pallas.native.library import NotBuiltError, load
+
+
+def main() -> None:
+    """Print the library's path; where it cannot be built, say why and end with 1."""
+    try:
+        print(load())
+    except NotBuiltError as error:
+        sys.exit(f"The native operations cannot be built here, so that XLA's are used: {error}")
+
+
+if __name__ == "__main__":
+    main()

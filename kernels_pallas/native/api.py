@@ -1,0 +1,97 @@
+"""Native operations as JAX functions, for the CPU, without gradients. `load` must have been called.
+
+Legend: T tokens or rows, K inner dimension or choices, N columns, D hidden, F expert hidden, E experts, M slots;
+P rows of a step, C tokens a row, H query heads, G key heads, d and e dimensions of a key and of a value, B cache rows,
+S positions of a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
+
+
+def few_row_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Return float32 [T, N] = x w for w [K, N], or for w [N, K] if `transposed`.
+
+    Each is float32 or bfloat16; sums are in float32, each row's in an order that does not depend on the others.
+    """
+    columns = w.shape[0] if transposed else w.shape[1]
+    call = jax.ffi.ffi_call("jmoe_matmul", jax.ShapeDtypeStruct((x_TK.shape[0], columns), jnp.float32))
+    return call(x_TK, w, transposed=transposed)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype | type) -> jax.Array:
+    """Return x / sqrt(mean(x^2) + eps) * scale over the last dimension, computed in float32, in `dtype`.
+
+    Each of x, scale and `dtype` is float32 or bfloat16.
+    """
+    return jax.ffi.ffi_call("jmoe_rms_norm", jax.ShapeDtypeStruct(x.shape, dtype))(x, scale, eps=np.float32(eps))
+
+
+class SlotLayout(NamedTuple):
+    """Where the arrays of an expert's MLP begin in a slot, in bytes: w_up [D, U], w_down [F, D], b_up [U], b_down [D].
+
+    -1: there is no bias. hidden: F; U is F for GELU, else 2 F. wide_biases: they are float32, else bfloat16.
+    """
+
+    w_up: int
+    w_down: int
+    b_up: int
+    b_down: int
+    hidden: int
+    wide_biases: bool
+
+
+def slot_mlp(
+    tokens: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    slots_MR: jax.Array,
+    table_E: jax.Array,
+    layout: SlotLayout,
+    activation: str,
+) -> jax.Array:
+    """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
+
+    tokens: h_TD, float32 or bfloat16 as the weights; idx_TK, int32, E or more for none; weights_TK and y_TD, float32.
+    slots_MR: uint8, a slot of R bytes an expert; table_E: int32, an expert's slot.
+    """
+    y = jax.ShapeDtypeStruct(tokens[3].shape, jnp.float32)
+    call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})
+    numbers = {name: np.int64(value) for name, value in layout._asdict().items() if name != "wide_biases"}
+    kind = np.int64(ACTIVATIONS[activation])
+    return call(*tokens, slots_MR, table_E, activation=kind, wide_biases=layout.wide_biases, **numbers)
+
+
+def cached_attention(
+    new: tuple[jax.Array, jax.Array, jax.Array],
+    caches: tuple[jax.Array, jax.Array],
+    rows_P: jax.Array,
+    positions_PC: jax.Array,
+    *,
+    scale: float,
+    window: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write the step's keys and values into the caches in place; return (attention [P, C, H, e], both caches).
+
+    new: q_PCHd, k_PCGd, v_PCGe; caches: k_BGSd, v_BGSe, of bfloat16 as uint16. Every token attends to the positions up
+    to its own in its row, to `window` of them, its own included, where that is not None. Positions of S or more are
+    padding: not written, and 0. Rows are distinct but for padding.
+    """
+    q_PCHd, _, v_PCGe = new
+    limit = jnp.zeros(0, jnp.int32) if window is None else window.reshape(1).astype(jnp.int32)
+    sinks = jnp.zeros(0, jnp.float32) if sinks_H is None else sinks_H.astype(jnp.float32)
+    out = jax.ShapeDtypeStruct((*q_PCHd.shape[:3], v_PCGe.shape[3]), q_PCHd.dtype)
+    results = (out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches))
+    call = jax.ffi.ffi_call("jmoe_attention", results, input_output_aliases={7: 1, 8: 2})
+    done, k_BGSd, v_BGSe = call(*new, rows_P, positions_PC, limit, sinks, *caches, scale=np.float32(scale))
+    return done, k_BGSd, v_BGSe
+
+
+def top_k(scores_TE: jax.Array, k: int) -> jax.Array:
+    """Return int32 [T, k]: columns of the k largest scores of each row, by falling score; ties: the lowest column."""
+    call = jax.ffi.ffi_call("jmoe_top_k", jax.ShapeDtypeStruct((scores_TE.shape[0], k), jnp.int32))
+    return call(scores_TE)

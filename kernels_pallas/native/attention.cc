@@ -1,0 +1,158 @@
+// Attention of a few new tokens over a KV cache that is written in place, and the best scores of a row.
+#include <limits>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+#include "parallel.h"
+#include "rows.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+struct Shape {
+  int64_t P, C, H, d, e, G, S;  // rows of the step, tokens a row, query heads, dims, key heads, positions of a row
+  int64_t group() const { return H / G; }
+};
+
+// Q new tokens x heads of one key head of one row: softmax over positions [first, last], then values.
+template <class T>
+void attend(
+    const Shape& s, const T* q, const int32_t* positions, const T* k_new, const T* v_new,
+    T* k_cache, T* v_cache, const float* sinks, int64_t window, float scale, T* out) {
+  // k_cache, v_cache: of this row and key head, [S, d] and [S, e]; q, out: of this row; k_new, v_new: of its tokens
+  thread_local std::vector<float> scratch;
+  const int64_t R = s.group();
+  int64_t longest = 0;
+  for (int64_t c = 0; c < s.C; c++) {
+    const int64_t at = positions[c];
+    if (at >= s.S) continue;
+    std::memcpy(k_cache + at * s.d, k_new + c * s.G * s.d, s.d * sizeof(T));
+    std::memcpy(v_cache + at * s.e, v_new + c * s.G * s.e, s.e * sizeof(T));
+    longest = std::max(longest, at + 1);
+  }
+  scratch.resize(longest + kLanes + s.d + s.e);
+  float* weights = scratch.data();
+  float* wide = weights + longest + kLanes;
+  float* sums = wide + s.d;
+  for (int64_t c = 0; c < s.C; c++) {
+    const int64_t at = positions[c];
+    for (int64_t r = 0; r < R; r++) {
+      T* to = out + (c * s.H + r) * s.e;
+      if (at >= s.S) {  // padding
+        std::fill(to, to + s.e, T{});
+        continue;
+      }
+      const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, at - window + 1);
+      widen(q + (c * s.H + r) * s.d, s.d, wide);
+      float top = sinks ? sinks[r] : -std::numeric_limits<float>::infinity();
+      for (int64_t i = first; i <= at; i++) {
+        float score;
+        dots<1, 1>(k_cache + i * s.d, s.d, wide, s.d, &score, 1);
+        weights[i] = score * scale;
+        top = std::max(top, weights[i]);
+      }
+      float total = sinks ? std::exp(sinks[r] - top) : 0.0f;
+      std::fill(sums, sums + s.e, 0.0f);
+      int64_t i = first;
+      for (; i + kLanes <= at + 1; i += kLanes) {
+        const Floats w = exp(load<Floats>(weights + i) - top);
+        store(weights + i, w);
+        total += sum(w);
+      }
+      for (; i <= at; i++) total += weights[i] = std::exp(weights[i] - top);
+      for (i = first; i <= at; i++) {
+        const T* value = v_cache + i * s.e;
+        int64_t n = 0;
+        for (; n + kLanes <= s.e; n += kLanes)
+          store(sums + n, load<Floats>(sums + n) + floats(value + n) * weights[i]);
+        for (; n < s.e; n++) sums[n] += float(value[n]) * weights[i];
+      }
+      for (int64_t n = 0; n < s.e; n++) put(sums[n] / total, to + n);
+    }
+  }
+}
+
+template <class T>
+void attention(
+    const Shape& s, const T* q, const T* k, const T* v, const int32_t* rows,
+    const int32_t* positions, const int32_t* window, const float* sinks, float scale, T* out, T* k_cache, T* v_cache) {
+  auto task = [=](int i) {
+    const int64_t p = i / s.G, g = i % s.G, row = rows[p];
+    attend<T>(
+        s, q + (p * s.C * s.H + g * s.group()) * s.d, positions + p * s.C,
+        k + (p * s.C * s.G + g) * s.d, v + (p * s.C * s.G + g) * s.e, k_cache + (row * s.G + g) * s.S * s.d,
+        v_cache + (row * s.G + g) * s.S * s.e, sinks ? sinks + g * s.group() : nullptr, window ? *window : -1, scale,
+        out + (p * s.C * s.H + g * s.group()) * s.e);
+  };
+  Phase all(int(s.P * s.G), task);
+  Pool::get().run({&all});
+}
+
+// window: [1], or [0] for none; sinks: [H], or [0]. The caches are the results too, in place.
+ffi::Error handle_attention(
+    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> rows,
+    ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> window, ffi::Buffer<ffi::F32> sinks, ffi::AnyBuffer k_in,
+    ffi::AnyBuffer v_in, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_cache,
+    ffi::Result<ffi::AnyBuffer> v_cache, float scale) {
+  const auto dims = q.dimensions();
+  const Shape s{dims[0], dims[1], dims[2], dims[3], v.dimensions()[3], k.dimensions()[2], k_cache->dimensions()[2]};
+  if (k_in.untyped_data() != k_cache->untyped_data() || v_in.untyped_data() != v_cache->untyped_data())
+    return ffi::Error::Internal("attention: the cache was copied");
+  const int32_t* limit = window.element_count() ? window.typed_data() : nullptr;
+  const float* sink = sinks.element_count() ? sinks.typed_data() : nullptr;
+  auto call = [&]<class T>(T*) {
+    attention<T>(
+        s, static_cast<const T*>(q.untyped_data()), static_cast<const T*>(k.untyped_data()),
+        static_cast<const T*>(v.untyped_data()), rows.typed_data(), positions.typed_data(), limit, sink, scale,
+        static_cast<T*>(out->untyped_data()), static_cast<T*>(k_cache->untyped_data()),
+        static_cast<T*>(v_cache->untyped_data()));
+  };
+  if (q.element_type() == ffi::F32)
+    call((float*)nullptr);
+  else if (q.element_type() == ffi::BF16)
+    call((bfloat16*)nullptr);
+  else
+    return ffi::Error::InvalidArgument("attention: dtype must be float32 or bfloat16");
+  return ffi::Error::Success();
+}
+
+// Columns of the k largest scores of each row, by falling score; ties go to the lowest column.
+ffi::Error handle_top_k(ffi::Buffer<ffi::F32> scores, ffi::ResultBuffer<ffi::S32> idx) {
+  const int64_t rows = scores.dimensions()[0], columns = scores.dimensions()[1], k = idx->dimensions()[1];
+  thread_local std::vector<float> left;
+  for (int64_t t = 0; t < rows; t++) {
+    left.assign(scores.typed_data() + t * columns, scores.typed_data() + (t + 1) * columns);
+    for (int64_t j = 0; j < k; j++) {
+      int64_t best = 0;
+      for (int64_t n = 1; n < columns; n++)
+        if (left[n] > left[best]) best = n;
+      idx->typed_data()[t * k + j] = int32_t(best);
+      left[best] = -std::numeric_limits<float>::infinity();
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmoe_attention, handle_attention,
+    ffi::Ffi::Bind()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .Attr<float>("scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmoe_top_k, handle_top_k, ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());

@@ -1,0 +1,105 @@
+"""Builds the native library with the machine's C++ compiler, once for a processor, and gives it to XLA."""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import jax
+
+OPERATIONS = ("jmoe_matmul", "jmoe_rms_norm", "jmoe_slot_mlp", "jmoe_attention", "jmoe_top_k")
+# contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+BUILD_TIMEOUT_S = 300
+_SOURCES = Path(__file__).parent
+
+
+class NotBuiltError(RuntimeError):
+    """The library cannot be built on this machine; the message says why."""
+
+
+@cache
+def load() -> Path:
+    """Build the library if this machine has not done so before, and register its operations with XLA.
+
+    Returns its path, in $XDG_CACHE_HOME/jmoe/native. Raises `NotBuiltError` where there is no compiler, it fails, or
+    the folder cannot be written.
+    """
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotBuiltError(f"{path}: {error}") from error
+    for name in OPERATIONS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return path
+
+
+def build() -> Path:
+    """Compile the library into its place, unless it is there; of several processes one does."""
+    compiler = _compiler()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmoe" / "native"
+    path = root / f"{_fingerprint(compiler)}.so"
+    if path.exists():
+        return path
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(compiler, path)
+    except OSError as error:
+        raise NotBuiltError(f"{root}: {error.strerror}") from error
+    return path
+
+
+def _compiler() -> str:
+    """Return the path of $CXX, g++ or clang++."""
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return path
+    raise NotBuiltError(f"$CXX = {asked!r} is not there" if asked else "there is no g++ and no clang++ (or set $CXX)")
+
+
+def _sources() -> list[Path]:
+    return sorted(_SOURCES.glob("*.cc"))
+
+
+def _fingerprint(compiler: str) -> str:
+    """Return a name that changes with the sources, the compiler, the processor and the version of JAX."""
+    digest = hashlib.sha256()
+    for path in (*_sources(), *sorted(_SOURCES.glob("*.h"))):
+        digest.update(path.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest.update("\0".join([*FLAGS, compiler, version, jax.__version__, _processor()]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Return what tells processors apart whose instructions differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(kinds)))
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Write the library beside its place and rename it: an interrupted build leaves nothing that looks whole."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, _sources()), "-o", str(made)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise NotBuiltError(f"{compiler} took more than {BUILD_TIMEOUT_S} s") from error
+        if done.returncode:
+            raise NotBuiltError(f"{compiler} failed:\n{done.stderr[-2000:]}")
+        made.rename(path)

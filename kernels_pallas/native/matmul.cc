@@ -1,0 +1,110 @@
+// float32 y [T, N] = x [T, K] w, for few rows: w [K, N], or [N, K] with its rows as columns; and RMSNorm of a few rows.
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+#include "parallel.h"
+#include "rows.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kRowsOfTask = 256;  // of w [N, K]
+
+template <class X, class T>
+void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N, bool transposed) {
+  thread_local std::vector<float> scratch;
+  const Matrix<T> w{data, K, N};
+  const int64_t slices = transposed ? 1 : w.slices();
+  scratch.resize(rows * K + (slices > 1 ? slices * rows * N : 0));
+  float* wide = scratch.data();
+  float* parts = slices > 1 ? wide + rows * K : y;  // [slices, rows, N]
+  widen(x, rows * K, wide);
+  if (transposed) {
+    Phase all(int((N + kRowsOfTask - 1) / kRowsOfTask), [=](int i) {
+      int64_t n = i * kRowsOfTask;
+      const int64_t end = std::min(N, n + kRowsOfTask);
+      for (; n + 4 <= end; n += 4) all_dots<4>(data + n * K, K, wide, rows, y + n, N);
+      for (; n < end; n++) all_dots<1>(data + n * K, K, wide, rows, y + n, N);
+    });
+    return Pool::get().run({&all});
+  }
+  const Spread spread(slices, N);
+  Phase multiply(spread.tasks(), [=](int i) {
+    product(
+        w, spread.of(i), wide, K, rows, spread.begin(i), spread.end(i), parts + spread.of(i) * rows * N, N);
+  });
+  Phase add(slices > 1 ? int(rows) : 0, [=](int t) {
+    std::memcpy(y + t * N, parts + t * N, N * sizeof(float));
+    for (int64_t s = 1; s < slices; s++) add_to(y + t * N, parts + (s * rows + t) * N, N);
+  });
+  Pool::get().run({&multiply, &add});
+}
+
+// f(pointer, pointer) of the types of two buffers, each float32 or bfloat16
+template <class F>
+ffi::Error by_dtypes(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, F f) {
+  const float* wide = nullptr;
+  const bfloat16* narrow = nullptr;
+  for (ffi::DataType type : {a.element_type(), b.element_type()})
+    if (type != ffi::F32 && type != ffi::BF16)
+      return ffi::Error::InvalidArgument("native operation: dtypes must be float32 or bfloat16");
+  if (a.element_type() == ffi::F32)
+    b.element_type() == ffi::F32 ? f(wide, wide) : f(wide, narrow);
+  else
+    b.element_type() == ffi::F32 ? f(narrow, wide) : f(narrow, narrow);
+  return ffi::Error::Success();
+}
+
+ffi::Error handle(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y, bool transposed) {
+  const int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
+  auto call = [&]<class X, class T>(const X*, const T*) {
+    matmul(
+        static_cast<const X*>(x.untyped_data()), static_cast<const T*>(w.untyped_data()), y->typed_data(), rows, K,
+        N, transposed);
+  };
+  return by_dtypes(x, w, call);
+}
+
+// y = x / sqrt(mean(x^2) + eps) * scale over the last dimension
+template <class X, class S, class Y>
+void rms_norm(const X* x, const S* scale, Y* y, int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
+    Floats squares = splat(0);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) squares += floats(x + i) * floats(x + i);
+    float total = sum(squares);
+    for (; i < size; i++) total += float(x[i]) * float(x[i]);
+    const float factor = 1.0f / std::sqrt(total / float(size) + eps);
+    for (i = 0; i + kLanes <= size; i += kLanes) put(floats(x + i) * factor * floats(scale + i), y + i);
+    for (; i < size; i++) put(float(x[i]) * factor * float(scale[i]), y + i);
+  }
+}
+
+ffi::Error handle_norm(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> y, float eps) {
+  const int64_t size = scale.element_count(), rows = x.element_count() / size;
+  auto call = [&]<class X, class S>(const X*, const S*) {
+    const X* from = static_cast<const X*>(x.untyped_data());
+    const S* by = static_cast<const S*>(scale.untyped_data());
+    if (y->element_type() == ffi::F32)
+      rms_norm(from, by, static_cast<float*>(y->untyped_data()), rows, size, eps);
+    else
+      rms_norm(from, by, static_cast<bfloat16*>(y->untyped_data()), rows, size, eps);
+  };
+  return by_dtypes(x, scale, call);
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmoe_matmul, handle,
+    ffi::Ffi::Bind()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmoe_rms_norm, handle_norm,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<float>("eps"));

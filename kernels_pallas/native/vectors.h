@@ -1,0 +1,91 @@
+// Sixteen numbers at a time, in GCC's and Clang's vector types: AVX-512 where the processor has it, halves or quarters
+// of it elsewhere. Nothing here names an instruction.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Chars __attribute__((vector_size(16)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+template <class V>
+inline V load(const void* from) {  // from any address
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class V>
+inline void store(void* to, const V& v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+struct bfloat16 {
+  uint16_t bits;
+  operator float() const {
+    const uint32_t word = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &word, 4);
+    return x;
+  }
+  static bfloat16 round(float x) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t word;
+    std::memcpy(&word, &x, 4);
+    if ((word & 0x7fffffff) > 0x7f800000) return {uint16_t((word >> 16) | 0x40)};
+    return {uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16)};
+  }
+};
+
+inline Floats floats(const float* from) { return load<Floats>(from); }
+inline Floats floats(const bfloat16* from) {
+  return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+}
+
+inline float rounded(float x, const float*) { return x; }
+inline float rounded(float x, const bfloat16*) { return bfloat16::round(x); }
+inline Floats rounded(const Floats& x, const float*) { return x; }
+inline Floats rounded(const Floats& x, const bfloat16*) {
+  const Words word = (Words)x;
+  const Words up = (word + 0x7fff + ((word >> 16) & 1)) & 0xffff0000;
+  return x != x ? x : (Floats)up;
+}
+inline void put(float x, float* to) { *to = x; }
+inline void put(float x, bfloat16* to) { *to = bfloat16::round(x); }
+inline void put(const Floats& x, float* to) { store(to, x); }
+inline void put(const Floats& x, bfloat16* to) {
+  const Floats near = rounded(x, to);
+  store(to, __builtin_convertvector((Words)near >> 16, Halves));
+}
+
+inline float sum(const Floats& v) {
+  float total = 0;
+  for (int i = 0; i < kLanes; i++) total += v[i];
+  return total;
+}
+
+// exp, 2 ulp or so: 2^n times a polynomial. Below -87 it is 0, above 88 infinity is approached; NaN stays NaN.
+inline Floats exp(Floats x) {
+  const Floats limited = x < splat(-87.3f) ? splat(-87.3f) : (x > splat(88.3f) ? splat(88.3f) : x);
+  const Floats scaled = limited * 1.44269504f;
+  const Ints n = __builtin_convertvector(scaled + (scaled < splat(0) ? splat(-0.5f) : splat(0.5f)), Ints);
+  const Floats whole = __builtin_convertvector(n, Floats);
+  const Floats r = limited - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Floats e = p * r * r + r + 1.0f;
+  const Floats y = e * (Floats)((n + 127) << 23);
+  return x < splat(-87.3f) ? splat(0) : (x != x ? x : y);
+}

@@ -1,0 +1,280 @@
+"""Native operations against numpy in float64 and against the XLA forms they stand for; and how they are built."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.inference.kv_cache import KVCache, attend, write
+from jmoe.layers.norm import Norm
+from jmoe.layers.router import top_k_indices
+from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.offload.slots import HostSlots
+from kernels_pallas import native
+from kernels_pallas.matmul import dot
+from kernels_pallas.native.library import build
+from tests.arrays import assert_close
+
+ROOT = Path(__file__).resolve().parents[2]
+dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> Path:
+    try:
+        return native.load()
+    except native.NotBuiltError as error:
+        pytest.skip(f"no native operations here: {error}")
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, np.ndarray]:
+    """A random array in `dtype` and the same values in float64."""
+    x = jnp.asarray(rng.normal(size=shape), dtype)
+    return x, np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def close(got: jax.Array, want: np.ndarray, inner: int) -> None:
+    """Equal but for sums of `inner` products in float32."""
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-5, atol=3e-7 * inner)
+
+
+# Products
+
+
+@dtypes
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 32])
+def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
+    """Columns that fill registers, a part of them, and a few more; wide enough for several tasks."""
+    rng = np.random.default_rng(rows)
+    for inner, columns in ((40, 7), (33, 64 + 16 + 3), (512, 1500)):
+        x, x64 = drawn(rng, (rows, inner), dtype)
+        w, w64 = drawn(rng, (columns, inner) if transposed else (inner, columns), dtype)
+        close(native.few_row_matmul(x, w, transposed=transposed), x64 @ (w64.T if transposed else w64), inner)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Bit for bit, whatever the number of rows."""
+    rng = np.random.default_rng(0)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x, w = drawn(rng, (32, 200), dtype)[0], drawn(rng, (200, 700), dtype)[0]
+        alone = np.concatenate([native.few_row_matmul(x[t : t + 1], w) for t in range(32)])
+        for rows in (2, 3, 4, 7, 8, 32):
+            assert np.array_equal(native.few_row_matmul(x[:rows], w), alone[:rows])
+
+
+def test_the_weights_may_be_narrower() -> None:
+    rng = np.random.default_rng(0)
+    (x, x64), (w, w64) = drawn(rng, (3, 50), jnp.float32), drawn(rng, (50, 20), jnp.bfloat16)
+    close(native.few_row_matmul(x, w), x64 @ w64, 50)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="must be float32 or bfloat16"):
+        native.few_row_matmul(jnp.ones((2, 4), jnp.int32), jnp.ones((4, 4), jnp.int32)).block_until_ready()
+
+
+def test_dot_takes_them_in_their_scope_alone() -> None:
+    def programs(rows: int, active: int) -> str:
+        def f(x: jax.Array, w: jax.Array) -> jax.Array:
+            with native.native_operations(active):
+                return dot(x, w)
+
+        return jax.jit(f).lower(jnp.ones((rows, 8)), jnp.ones((8, 8))).as_text()
+
+    assert "jmoe_matmul" in programs(3, 3) and "jmoe_matmul" in programs(3, native.MAX_ROWS)
+    assert "jmoe_matmul" not in programs(3, 0) and "jmoe_matmul" not in programs(3, native.MAX_ROWS + 1)
+    assert not native.takes_native()
+
+
+# What is around them
+
+
+@dtypes
+def test_rms_norm(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    for shape in ((3, 40), (2, 1, 4, 64), (1, 7)):
+        norm = Norm(shape[-1], "rmsnorm", 1e-6)
+        norm.scale[...] = drawn(rng, shape[-1:], jnp.float32)[0]
+        x, _ = drawn(rng, shape, dtype)
+        want = norm(x, dtype)
+        with native.native_operations(1):
+            got = norm(x, dtype)
+        assert got.dtype == want.dtype == dtype
+        assert_close(got, want, 1e-6 if dtype == jnp.float32 else 1e-2)
+
+
+def test_top_k_breaks_ties_as_the_other_form() -> None:
+    rng = np.random.default_rng(0)
+    scores = jnp.asarray(rng.integers(0, 6, (16, 40)) / 8, jnp.float32)
+    want = top_k_indices(scores, 7)
+    with native.native_operations(16):
+        got = top_k_indices(scores, 7)
+    assert np.array_equal(got, want)
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks: bool, window: int | None) -> None:
+    """Rows out of order, one of padding, keys and values of other sizes; a NaN behind the last position stays there."""
+    rng = np.random.default_rng(0)
+    b, g, h, d, e, s = 4, 2, 6, 24, 16, 128
+    stored = (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16)) if dtype == jnp.bfloat16 else (lambda x: x)
+    k_cache, v_cache = (rng.normal(size=(b, g, s, n)) for n in (d, e))
+    k_cache[:, :, 60:], v_cache[:, :, 60:] = np.nan, np.nan
+    cache = KVCache(stored(jnp.asarray(k_cache, dtype)), stored(jnp.asarray(v_cache, dtype)))
+    q, k, v = (drawn(rng, (3, tokens, n, dim), dtype)[0] for n, dim in ((h, d), (g, d), (g, e)))
+    rows = jnp.asarray([2, 0, 1], jnp.int32)
+    positions = jnp.asarray([[20, 21, 22], [0, 1, s], [s, s, s]], jnp.int32)[:, :tokens]
+    options: dict[str, Any] = {
+        "scale": 0.2,
+        "window": None if window is None else jnp.int32(window),
+        "sinks_H": drawn(rng, (h,), jnp.float32)[0] if sinks else None,
+    }
+    written = write(cache, rows, positions, k, v)
+    want = attend(q, written, rows, positions, **options)
+    got, *caches = jax.jit(lambda *caches: native.cached_attention((q, k, v), caches, rows, positions, **options))(
+        cache.k_BGSd, cache.v_BGSe
+    )
+    real = np.asarray(positions < s)[..., None, None]
+    tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
+    assert_close(jnp.where(real, got, 0), jnp.where(real, want, 0), tolerance)
+    assert not np.asarray(got.astype(jnp.float32))[np.asarray(positions == s)].any()
+    assert [np.array_equal(a, b, equal_nan=a.dtype != np.uint16) for a, b in zip(caches, jax.tree.leaves(written))] == [
+        True,
+        True,
+    ]
+
+
+# Experts in slots
+
+
+def slots_of(
+    dtype: Any, activation: str, biases: Any, sizes: tuple[int, int, int]
+) -> tuple[list[HostSlots], np.ndarray]:
+    """The same random experts in slots with and without native operations, and the table of their slots."""
+    rng = np.random.default_rng(1)
+    d, f, experts = sizes
+    bits = lambda kind: np.dtype(np.uint16) if kind == jnp.bfloat16 else np.dtype(np.float32)  # noqa: E731
+    u = f if activation == "gelu" else 2 * f
+    fields = {"w_up": ((d, u), bits(dtype)), "w_down": ((f, d), bits(dtype))}
+    if biases is not None:
+        fields |= {"b_up": ((u,), bits(biases)), "b_down": ((d,), bits(biases))}
+    both = [HostSlots(experts + 3, fields, native=is_native) for is_native in (True, False)]
+    table_E = rng.permutation(experts + 3)[:experts].astype(np.int32)
+    for slot in table_E.tolist():
+        record = {}
+        for name, (shape, stored) in fields.items():
+            values = jnp.asarray(rng.normal(size=shape) * 0.2, jnp.bfloat16 if stored == np.uint16 else jnp.float32)
+            record[name] = np.asarray(values).view(stored)
+        for slots in both:
+            slots.write(slot, record)
+    return both, table_E
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("activation", "biases"),
+    [("swiglu", None), ("swiglu", jnp.bfloat16), ("gelu", jnp.float32), ("clamped_swiglu", None)],
+)
+def test_experts_in_slots(dtype: Any, activation: str, biases: Any) -> None:
+    """As XLA computes them, for one token and many, with choices of nobody, and sizes beside registers."""
+    for sizes in ((24, 17, 5), (256, 300, 3)):  # the larger ones are shared out by slices
+        (fast, plain), table_E = slots_of(dtype, activation, biases, sizes)
+        d, _, experts = sizes
+        for tokens in (1, 9):
+            rng = np.random.default_rng(tokens)
+            idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
+            h, weights = drawn(rng, (tokens, d), dtype)[0], jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+            y = rng.normal(size=(tokens, d)).astype(np.float32)
+            got, want = (
+                slots.mlp(ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation)
+                for slots in (fast, plain)
+            )
+            assert_close(got, want, 3e-6 if dtype == jnp.float32 else 2e-2)
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    """Bit for bit: neither on tokens at the same experts nor on how many experts are in use."""
+    (slots, _), table_E = slots_of(jnp.bfloat16, "swiglu", None, (256, 288, 6))
+    rng = np.random.default_rng(0)
+    idx = np.stack([rng.permutation(6)[:3] for _ in range(20)]).astype(np.int32)
+    h, weights = drawn(rng, (20, 256), jnp.bfloat16)[0], jnp.asarray(rng.random((20, 3)), jnp.float32)
+
+    def run(some: slice) -> np.ndarray:
+        y = jnp.zeros((h[some].shape[0], 256))
+        return np.asarray(slots.mlp(ExpertInputs(h[some], jnp.asarray(idx[some]), weights[some], y), table_E, "swiglu"))
+
+    alone = np.concatenate([run(slice(t, t + 1)) for t in range(20)])
+    assert np.array_equal(run(slice(0, 20)), alone) and np.array_equal(run(slice(3, 9)), alone[3:9])
+
+
+def test_many_threads_may_call_at_once() -> None:
+    """The operations' own threads work for one at a time; the others go on alone."""
+    rng = np.random.default_rng(0)
+    w, w64 = drawn(rng, (256, 2000), jnp.float32)
+    xs = [drawn(rng, (2, 256), jnp.float32) for _ in range(40)]
+    multiply = jax.jit(native.few_row_matmul)
+    with ThreadPoolExecutor(8) as threads:
+        for (_, x64), y in zip(xs, threads.map(lambda pair: multiply(pair[0], w), xs), strict=True):
+            close(y, x64 @ w64, 256)
+
+
+# How they are built
+
+
+def run_module(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "kernels_pallas.native"]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_it_is_built_once(tmp_path: Path) -> None:
+    """By whoever comes first, of several at once; a later start takes what is there."""
+    fast = tmp_path / "c++"
+    fast.write_text(f'#!/bin/sh\nexec {shutil.which(os.environ.get("CXX", "c++"))} "$@" -O0\n')
+    fast.chmod(0o755)
+    with ThreadPoolExecutor(2) as threads:
+        done = list(threads.map(lambda _: run_module(tmp_path, CXX=str(fast)), range(2)))
+    assert [d.returncode for d in done] == [0, 0], done
+    (made,) = (tmp_path / "jmoe" / "native").glob("*.so")
+    assert [d.stdout.strip() for d in done] == [str(made)] * 2
+    before = made.stat().st_mtime_ns
+    assert run_module(tmp_path, CXX=str(fast)).stdout.strip() == str(made) and made.stat().st_mtime_ns == before
+
+
+def test_why_it_cannot_be_built(tmp_path: Path) -> None:
+    bad = tmp_path / "bad-compiler"
+    bad.write_text("#!/bin/sh\necho 'no such option: -march=native' >&2\nexit 1\n")
+    bad.chmod(0o755)
+    (tmp_path / "file").touch()
+    cases: list[tuple[Callable[[], subprocess.CompletedProcess[str]], str]] = [
+        (lambda: run_module(tmp_path, CXX="/nowhere/c++"), "$CXX = '/nowhere/c++' is not there"),
+        (lambda: run_module(tmp_path, CXX=str(bad)), "no such option: -march=native"),
+        (lambda: run_module(tmp_path / "file"), "Not a directory"),
+    ]
+    for run, words in cases:
+        done = run()
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done
+    assert not list((tmp_path / "jmoe" / "native").glob("*.so"))
+
+
+def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, library: Path) -> None:
+    assert build() == library
+    monkeypatch.setattr("kernels_pallas.native.library.FLAGS", ("-O0",))
+    monkeypatch.setattr("kernels_pallas.native.library._compile", lambda compiler, path: path.touch())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(library.parent / "other"))
+    other = build()
+    assert other.name != library.name
+    other.unlink()
