@@ -212,6 +212,7 @@ def run_all(config: TrainConfig) -> bool:
     for warning in config.warnings():
         say(f"warning: {warning}")
     with contextlib.ExitStack() as stack:
+        resizing = stack.enter_context(distributed.AskedSignal()) if layout is not None else None
         watchdog = stack.enter_context(distributed.watchdog_of(limits))
         folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
         option = "distributed.start_timeout_s"
@@ -260,6 +261,8 @@ def run_all(config: TrainConfig) -> bool:
             exporter=exporter,
             snapshots=snapshots,
         )
+        if isinstance(run, VisionSession):
+            run.resizing = resizing
         state = run.start_or_resume()
         if main_process:
             source.publish()

@@ -41,6 +41,14 @@ def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None 
     return Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 3)
 
 
+def first_devices(num_devices: int) -> list[jax.Device]:
+    """Return so many devices, as many of each process: the first ones."""
+    each = num_devices // jax.process_count()
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    taken = [[d for d in devices if d.process_index == process][:each] for process in range(jax.process_count())]
+    return [device for own in taken for device in own]
+
+
 def expert_mesh(num_devices: int) -> Mesh:
     """Return a mesh whose every device has experts of its own: of the first devices, or all of several processes.
 

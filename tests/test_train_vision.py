@@ -21,6 +21,11 @@ SMALL = (
     *("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "5", "--checkpoint.every-steps", "2"),
 )
 
+ALL_END = (
+    *("--tasks.glyphs.num-steps", "5", "--tasks.digits.num-steps", "6"),
+    *("--tasks.fonts.num-steps", "7", "--tasks.photographs.num-steps", "8"),
+)
+
 
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
@@ -72,6 +77,12 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
         (("--tasks.digits.path", "1", "9"), "tasks.digits.path = (1, 9): must lie between 0 and"),
         (("--comm.schedule", "chunks"), "comm.schedule = 'chunks': must be none for images"),
         (("--layout", "elastic", "--mesh.expert-intra", "2"), "must be (1, 1) with layout = 'elastic'"),
+        (("--tasks.fonts.num-steps", "-1"), "num_steps = -1: must not be negative"),
+        (("--tasks.fonts.num-steps", "9"), "tasks.fonts.num_steps = 9: must be 0 with layout = 'even'"),
+        (("--tasks.fonts.num-steps", "9999"), "tasks.fonts.num_steps = 9999: must not exceed num_steps = 3000"),
+        (("--layout", "elastic", *ALL_END), "num_steps = (5, 6, 7, 8): one must be 0 or num_steps = 3000"),
+        (("--elastic.replan-every-steps", "9"), "elastic.replan_every_steps = 9: must be 0 with layout = 'even'"),
+        (("--elastic.max-imbalance", "0.9"), "elastic.max_imbalance = 0.9: must be at least 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(

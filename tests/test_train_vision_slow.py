@@ -1,10 +1,14 @@
-"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer; no layout changes a loss."""
+"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer, also while it runs; no layout
+changes a loss.
+"""
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
+from jmoe.training.vision_session import DEVICES_FILE
 from tests.processes import Child
 from tests.test_train_vision import SMALL
 from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses, records, resumes
@@ -13,14 +17,16 @@ pytestmark = pytest.mark.slow
 ELASTIC = ("--layout", "elastic", "--checkpoint.keep", "1000", "--checkpoint.every-steps", "2")
 
 
-def begin(runs: TrainRuns, start_python: Start, folder: Path, processes: int, *options: object) -> list[Child]:
+def begin(
+    runs: TrainRuns, start_python: Start, folder: Path, processes: int, *options: object, devices: int = 1
+) -> list[Child]:
     folder.mkdir(exist_ok=True)
     address, ranks = f"127.0.0.1:{free_port()}", []
     for rank in range(processes):
         together = ("--distributed.coordinator-address", address, "--distributed.num-processes", str(processes))
         own = (*together, "--distributed.process-id", str(rank)) if processes > 1 else ()
         command = ("train.py", "ufo-tiny", *SMALL, *ELASTIC, *own, "--output-dir", str(folder), *map(str, options))
-        ranks.append(start_python(command, folder / f"rank-{processes}-{rank}", runs.environment()))
+        ranks.append(start_python(command, folder / f"rank-{processes}-{rank}", runs.environment(devices)))
     return ranks
 
 
@@ -65,3 +71,32 @@ def test_killed_and_resumed_on_the_same_and_on_another_layout(
     screens = [rank.end(300) for rank in ranks]
     assert f"starting from {tmp_path / 'whole-1'}" in screens[0]
     assert losses(more)[0][1] < losses(tmp_path / "whole-1")[0][1]
+
+
+def resize(rank: Child, folder: Path, devices: int) -> None:
+    """Ask a run for another number of devices, and wait until it has taken ten steps more."""
+    (folder / DEVICES_FILE).write_text(f"{devices}\n")
+    rank.send_signal(signal.SIGUSR2)
+    events = lambda: [record for record in records(folder) if record.get("event") == "layout"]  # noqa: E731
+    rank.wait_until(lambda: any(event["reason"].startswith(f"{devices} devices") for event in events()))
+    since = events()[-1]["step"]
+    rank.wait_until(lambda: losses(folder)[-1][0] > since + 10)
+
+
+def test_devices_come_and_go_and_a_task_ends_while_it_runs(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """Two processes with two devices each, then one of each, then two again; either process may get the signal."""
+    folder, whole, options = tmp_path / "changing", tmp_path / "whole", ("--tasks.fonts.num-steps", 3)
+    ranks = begin(runs, start_python, folder, 2, *ENDLESS, *options, devices=2)
+    ranks[0].wait_until(lambda: committed(folder))
+    resize(ranks[1], folder, 2)
+    resize(ranks[0], folder, 4)
+    ranks[0].terminate()
+    screens = [rank.end(120) for rank in ranks]
+    assert "fonts ended" in screens[0]
+    last = losses(folder)[-1][0] + 1
+    for rank in begin(runs, start_python, whole, 1, "--num-steps", last, *options):
+        rank.end(300)
+    assert [step for step, _ in losses(folder)] == list(range(last))
+    assert dict(losses(folder)) == pytest.approx(dict(losses(whole)), rel=0, abs=1e-5)

@@ -99,10 +99,17 @@ class TaskConfig:
     batch_size: int = 16  # images a step, on all devices together
     path: tuple[int, ...] = ()
     loss_weight: float = 1.0  # of its mean loss in the sum of all tasks'
+    # 0: all of the run; else it ends after so many steps: its own parameters stay as they are, its devices go to others
+    num_steps: int = 0
 
     def __post_init__(self) -> None:
         check_field(bool(self.source), self, "source", "must name a built-in task or a folder")
         positive(self, "batch_size", "loss_weight")
+        not_negative(self, "num_steps")
+
+    def takes_part(self, step: int) -> bool:
+        """Return whether the task is trained in this step, counted from 0."""
+        return not self.num_steps or step < self.num_steps
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,18 @@ class ImagesConfig:
     def __post_init__(self) -> None:
         check_field(0 < self.held_out_fraction < 1, self, "held_out_fraction", "must be between 0 and 1")
         not_negative(self, "max_shift")
+
+
+@dataclass(frozen=True)
+class ElasticConfig:
+    """When an elastic layout is planned anew while a run goes on, by what images of each task were measured to take."""
+
+    replan_every_steps: int = 0  # steps between two measurements; 0: none
+    max_imbalance: float = 1.2  # load of the busiest device over that of the mean, from which the layout may change
+
+    def __post_init__(self) -> None:
+        not_negative(self, "replan_every_steps")
+        check_field(self.max_imbalance >= 1, self, "elastic.max_imbalance", "must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -131,6 +150,7 @@ class VisionTrainConfig(TrainConfig):
     # who runs what: even: each device as many images of the joint batch; elastic: heavy tasks get several devices,
     # light ones share one (SE-MoE, section 4.1)
     layout: LayoutKind = "even"
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     batch_size: int = field(init=False, default=0)
     sequence_length: int = field(init=False, default=0)
 
@@ -147,7 +167,21 @@ class VisionTrainConfig(TrainConfig):
             )
             check(inside, field_name, task.path, f"must lie between 0 and model.num_experts - 1 = {experts - 1}")
         super().__post_init__()
+        self._check_ends()
         self._check_supported()
+
+    def _check_ends(self) -> None:
+        for name, task in self.tasks.items():
+            fits = task.num_steps <= self.num_steps
+            check(fits, f"tasks.{name}.num_steps", task.num_steps, f"must not exceed num_steps = {self.num_steps}")
+        ends = {f"tasks.{name}.num_steps": task.num_steps for name, task in self.tasks.items() if task.num_steps}
+        all_end = len(ends) == len(self.tasks) and max(ends.values()) < self.num_steps
+        check(not all_end, ", ".join(ends), tuple(ends.values()), f"one must be 0 or num_steps = {self.num_steps}")
+        if self.layout == "even":
+            constraint = "must be 0 with layout = 'even'"
+            for end, steps in ends.items():
+                check(steps == self.num_steps, end, steps, constraint)
+            check_field(not self.elastic.replan_every_steps, self.elastic, "elastic.replan_every_steps", constraint)
 
     def _check_supported(self) -> None:
         tiers = self.tiers.experts, self.tiers.optimizer

@@ -46,10 +46,22 @@ class ImageBatches:
     def __init__(
         self, tasks: Sequence[ImageTask], config: VisionTrainConfig, layout: Layout, first: int, last: int
     ) -> None:
-        self._tasks, self._config, self._layout, self._step = tuple(tasks), config, layout, 0
-        self._devices = range(first, last)
+        self._tasks, self._config, self._step = tuple(tasks), config, 0
+        self.deal(layout, first, last)
         digest = hashlib.sha256("".join(task.fingerprint for task in tasks).encode()).hexdigest()[:16]
         self.fingerprint = digest
+
+    def deal(self, layout: Layout, first: int, last: int) -> None:
+        """Go on, with the next batch, for the devices `first` to `last` (not included) of this layout."""
+        self._layout, self._devices = layout, range(first, last)
+
+    def sample(self, number: int) -> ImageBatch:
+        """Return images of one task alone, a micro-batch a device, out of the next batch, which is still to come."""
+        images, size = self._batch(number, self._step), self.micro_batch
+        rows = np.resize(np.arange(len(images.labels)), size)
+        task, weight = np.full(size, number, np.int32), np.ones(size, np.float32)
+        arrays = images.pixels[rows], task, images.labels[rows], weight
+        return ImageBatch(*(np.stack([a[None]] * len(self._devices)) for a in arrays))
 
     def __iter__(self) -> Iterator[ImageBatch]:
         return self

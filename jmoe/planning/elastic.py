@@ -88,6 +88,11 @@ class Layout:
         """Return the devices that run a task."""
         return tuple(d for d, shares in enumerate(self.shares) if any(share.task == task for share in shares))
 
+    @property
+    def imbalance(self) -> float:
+        """Return the load of the busiest device over that of the mean."""
+        return max(self.seconds) * len(self.seconds) / sum(self.seconds)
+
     def idle(self) -> tuple[float, ...]:
         """Return the share of the step that each device waits for the slowest."""
         slowest = max(self.seconds)

@@ -1,10 +1,11 @@
 """Which settings a run may change when it resumes from a checkpoint."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from jmoe.config import TrainConfig, differences
+from jmoe.config import TaskConfig, TrainConfig, differences
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.distributed import from_rank_0
 
@@ -16,6 +17,7 @@ FREE = (
     "data.num_threads",  # of earlier versions, as are tiers.beta and tiers.decay_every_steps
     "data.prefetch_batches",
     "distributed.",
+    "elastic.",
     "evaluation.",
     "json",
     "layout",
@@ -45,6 +47,8 @@ NOTED = {
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
 }
 FINGERPRINT = "data_fingerprint"
+ENDS = "tasks.", ".num_steps"  # how the field begins and ends
+ENDS_NOTE = "the task takes part until another step; 0: the last one"
 NOTED_WITH_FINGERPRINT = {
     "data.encoding": "the text itself is the same",
     "data.path": "the text itself is the same",
@@ -85,6 +89,9 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     list does not know. A `data_fingerprint` in both stands for the data, and its place may then change.
     """
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
+    if "tasks" in saved:
+        task = dataclasses.asdict(TaskConfig(source="any"))
+        saved = saved | {"tasks": {name: _with_defaults(own, task) for name, own in saved["tasks"].items()}}
     noted = dict(NOTED)
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
@@ -95,6 +102,8 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name, line in changed.items():
         if name in noted:
             notes.append(f"{line} ({noted[name]})")
+        elif name.startswith(ENDS[0]) and name.endswith(ENDS[1]):
+            notes.append(f"{line} ({ENDS_NOTE})")
         elif not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):
             refused.append(line)
     if refused:

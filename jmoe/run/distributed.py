@@ -36,6 +36,7 @@ REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
 ANSWERS = "jmoe/answer/"  # + name: what rank 0 found out for all
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
+ASKED = "jmoe/asked/"  # + how often before + / + rank: the step before which the rank learned that something is asked
 EXIT_CODE = EXIT_LOST  # of a rank ended by its watchdog
 CALL_TIMEOUT_S = 3.0
 CLOSED = -1  # the last beat of a rank that has left its watchdog in order
@@ -514,28 +515,106 @@ def _say(line: str) -> None:
 # Stop
 
 
+class AgreedStep:
+    """A step on which all ranks agree, soon after one of them was asked for it.
+
+    A rank that learns that one was asked, itself or another, publishes the step it has reached. Once all have, step
+    max(published) + 1 + steps_in_flight is it. No rank can get past that step without having read all of them, as a
+    training step needs every rank: `steps_in_flight` is how many steps the loop may have dispatched beyond the last
+    whose result it has seen (0: it waits for each). keys: what the names of the published steps begin with.
+    """
+
+    def __init__(self, keys: str, *, steps_in_flight: int, poll_s: float) -> None:
+        self._keys, self._margin_steps, self._poll_s = keys, 1 + steps_in_flight, poll_s
+        self.asked = threading.Event()
+        self._published = False
+        self._step: int | None = None
+        self._store: Any = _store()
+        self._closing = threading.Event()
+
+    def listen(self) -> None:
+        """Begin to look whether another rank was asked."""
+        if self._store is not None:
+            threading.Thread(target=self._listen, name="agreed step", daemon=True).start()
+
+    def close(self) -> None:
+        """End what `listen` began."""
+        self._closing.set()
+
+    def is_reached(self, step: int) -> bool:
+        """Return whether `step`, where this rank is, is the one or later: the same for the same step on every rank."""
+        if not self.asked.is_set():
+            return False
+        if self._store is None:
+            return True
+        if not self._published:
+            self._store.key_value_set(f"{self._keys}{jax.process_index()}", str(step), allow_overwrite=True)
+            self._published = True
+        if self._step is None:
+            steps = _read(self._store, self._keys)
+            if len(steps) == jax.process_count():
+                self._step = max(steps.values()) + self._margin_steps
+        return self._step is not None and step >= self._step
+
+    def _listen(self) -> None:
+        while not self.asked.is_set() and not self._closing.wait(self._poll_s):
+            try:
+                if _read(self._store, self._keys):
+                    self.asked.set()
+            except jax.errors.JaxRuntimeError:
+                return  # no coordinator, no run: JAX ends this process
+
+
+class AskedSignal:
+    """Context manager: SIGUSR2, sent to any rank, asks all of them for something at one step boundary, again and again.
+
+    Signals that come before the ranks have agreed ask once. The handler only takes note; after the context signals are
+    ignored. The loop must wait for the result of each step.
+    """
+
+    NUMBER = signal.SIGUSR2
+
+    def __init__(self, *, poll_s: float = 0.5) -> None:
+        self.times = 0  # asked for so far
+        self.name = self.NUMBER.name
+        self._poll_s = poll_s
+
+    def _begin(self) -> None:
+        self._agreed = AgreedStep(f"{ASKED}{self.times}/", steps_in_flight=0, poll_s=self._poll_s)
+        self._agreed.listen()
+
+    def __enter__(self) -> AskedSignal:
+        self._begin()
+        signal.signal(self.NUMBER, lambda *_: self._agreed.asked.set())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        signal.signal(self.NUMBER, signal.SIG_IGN)
+        self._agreed.close()
+
+    def requested(self, step: int) -> bool:
+        """Return whether to do before `step` what was asked for: True once for each time, on all ranks alike."""
+        if not self._agreed.is_reached(step):
+            return False
+        self.times += 1
+        self._begin()
+        return True
+
+
 class PreemptionSignal:
     """Context manager: SIGTERM, SIGUSR1 (SLURM before a time limit) and Ctrl-C stop all ranks after one step.
 
     The handlers only take note, so a second signal does not disturb the save that follows: leave the context when the
     save is done. SIGTERM and SIGUSR1 are ignored from then on. A second Ctrl-C ends the process at once.
 
-    A rank that learns of a signal, its own or another's, publishes the step it has reached. Once all have, the run
-    stops after step max(published) + 1 + steps_in_flight. No rank can get past that step without having read all of
-    them, as a training step needs every rank: `steps_in_flight` is how many steps the loop may have dispatched beyond
-    the last whose result it has seen (0: it waits for each).
+    All ranks stop after the same step, as `AgreedStep` has it. steps_in_flight: see there.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, *, steps_in_flight: int = 1, poll_s: float = 0.5) -> None:
-        self._margin_steps = 1 + steps_in_flight
-        self._poll_s = poll_s
-        self._asked = threading.Event()
-        self._published = False
-        self._stop_step: int | None = None
-        self._store: Any = _store()
-        self._closing = threading.Event()
+        self._agreed = AgreedStep(STOPS, steps_in_flight=steps_in_flight, poll_s=poll_s)
+        self._asked = self._agreed.asked
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> PreemptionSignal:
@@ -547,12 +626,11 @@ class PreemptionSignal:
             if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # a background job's
                 self._previous[number] = signal.signal(number, lambda *_: self._asked.set())
         threading.Thread(target=self._hear, name="signals", daemon=True).start()
-        if self._store is not None:
-            threading.Thread(target=self._listen, name="preemption", daemon=True).start()
+        self._agreed.listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._closing.set()
+        self._agreed.close()
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if number is signal.SIGINT else signal.SIG_IGN
             signal.signal(number, after if self._asked.is_set() else previous)
@@ -561,18 +639,7 @@ class PreemptionSignal:
 
     def requested(self, step: int) -> bool:
         """Return whether the run is to stop after `step`, just finished: the same for the same step on every rank."""
-        if not self._asked.is_set():
-            return False
-        if self._store is None:
-            return True
-        if not self._published:
-            self._store.key_value_set(f"{STOPS}{jax.process_index()}", str(step), allow_overwrite=True)
-            self._published = True
-        if self._stop_step is None:
-            steps = _read(self._store, STOPS)
-            if len(steps) == jax.process_count():
-                self._stop_step = max(steps.values()) + self._margin_steps
-        return self._stop_step is not None and step >= self._stop_step
+        return self._agreed.is_reached(step)
 
     def _hear(self) -> None:
         """Answer signals as they come."""
@@ -587,11 +654,3 @@ class PreemptionSignal:
                     again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
                     _say(f"{signal.Signals(number).name}: the run finishes this step, saves and stops{again}")
         os.close(self._heard)
-
-    def _listen(self) -> None:
-        while not self._asked.is_set() and not self._closing.wait(self._poll_s):
-            try:
-                if _read(self._store, STOPS):
-                    self._asked.set()
-            except jax.errors.JaxRuntimeError:
-                return  # no coordinator, no run: JAX ends this process

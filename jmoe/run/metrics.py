@@ -35,7 +35,7 @@ from tensorboardX import RecordWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from jmoe.config import TrainConfig
+from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.data.shards import write_atomic
 from jmoe.status import duration
 
@@ -164,9 +164,11 @@ class CompiledPrograms:
 
 def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, compiled: bool) -> dict[str, Any]:
     """Return the line of metrics.jsonl for one step; compiled: whether its seconds hold a compilation."""
-    names = ("loss", "grad_norm", "learning_rate")
+    names, size = ("loss", "grad_norm", "learning_rate"), config.batch_size
+    if isinstance(config, VisionTrainConfig):  # tasks that have ended are not in it
+        size = sum(config.tasks[name].batch_size for name in values["task_loss"])
     line = {name: values[name] for name in names} | {
-        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
+        "tokens_per_s": size * config.sequence_length / step_s,
         "dropped_fraction": 0.0,
         "step_s": step_s,
     }

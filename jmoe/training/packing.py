@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import flax.nnx as nnx
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jmoe.collectives.exchange import Choices, sent_to_experts
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
-from jmoe.mesh import ALL, EXPERT, split_over
+from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
 from jmoe.planning.packing import EVERY_STEPS, PackingDecision, Room, is_decided_at, next_packing
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.distributed import from_rank_0
@@ -28,6 +28,7 @@ from jmoe.run.planner import machine, packing_room
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of
 from jmoe.training.step import FusedTrainer
+from jmoe.training.trainer import Trainer
 
 ROUNDS = 5
 
@@ -137,15 +138,28 @@ def agreed(own: list[float]) -> list[float]:
 # Moving
 
 
-def moved(state: TrainState, before: FusedTrainer, after: FusedTrainer) -> TrainState:
-    """Return `before`'s state as `after`'s, on another mesh of the same devices; the old one's memory is used again.
+class MeshTrainer(Trainer, Protocol):
+    """A `Trainer` that knows where its model lies."""
 
-    Array by array, each awaited, so that only one is there twice; every process calls this.
+    model: Any  # a `ShardedModel`
+
+
+def moved(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainState:
+    """Return `before`'s state as `after`'s, on another mesh, and free the old one.
+
+    Array by array, each awaited, so that only one is there twice; every process calls this, and has devices in both.
     """
     saved = before.save_state(state)
 
     def move(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        there = jax.block_until_ready(jax.jit(lambda x: x, out_shardings=shape.sharding)(x))
+        if x.sharding.device_set == shape.sharding.device_set:
+            there = jax.jit(lambda x: x, out_shardings=shape.sharding)(x)
+        else:  # by way of the host: processes send each other no arrays between meshes of different devices
+            everywhere = NamedSharding(before.model.mesh, REPLICATED)
+            whole = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0))
+            # A copy a device: arrays may use the memory that they are given.
+            there = jax.make_array_from_callback(x.shape, shape.sharding, lambda index: np.array(whole[index]))
+        jax.block_until_ready(there)
         x.delete()
         return there
 
@@ -194,7 +208,7 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
         return jax.tree.map(lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype), [t for _, t in sent])
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False))
-    return _seconds(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+    return median_s(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
 
 
 def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainState) -> float:
@@ -215,10 +229,10 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
 
     specs = (split_over(EXPERT, 1), split)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False))
-    return _seconds(program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+    return median_s(program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
 
 
-def _seconds(program: Callable[..., Any], *args: Any) -> float:
+def median_s(program: Callable[..., Any], *args: Any) -> float:
     """Return the median seconds of a program; every process calls this."""
     seconds = []
     for _ in range(1 + ROUNDS):  # the first one compiles

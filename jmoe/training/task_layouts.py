@@ -1,10 +1,19 @@
-"""Which device runs which tasks of a run on images: by their batches, within the memory of a device."""
+"""Which device runs which tasks of a run on images, and when that changes while it goes on.
+
+By batches at first, within the memory of a device; anew when a task ends, when the number of devices in use changes, or
+when images were measured to take so long that loads are uneven.
+"""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
-from jmoe.config import VisionTrainConfig
+import jax
+
+from jmoe.config import VisionTrainConfig, check
 from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan
 
+LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
 STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
 
 
@@ -38,20 +47,78 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     return DeviceMemory(config.machine.device().device_bytes or None, shared), own
 
 
-def layout_of(config: VisionTrainConfig, num_devices: int) -> Layout:
-    """Return who runs which images, within `machine.device_bytes`.
+def layout_of(
+    config: VisionTrainConfig, num_devices: int, *, step: int = 0, image_s: Mapping[str, float] | None = None
+) -> Layout:
+    """Return who runs which images in a step, within `machine.device_bytes`.
 
-    Every image costs the same: they have one size, and paths one width.
+    image_s: what an image of each task takes; by default all cost the same: they have one size, and paths one width.
     """
     memory, own_bytes = memory_of(config, num_devices)
-    tasks = [TaskLoad(name, task.batch_size, num_bytes=own_bytes[name]) for name, task in config.tasks.items()]
-    layout = plan(tasks, num_devices, mode=config.layout, memory=memory)
+    loads = tuple(
+        TaskLoad(name, task.batch_size, image_s[name] if image_s else 1.0, own_bytes[name])
+        for name, task in config.tasks.items()
+    )
+    active = [number for number, task in enumerate(config.tasks.values()) if task.takes_part(step)]
+    layout = plan([loads[number] for number in active], num_devices, mode=config.layout, memory=memory)
     parts, micro = config.gradient_accumulation_steps, layout.micro_batch
     if micro % parts:
         raise ValueError(
             f"gradient_accumulation_steps = {parts}: must divide the {micro} images that a device takes at once"
         )
-    return layout
+    shares = tuple(tuple(replace(share, task=active[share.task]) for share in own) for own in layout.shares)
+    return replace(layout, tasks=loads, shares=shares)
+
+
+def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) -> None:
+    """Raise `ValueError` if in a step from `step` on, as tasks end, what is left cannot be laid out."""
+    for start in sorted({step, *(task.num_steps for task in config.tasks.values() if task.num_steps > step)}):
+        if start < config.num_steps:
+            layout_of(config, num_devices, step=start)
+
+
+class LayoutController:
+    """Decides from step to step who runs what, the same on every process."""
+
+    def __init__(self, config: VisionTrainConfig, num_devices: int) -> None:
+        check_layouts(config, num_devices)
+        self._config = config
+        self.num_devices = num_devices  # in use
+        self._image_s: dict[str, float] | None = None  # measured, if the layout follows that
+
+    def layout(self, step: int) -> Layout:
+        """Return the layout of a step."""
+        return layout_of(self._config, self.num_devices, step=step, image_s=self._image_s)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether what images take is to be measured before this step."""
+        every = self._config.elastic.replan_every_steps
+        return bool(every) and step > 0 and step % every == 0
+
+    def replan(self, step: int, image_s: Mapping[str, float]) -> str:
+        """Decide the layout from `step` on by what an image of each task was measured to take; return why."""
+        now = self.layout(step)
+        known = {task.name: image_s.get(task.name, 1.0) for task in now.tasks}
+        measured = replace(now, tasks=tuple(replace(task, image_s=known[task.name]) for task in now.tasks))
+        imbalance, limit = measured.imbalance, self._config.elastic.max_imbalance
+        has = f"the busiest device has {imbalance:.2f} x the mean load"
+        if imbalance <= limit:
+            return f"{has}: the layout stays (elastic.max_imbalance = {limit:g})"
+        new = layout_of(self._config, self.num_devices, step=step, image_s=known)
+        gain = max(measured.seconds) / max(new.seconds)
+        if gain < LEAST_GAIN:
+            return f"{has}: the layout stays, as no other is better"
+        self._image_s = known
+        return f"{has}: another layout makes its step {gain:.2f} x as fast"
+
+    def resize(self, step: int, num_devices: int) -> None:
+        """Use so many devices from `step` on; `ValueError` if that cannot be."""
+        config, processes, most = self._config, jax.process_count(), jax.device_count()
+        check(config.layout == "elastic", "layout", config.layout, "must be elastic for another number of devices")
+        check(0 < num_devices <= most, "devices", num_devices, f"must be between 1 and {most}")
+        check(num_devices % processes == 0, "devices", num_devices, f"must be a multiple of {processes} processes")
+        check_layouts(config, num_devices, step)
+        self.num_devices = num_devices
 
 
 def copies_line(config: VisionTrainConfig, layout: Layout) -> str:

@@ -12,19 +12,22 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jmoe.config import VisionTrainConfig
-from jmoe.data.image_batches import held_out_batches
+from jmoe.config import VisionTrainConfig, check
+from jmoe.data.image_batches import ImageBatch, held_out_batches
 from jmoe.data.images import ImageTask
-from jmoe.mesh import BATCH
+from jmoe.mesh import BATCH, first_devices, make_mesh
+from jmoe.run.distributed import AskedSignal, from_rank_0
 from jmoe.run.metrics import read_events, read_metrics
 from jmoe.run.task_report import TaskResult, linear_accuracy, print_task_summary, write_task_report
 from jmoe.status import status
+from jmoe.training.packing import agreed, moved
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
-from jmoe.training.task_layouts import layout_of
+from jmoe.training.task_layouts import LayoutController
 from jmoe.training.vision_run import state_from_run
 from jmoe.training.vision_step import VisionTrainer
 
+DEVICES_FILE = "devices"  # in the output folder: how many a run is to use from the next SIGUSR2 on
 EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
 
 
@@ -33,6 +36,11 @@ class VisionSession(Session):
     """A `Session` whose corpus is the images of its tasks."""
 
     corpus: tuple[ImageTask, ...]
+    resizing: AskedSignal | None = None  # asks for another number of devices
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.config, VisionTrainConfig)
+        self.layouts = LayoutController(self.config, self.mesh.size)
 
     def first_state(self) -> TrainState:
         """Return step 0: drawn, or with what the run in `init_from` has learned."""
@@ -43,8 +51,69 @@ class VisionSession(Session):
 
     def next_batch(self) -> Any:
         """Return this process's images as its part of the global batch, [devices, micro-batches, images, ...]."""
+        return self._on_devices(next(self.batches))
+
+    def _on_devices(self, batch: ImageBatch) -> ImageBatch:
         sharding = NamedSharding(self.mesh, BATCH)
-        return jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, a), next(self.batches))
+        placed: ImageBatch = jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, a), batch)
+        return placed
+
+    def pack(self, step: int, state: TrainState) -> TrainState:
+        """Return the state for `step`, in another layout or on another mesh where one is due.
+
+        That is when a task has ended, when a signal has asked for another number of devices, or when loads are uneven.
+        """
+        trainer, layouts = self.trainer, self.layouts
+        assert isinstance(trainer, VisionTrainer)
+        reasons, measured = [], dict[str, float]()
+        if self.resizing is not None and self.resizing.requested(step):
+            reasons.append(self._resize(step))
+        if layouts.is_due(step):
+            with self.watchdog.waiting_for("what images take before step", step), status("timing the tasks", say):
+                measured = self._image_s(trainer, state)
+            reasons.append(layouts.replan(step, measured))
+        layout, mesh = layouts.layout(step), self.mesh
+        if layout.shares != trainer.layout.shares:
+            if not reasons:
+                ended = [name for name, task in trainer.config.tasks.items() if not task.takes_part(step)]
+                reasons.append(f"{', '.join(ended)} ended")
+            with self.watchdog.waiting_for("another layout before step", step):
+                if layouts.num_devices != mesh.size:
+                    mesh = make_mesh((layouts.num_devices, 1, 1), first_devices(layouts.num_devices))
+                each = mesh.size // jax.process_count()
+                first = jax.process_index() * each
+                self.batches.deal(layout, first, first + each)
+                self.trainer = VisionTrainer(trainer.config, trainer.model.num_classes, mesh, layout)
+                if mesh is not self.mesh:
+                    state = moved(state, trainer, self.trainer)
+                self.mesh = mesh
+            reasons += self.trainer.notes
+        if reasons:
+            say(f"layout before step {step}: " + "\n".join(reasons))
+            if self.log is not None:
+                images = [{layout.tasks[share.task].name: share.size for share in own} for own in layout.shares]
+                self.log.write_event("layout", step, reason=reasons[0], images=images, image_s=measured)
+        return state
+
+    def _image_s(self, trainer: VisionTrainer, state: TrainState) -> dict[str, float]:
+        """Return the seconds of an image of each task that takes part, the same on every process."""
+        numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
+        samples = [self._on_devices(self.batches.sample(number)) for number in numbers]
+        seconds = agreed(trainer.image_s(state, samples))
+        return {self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)}
+
+    def _resize(self, step: int) -> str:
+        """Use as many devices as the file says; return what was done."""
+        path = self.output_dir / DEVICES_FILE
+        assert self.resizing is not None
+        text, limit_s = "", self.config.distributed.step_timeout_s
+        try:
+            text = from_rank_0(f"{DEVICES_FILE} {self.resizing.times}", path.read_text, limit_s).strip()
+            check(text.isascii() and text.isdigit(), str(path), text, "must be a number of devices")
+            self.layouts.resize(step, int(text))
+        except (OSError, ValueError) as error:
+            return f"warning: {self.resizing.name} changes nothing: {error}"
+        return f"{text} devices, as {path} says"
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Say, log and return the share of each task's held-out images whose class is right."""
@@ -76,8 +145,8 @@ class VisionSession(Session):
 
     def report(self) -> Path:
         """Draw the run so far and return the picture's path."""
-        assert isinstance(self.config, VisionTrainConfig)
-        return write_task_report(self.output_dir, self.config, layout_of(self.config, self.mesh.size))
+        assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, VisionTrainer)
+        return write_task_report(self.output_dir, self.config, self.trainer.layout)
 
     def finish(self, state: TrainState, before: dict[str, float] | None) -> None:
         """Evaluate, then print what the run learned and where its files are."""

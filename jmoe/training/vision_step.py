@@ -8,6 +8,7 @@ of its micro-batches, as many as the layout gives it, and the sum is reduced onc
 its task has on all devices, so that no layout changes the loss.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,17 +24,22 @@ from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import ExpertParallel
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, shardings
+from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, path_names, shardings
 from jmoe.models.vision import VisionTransformer
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
+from jmoe.training.packing import median_s
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
 from jmoe.training.task_layouts import copies_line
 from jmoe.training.update import finish_step, over_devices
 
 Metrics = dict[str, Any]
+
+
+def _trees(state: TrainState) -> tuple[Any, Any, Any]:
+    return state.params, state.m, state.v
 
 
 class ShardedVision(ShardedModel):
@@ -81,6 +87,8 @@ class VisionTrainer:
             return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(state_now, batch)
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
+        active = {layout.tasks[share.task].name for shares in layout.shares for share in shares}
+        self._active = [name for name in config.tasks if name in active]
         self._evaluate = jax.jit(sharded(self._evaluate_local, in_specs=(state, BATCH), out_specs=REPLICATED))
 
     @property
@@ -102,7 +110,31 @@ class VisionTrainer:
         squares = over_devices(num_devices, squared_norms_local(grads, self.model))
         dropless = self.config.model.capacity_factor is None and "dropped" in metrics
         overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
-        return finish_step(self.config, state, grads, squares, metrics, overflow)
+        new, metrics = finish_step(self.config, state, grads, squares, metrics, overflow)
+        return self._with_ended(state, new), metrics
+
+    def _with_ended(self, old: TrainState, new: TrainState) -> TrainState:
+        """Return the new state, with old heads of tasks that have ended, and old experts that only these name."""
+        tasks = self.config.tasks
+        if len(self._active) == len(tasks):
+            return new
+        paths = {name: np.array(task.path, np.int32) for name, task in tasks.items()}
+        ends_NE = np.zeros((len(self.config.model.task_layers), self.config.model.num_experts), bool)
+        for some, ended in ((paths.keys() - self._active, True), (self._active, False)):
+            for name in some:
+                ends_NE[np.arange(len(ends_NE)), paths[name]] = ended
+
+        def kept(path: Any, was: jax.Array, now: jax.Array) -> jax.Array:
+            names = path_names(path)
+            if names[0] == "heads":
+                return now if names[1] in self._active else was
+            if names[0] == "task_layers" and is_expert(path):
+                return jnp.where(ends_NE.reshape(*ends_NE.shape, *[1] * (now.ndim - 2)), was, now)
+            return now
+
+        trees = (jax.tree_util.tree_map_with_path(kept, *pair) for pair in zip(_trees(old), _trees(new), strict=True))
+        params, m, v = trees
+        return dataclasses.replace(new, params=params, m=m, v=v)
 
     def gradients_local(self, state: TrainState, batch: ImageBatch, *, full_capacity: bool) -> tuple[Any, Metrics]:
         """Return this device's part of the gradients and metrics, summed over its own micro-batches.
@@ -145,12 +177,12 @@ class VisionTrainer:
             loss = (loss_A * weights_A).sum()
         metrics: Metrics = {
             "loss": loss,
-            "task_loss": dict(zip(tasks, loss_A, strict=True)),
-            "task_accuracy": dict(zip(tasks, correct_A, strict=True)),
+            "task_loss": {name: loss_A[number] for number, name in enumerate(tasks) if name in self._active},
+            "task_accuracy": {name: correct_A[number] for number, name in enumerate(tasks) if name in self._active},
         }
         if stats is None:
             return loss, lax.stop_gradient(metrics)
-        tokens = config.batch_size * config.sequence_length
+        tokens = sum(tasks[name].batch_size for name in self._active) * config.sequence_length
         z = config.model.router.z_loss_coef * stats.z_sum.sum() / tokens / config.model.num_moe_layers
         metrics |= {
             "balance_loss": jnp.zeros((), jnp.float32),
@@ -174,6 +206,29 @@ class VisionTrainer:
         nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)
         correct_B = (jnp.argmax(logits_BY, axis=1).astype(jnp.int32) == label_B).astype(jnp.float32)
         return nll_B, correct_B, stats
+
+    # Measuring
+
+    def image_s(self, state: TrainState, samples: Sequence[ImageBatch]) -> list[float]:
+        """Return what an image of each sample, [devices, 1, images, ...], takes this process's devices in a step.
+
+        Forward and backward, without what devices say to each other; the median of several rounds.
+        """
+        spec, sharded = self.model.state_specs, partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
+
+        def gather_local(state: TrainState) -> Any:
+            return jax.tree.map(lambda a: a[None], self.model.gather_all(state.params))
+
+        def gradients_local(params: Any, router_bias: Any, batch: ImageBatch) -> jax.Array:
+            own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
+            loss = partial(self.loss_local, full_capacity=False)
+            grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part)
+            return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]).sum()[None]
+
+        params = jax.jit(sharded(gather_local, in_specs=(spec,), out_specs=BATCH))(state)
+        in_specs = (BATCH, spec.router_bias, BATCH)
+        program = jax.jit(sharded(gradients_local, in_specs=in_specs, out_specs=BATCH))
+        return [median_s(program, params, state.router_bias, part) / part.label.shape[2] for part in samples]
 
     # Without gradients
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.compatibility import check_compatible
 
 CONFIG = TrainConfig(num_steps=7)
@@ -80,3 +81,18 @@ def test_fields_of_earlier_versions_are_understood() -> None:
     assert check_compatible(saved, configured(comm=CommConfig(schedule="ready"))) == []
     with pytest.raises(ValueError, match="seed: 0 -> 1"):
         check_compatible(saved, configured(seed=1))
+
+
+def test_tasks_may_end_at_another_step() -> None:
+    config = json.loads(ufo_tiny.to_json())
+    before = json.loads(ufo_tiny.to_json())
+    for task in before["tasks"].values():  # as saved when tasks could not end
+        del task["num_steps"]
+    assert check_compatible(before, config) == []
+    config["tasks"]["fonts"]["num_steps"] = 9
+    config["elastic"]["max_imbalance"] = 1.5
+    (note,) = check_compatible(before, config)
+    assert note.startswith("tasks.fonts.num_steps: 0 -> 9 (the task takes part until another step")
+    config["tasks"]["fonts"]["batch_size"] = 8
+    with pytest.raises(ValueError, match=r"tasks\.fonts\.batch_size: 16 -> 8"):
+        check_compatible(before, config)

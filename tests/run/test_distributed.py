@@ -13,7 +13,7 @@ import pytest
 
 from jmoe.config import DistributedConfig
 from jmoe.run import distributed
-from jmoe.run.distributed import PreemptionSignal, Watchdog
+from jmoe.run.distributed import AskedSignal, PreemptionSignal, Watchdog
 from tests.fakes import wait_for_text
 from tests.processes import Child
 from tests.train_runs import Run, Start, free_port
@@ -214,6 +214,19 @@ def test_one_process_stops_at_once() -> None:
         assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
         for other, handler in before.items():
             signal.signal(other, handler)
+
+
+def test_one_process_is_asked_again_and_again() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with AskedSignal() as asked:
+        assert not asked.requested(1)
+        for times in (1, 2):
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR2)
+            assert [asked.requested(step) for step in (2, 3)] == [True, False]
+            assert (asked.name, asked.times) == ("SIGUSR2", times)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(

@@ -7,8 +7,16 @@ import jax
 import pytest
 
 from jmoe.config import CommConfig, MachineConfig, VisionTrainConfig
+from jmoe.config.vision import ElasticConfig
 from jmoe.configs.ufo import ufo_tiny
-from jmoe.training.task_layouts import copies_line, layout_of, memory_of, own_experts
+from jmoe.training.task_layouts import (
+    LayoutController,
+    check_layouts,
+    copies_line,
+    layout_of,
+    memory_of,
+    own_experts,
+)
 from jmoe.training.vision_step import ShardedVision
 from tests.model_configs import mesh_of
 
@@ -47,6 +55,48 @@ def test_memory_decides_who_shares_a_device() -> None:
         [{"glyphs"}, {"digits", "fonts", "photographs"}],
         [{"glyphs", "photographs"}, {"digits", "fonts"}],
     ]
+
+
+def ending(**ends: int) -> VisionTrainConfig:
+    tasks = {name: dataclasses.replace(task, num_steps=ends.get(name, 0)) for name, task in ELASTIC.tasks.items()}
+    return dataclasses.replace(ELASTIC, tasks=tasks)
+
+
+def test_tasks_that_have_ended_leave_their_devices() -> None:
+    config = ending(glyphs=10, fonts=20)
+    names = [[layout_names(layout_of(config, 4, step=step), device) for device in range(4)] for step in (9, 10, 20)]
+    assert names[0] == [{"glyphs"}, {"digits"}, {"fonts"}, {"photographs"}]
+    assert names[1] == [{"digits"}, {"digits"}, {"fonts"}, {"photographs"}]
+    assert names[2] == [{"digits"}, {"digits"}, {"digits"}, {"photographs"}]
+
+
+def test_a_layout_is_planned_anew_where_that_helps() -> None:
+    controller = LayoutController(dataclasses.replace(ELASTIC, elastic=ElasticConfig(50, 1.3)), 2)
+    assert [step for step in range(151) if controller.is_due(step)] == [50, 100, 150]
+    before, same = controller.layout(50), dict.fromkeys(ELASTIC.tasks, 1e-3)
+    assert controller.replan(50, same) == (
+        "the busiest device has 1.00 x the mean load: the layout stays (elastic.max_imbalance = 1.3)"
+    )
+    assert controller.replan(50, same | {"glyphs": 9e-3}).endswith("the layout stays, as no other is better")
+    assert controller.layout(50) == before
+    slow = {"glyphs": 1e-3, "digits": 4e-3, "fonts": 1e-3, "photographs": 1e-3}
+    assert controller.replan(100, slow).endswith("another layout makes its step 1.25 x as fast")
+    assert layout_names(controller.layout(100), 1) == {"glyphs", "fonts", "photographs"}
+    assert not LayoutController(ELASTIC, 2).is_due(50)
+
+
+def test_devices_that_cannot_be_used_are_refused() -> None:
+    controller = LayoutController(ELASTIC, 2)
+    for number in (0, 1000):
+        with pytest.raises(ValueError, match=f"devices = {number}: must be between 1 and"):
+            controller.resize(0, number)
+    with pytest.raises(ValueError, match="layout = 'even': must be elastic"):
+        LayoutController(ufo_tiny, 2).resize(0, 1)
+    controller.resize(0, 1)
+    assert len(controller.layout(0).shares) == 1
+    few = dataclasses.replace(ELASTIC, gradient_accumulation_steps=16)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps = 16: must divide the 8 images"):
+        check_layouts(dataclasses.replace(few, tasks=ending(glyphs=10, digits=10).tasks), 4)
 
 
 def layout_names(layout: Any, device: int) -> set[str]:
