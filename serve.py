@@ -60,16 +60,15 @@ def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
 def serve(config: ServeConfig, api_keys: list[str], folder: Path, leader: Leader | None) -> None:
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests."""
     import jmoe
-    from jmoe.inference.engine import Engine, plan_engine_memory
+    from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory
     from jmoe.inference.lockstep import end_process
-    from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, bind
     from jmoe.serving.service import Service
     from jmoe.status import status
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
-    with LazyCheckpoint(folder, config.engine.dtype) as checkpoint:  # the headers alone
+    with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
         length = checkpoint.sequence_length(config.engine.max_seq_len)
         engine_config = replace(config.engine, max_seq_len=length)
         memory = plan_engine_memory(checkpoint, engine_config)

@@ -21,7 +21,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
     parser.add_argument("--model", type=Path, required=True)
     for field in fields(EngineConfig):
         if field.name not in ("max_batch", "max_seq_len", "mesh"):
-            kind = (lambda text: int(float(text))) if "int" in str(field.type) else str
+            kind = (lambda text: int(float(text))) if str(field.type).startswith("int") else str
             default = defaults.get(field.name, field.default)
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default)
 

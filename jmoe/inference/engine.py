@@ -49,6 +49,15 @@ log = logging.getLogger("jmoe")
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
+def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
+    """Open a Hugging Face folder as an engine with these options takes it."""
+    return LazyCheckpoint(folder, options.dtype, "wide" if _on_several(options) else options.expert_dtype)
+
+
+def _on_several(options: EngineConfig) -> bool:
+    return options.mesh.devices > 1 or jax.process_count() > 1
+
+
 class LoadedModel(Closing):
     """A model in its places, with a runner: what every process of an engine has."""
 
@@ -59,13 +68,12 @@ class LoadedModel(Closing):
         bandwidth_limit_bytes_per_s: Mapping[Any, float] | None = None,
     ) -> None:
         """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read."""
-        with LazyCheckpoint(folder, options.dtype) as checkpoint:
+        with open_checkpoint(folder, options) as checkpoint:
             _keep_compiled_programs()
             options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
             paths = options.estimator == "paths"
             table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
-            several = options.mesh.devices > 1 or jax.process_count() > 1
-            mesh = expert_mesh(options.mesh.devices) if several else None
+            mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
             self.memory = plan_engine_memory(checkpoint, options)
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids)
             limits = bandwidth_limit_bytes_per_s

@@ -8,19 +8,21 @@ bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F. No compiled program kno
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas.compressed import opened
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
 FEW_TOKENS = 32  # up to here every expert in use runs on all tokens: its weights take longer to read than that takes
+StoredExpert = Mapping[str, jax.Array]  # its arrays by name: bfloat16 perhaps as its bits, matrices perhaps compressed
 TILE_FACTOR = 1.25  # rows of a tile / a fair share of the assignments
 
 
@@ -99,16 +101,19 @@ def table_mlp(
 
 
 def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
-    def pick(values: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.dynamic_index_in_dim(values, slot, 0, keepdims=False), dtype)
+    pick = lambda values: lax.dynamic_index_in_dim(values, slot, 0, keepdims=False)  # noqa: E731
+    return open_expert({name: pick(values) for name, values in slots.items()}, dtype)
 
-    return MLPWeights(**{name: pick(slots[name]) for name in MLPWeights._fields if name in slots})
+
+def open_expert(arrays: StoredExpert, dtype: Any) -> MLPWeights:
+    """Return an expert's weights for tokens of this dtype, from its arrays as they are kept."""
+    return MLPWeights(**{name: opened(arrays, name, dtype) for name in MLPWeights._fields if name in arrays})
 
 
 # From the arrays of single experts, a bundle at a time
 
 
-def bundled_mlp(routed: ExpertInputs, experts: Sequence[MLPWeights], activation: str) -> jax.Array:
+def bundled_mlp(routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
 
     experts: all E; what no token chose may be anything.
@@ -127,7 +132,9 @@ def bundled_mlp(routed: ExpertInputs, experts: Sequence[MLPWeights], activation:
     return _end(out, routed, by_expert)
 
 
-def _bundles(idx_TK: jax.Array, experts: Sequence[MLPWeights]) -> Iterator[tuple[np.ndarray, tuple[MLPWeights, ...]]]:
+def _bundles(
+    idx_TK: jax.Array, experts: Sequence[StoredExpert]
+) -> Iterator[tuple[np.ndarray, tuple[StoredExpert, ...]]]:
     """Return (numbers, weights) of 8, 4, 2 or 1 experts at a time: few programs for any number of experts.
 
     All experts where the tokens will choose most of them; else those chosen, which the host has to read.
@@ -156,13 +163,13 @@ def _few_tokens(
     idx_TK: jax.Array,
     weights_TK: jax.Array,
     numbers_A: jax.Array,
-    experts: Sequence[MLPWeights],
+    experts: Sequence[StoredExpert],
 ) -> jax.Array:
     """Return y + the outputs of a bundle's experts, each run on all tokens."""
     for a, expert in enumerate(experts):
         mine_TK = idx_TK == numbers_A[a]
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
-        out_TD = expert_mlp(h_TD, expert, activation).astype(jnp.float32)
+        out_TD = expert_mlp(h_TD, open_expert(expert, h_TD.dtype), activation).astype(jnp.float32)
         y_TD = y_TD + jnp.where(mine_TK.any(axis=1, keepdims=True), gate_T1 * out_TD, 0.0)
     return y_TD
 
@@ -181,15 +188,15 @@ def _many_tokens(
     h_TD: jax.Array,
     by_expert: _Sorted,
     numbers_A: jax.Array,
-    experts: Sequence[MLPWeights],
+    experts: Sequence[StoredExpert],
 ) -> jax.Array:
     """Return `out` with the rows of a bundle's experts."""
     for a, expert in enumerate(experts):
         start = by_expert.starts_E[numbers_A[a]]
         size = by_expert.sizes_E[numbers_A[a]]
 
-        def tile(i: jax.Array, out: jax.Array, expert: MLPWeights = expert, start: jax.Array = start) -> jax.Array:
-            return _tile(out, h_TD, by_expert, start + i * tile_rows, expert, activation)
+        def tile(i: jax.Array, out: jax.Array, expert: StoredExpert = expert, start: jax.Array = start) -> jax.Array:
+            return _tile(out, h_TD, by_expert, start + i * tile_rows, open_expert(expert, h_TD.dtype), activation)
 
         out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, tile, out)
     return out

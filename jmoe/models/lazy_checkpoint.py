@@ -25,6 +25,7 @@ from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, re
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
 from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
+from kernels_pallas.compressed import BLOCK, FORMATS, MXFP4, SCALES, compress
 from kernels_pallas.matmul import dot
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -67,13 +68,15 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
 class LazyCheckpoint(Closing):
     """A checkpoint whose experts are read on demand; a context manager.
 
-    dtype: of all weights; None: as stored. Raises `ValueError` as `load_pretrained` does, before memory is filled.
+    dtype: of all weights; None: as stored. expert_dtype: of the experts' matrices, a name of `FORMATS`, or `wide` for
+    that of all weights; None: that too, but what is stored as MXFP4 stays so. Raises `ValueError` as `load_pretrained`
+    does, before memory is filled.
     """
 
-    def __init__(self, path: str | os.PathLike, dtype: Any = None) -> None:
+    def __init__(self, path: str | os.PathLike, dtype: Any = None, expert_dtype: str | None = None) -> None:
         folder = Path(path).expanduser()
         check_dtype(dtype)
-        self._given_dtype = dtype
+        self._given_dtypes = dtype, expert_dtype
         fields = read_config(folder)
         self.folder, self.fields = folder, fields
         self.config: ModelConfig = model_config(fields)
@@ -86,10 +89,17 @@ class LazyCheckpoint(Closing):
         self._loader = Loader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
+        is_mxfp4 = any(f"{piece.name}_blocks" in stored for p in self._experts.values() for piece in p.pieces())
+        self.expert_format = MXFP4 if expert_dtype is None and is_mxfp4 else FORMATS.get(expert_dtype or "")
+        if self.expert_format is not None:
+            for name, p in self._experts.items():
+                inputs = p.matrix[0]
+                words = f"needs inputs of {name} to be a multiple of {BLOCK}, not {inputs}: must be wide"
+                check(len(p.matrix) == 1 or inputs % BLOCK == 0, "expert_dtype", expert_dtype, words)
 
     def opened_again(self) -> "LazyCheckpoint":
         """Return the checkpoint as it is in its folder now, with files of its own."""
-        return LazyCheckpoint(self.folder, self._given_dtype)
+        return LazyCheckpoint(self.folder, *self._given_dtypes)
 
     @property
     def max_positions(self) -> int:
@@ -123,9 +133,14 @@ class LazyCheckpoint(Closing):
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """{name: (shape, dtype)} of one expert; bfloat16 as its bits, uint16."""
-        bits = {np.dtype(jnp.bfloat16): np.dtype(np.uint16)}
-        dtypes = {p.path: bits.get(self._dtypes[p.path], self._dtypes[p.path]) for p in self._experts.values()}
-        return {name: (p.matrix, dtypes[p.path]) for name, p in self._experts.items()}
+        fields: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        for name, p in self._experts.items():
+            if self.expert_format is not None and len(p.matrix) == 2:
+                fields |= self.expert_format.fields(name, p.matrix)
+            else:
+                dtype = self._dtypes[p.path]
+                fields[name] = (p.matrix, np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype)
+        return fields
 
     @property
     def expert_bytes(self) -> int:
@@ -145,7 +160,8 @@ class LazyCheckpoint(Closing):
         files = sorted(self.folder.glob("*.safetensors"))
         seen = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
-        return hashlib.sha256(json.dumps([self.fields, seen, dtypes], sort_keys=True).encode()).hexdigest()
+        kept = [] if self.expert_format is None else [self.expert_format.name]
+        return hashlib.sha256(json.dumps([self.fields, seen, dtypes, *kept], sort_keys=True).encode()).hexdigest()
 
     @property
     def routing_fingerprint(self) -> str:
@@ -163,7 +179,10 @@ class LazyCheckpoint(Closing):
             whole = (slice(None),) * len(parameter.matrix)
             at = (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
             part = self._loader.region(parameter, self._dtypes[parameter.path], at)[0, 0]
-            views[name][...] = part.view(views[name].dtype)
+            if self.expert_format is not None and part.ndim == 2:
+                views[name][...], views[name + SCALES][...] = compress(part, self.expert_format)
+            else:
+                views[name][...] = part.view(views[name].dtype)
 
     def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
         """Everything but the experts, on the default device."""

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmoe.layers.slot_experts import ExpertInputs, bundled_mlp, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
+from kernels_pallas.compressed import SCALES, format_of
 from kernels_pallas.grouped_mlp import MLPWeights
-from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
+from kernels_pallas.native import MAX_ROWS, SLOT_ARRAYS, SlotLayout, slot_mlp
 
 TABLE_TILE_ROWS = 64
 
@@ -65,7 +66,7 @@ class HostSlots(ExpertSlots):
             {name: slot[at : at + size].view(dtype).reshape(shape) for name, (at, size, shape, dtype) in layout.items()}
             for slot in memory
         ]
-        self._weights = [as_weights({name: as_array(m, cpu) for name, m in slot.items()}) for slot in self._memory]
+        self._stored = [{name: as_array(m, cpu) for name, m in slot.items()} for slot in self._memory]
         self.native = NativeSlots(as_array(memory, cpu), fields, layout) if native else None
 
     def write(self, slot: int, record: NamedArrays) -> None:
@@ -75,11 +76,11 @@ class HostSlots(ExpertSlots):
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         if self.native is not None and self.native.takes(routed.h_TD.shape[0], routed.h_TD.dtype):
             return _native_mlp(self.native.layout, activation, routed.y_TD, *routed[:3], self.native.slots_MR, table_E)
-        return bundled_mlp(routed, [self._weights[slot] for slot in table_E], activation)
+        return bundled_mlp(routed, [self._stored[slot] for slot in table_E], activation)
 
-    def weights(self, slot: int) -> MLPWeights:
+    def stored(self, slot: int) -> StoredExpert:
         """Return a slot's arrays: the slot's memory, not a copy."""
-        return self._weights[slot]
+        return self._stored[slot]
 
 
 class NativeSlots:
@@ -87,16 +88,21 @@ class NativeSlots:
 
     def __init__(self, slots_MR: jax.Array, fields: Fields, layout: Mapping[str, Any]) -> None:
         self.slots_MR = slots_MR
-        biases = {stored_dtype(dtype) for name, (_, dtype) in fields.items() if name.startswith("b_")}
-        at = {name: layout[name][0] if name in layout else -1 for name in MLPWeights._fields}
-        self.layout = SlotLayout(**at, hidden=fields["w_down"][0][0], wide_biases=biases == {np.dtype(np.float32)})
-        self._dtype = stored_dtype(fields["w_up"][1])
-        self._is_uniform = stored_dtype(fields["w_down"][1]) == self._dtype and len(biases) < 2
+        kinds = {name: stored_dtype(dtype) for name, (_, dtype) in fields.items()}
+        biases = {dtype for name, dtype in kinds.items() if name.startswith("b_")}
+        is_compressed = "w_up" + SCALES in fields
+        matrices = {dtype for name, dtype in kinds.items() if name in ("w_up", "w_down")}
+        floats = {np.dtype(np.float32), np.dtype(jnp.bfloat16)}
+        self._is_known = len(matrices) == 1 and len(biases) < 2 and (is_compressed or matrices <= floats)
+        self._dtype = None if is_compressed else kinds["w_up"]
+        form = format_of(fields["w_up"][1], fields["w_up" + SCALES][1]) if is_compressed else None
+        at = {name: layout[name][0] if name in layout else -1 for name in SLOT_ARRAYS}
+        hidden = fields["w_down"][0][0] * (form.per_byte if form else 1)
+        self.layout = SlotLayout(**at, hidden=hidden, wide_biases=biases == {np.dtype(np.float32)}, form=form)
 
     def takes(self, num_tokens: int, dtype: Any) -> bool:
-        """Return whether there are few enough tokens, of the weights' dtype."""
-        known = self._is_uniform and self._dtype in (np.float32, jnp.bfloat16)
-        return known and dtype == self._dtype and num_tokens <= MAX_ROWS
+        """Return whether there are few enough tokens, of the weights' dtype; of compressed weights any."""
+        return self._is_known and num_tokens <= MAX_ROWS and self._dtype in (None, dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

@@ -1,11 +1,20 @@
 """Operations on few rows for CPUs, in C++: XLA:CPU reads weights for them at a fraction of the memory's speed."""
 
-from kernels_pallas.native.api import SlotLayout, cached_attention, few_row_matmul, rms_norm, slot_mlp, top_k
+from kernels_pallas.native.api import (
+    SLOT_ARRAYS,
+    SlotLayout,
+    cached_attention,
+    few_row_matmul,
+    rms_norm,
+    slot_mlp,
+    top_k,
+)
 from kernels_pallas.native.library import NotBuiltError, load
 from kernels_pallas.native.scope import MAX_ROWS, native_operations, takes_native
 
 __all__ = [
     "MAX_ROWS",
+    "SLOT_ARRAYS",
     "NotBuiltError",
     "SlotLayout",
     "cached_attention",

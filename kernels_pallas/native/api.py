@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.compressed import FORMATS, Format
+
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
@@ -35,15 +37,22 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype | type
 class SlotLayout(NamedTuple):
     """Where the arrays of an expert's MLP begin in a slot, in bytes: w_up [D, U], w_down [F, D], b_up [U], b_down [D].
 
-    -1: there is no bias. hidden: F; U is F for GELU, else 2 F. wide_biases: they are float32, else bfloat16.
+    -1: there is no such array. hidden: F; U is F for GELU, else 2 F. wide_biases: they are float32, else bfloat16.
+    form: of the matrices (`kernels_pallas/compressed.py`), which then have scales; None: as the tokens.
     """
 
     w_up: int
+    w_up_scales: int
     w_down: int
+    w_down_scales: int
     b_up: int
     b_down: int
     hidden: int
     wide_biases: bool
+    form: Format | None
+
+
+SLOT_ARRAYS = SlotLayout._fields[:6]
 
 
 def slot_mlp(
@@ -55,14 +64,16 @@ def slot_mlp(
 ) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, by ascending number.
 
-    tokens: h_TD, float32 or bfloat16 as the weights; idx_TK, int32, E or more for none; weights_TK and y_TD, float32.
+    tokens: h_TD, float32 or bfloat16, as the weights where those are not compressed; idx_TK, int32, E or more for none;
+    weights_TK and y_TD, float32.
     slots_MR: uint8, a slot of R bytes an expert; table_E: int32, an expert's slot.
     """
     y = jax.ShapeDtypeStruct(tokens[3].shape, jnp.float32)
     call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})
-    numbers = {name: np.int64(value) for name, value in layout._asdict().items() if name != "wide_biases"}
-    kind = np.int64(ACTIVATIONS[activation])
-    return call(*tokens, slots_MR, table_E, activation=kind, wide_biases=layout.wide_biases, **numbers)
+    numbers = {name: np.int64(getattr(layout, name)) for name in (*SLOT_ARRAYS, "hidden")}
+    numbers["activation"] = np.int64(ACTIVATIONS[activation])
+    numbers["form"] = np.int64(0 if layout.form is None else 1 + list(FORMATS.values()).index(layout.form))
+    return call(*tokens, slots_MR, table_E, wide_biases=layout.wide_biases, **numbers)
 
 
 def cached_attention(

@@ -16,7 +16,7 @@ template <class X, class T>
 void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N, bool transposed) {
   thread_local std::vector<float> scratch;
   const Matrix<T> w{data, K, N};
-  const int64_t slices = transposed ? 1 : w.slices();
+  const int64_t slices = transposed ? 1 : slices_of(K, w.bytes(K, N));
   scratch.resize(rows * K + (slices > 1 ? slices * rows * N : 0));
   float* wide = scratch.data();
   float* parts = slices > 1 ? wide + rows * K : y;  // [slices, rows, N]
@@ -32,8 +32,8 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   }
   const Spread spread(slices, N);
   Phase multiply(spread.tasks(), [=](int i) {
-    product(
-        w, spread.of(i), wide, K, rows, spread.begin(i), spread.end(i), parts + spread.of(i) * rows * N, N);
+    const int64_t slice = spread.of(i), first = slice_begin(K, slices, slice), last = slice_begin(K, slices, slice + 1);
+    product(w, first, last, wide, K, rows, spread.begin(i), spread.end(i), parts + slice * rows * N, N);
   });
   Phase add(slices > 1 ? int(rows) : 0, [=](int t) {
     std::memcpy(y + t * N, parts + t * N, N * sizeof(float));

@@ -11,18 +11,63 @@
 #include "parallel.h"
 #include "vectors.h"
 
-// A matrix [K, N], N contiguous.
+// How many parts of k, multiples of 32, are added up by themselves: four where they are worth a thread's while.
+inline int64_t slices_of(int64_t K, int64_t num_bytes) {
+  return num_bytes < (128 << 10) ? 1 : std::min<int64_t>(4, (K + 31) / 32);
+}
+
+inline int64_t slice_begin(int64_t K, int64_t slices, int64_t i) {
+  return std::min(K, i * ((K + 32 * slices - 1) / (32 * slices) * 32));
+}
+
+// A matrix [K, N] of floats, N contiguous.
 template <class T>
 struct Matrix {
+  static constexpr int64_t kChunk = 16;  // rows that are read side by side: each is a stream that is fetched ahead
   const T* data;
   int64_t K, N;
-  // Parts of k that are added up by themselves: four where they are worth a thread's while.
-  int64_t slices() const { return K * N * int64_t(sizeof(T)) < (128 << 10) ? 1 : std::min<int64_t>(4, (K + 31) / 32); }
-  int64_t slice_begin(int64_t i) const { return std::min(K, i * ((K + slices() - 1) / slices())); }
+  static int64_t bytes(int64_t K, int64_t N) { return K * N * int64_t(sizeof(T)); }
+  float at(int64_t k, int64_t n) const { return data[k * N + n]; }
 };
 
-constexpr int64_t kChunk = 16;    // rows that are read side by side: each is a stream that the processor fetches ahead
-constexpr int64_t kAhead = 512;   // bytes that each is fetched ahead beside that
+// One of 4 or 8 bits in blocks of 32 inputs, in the formats of kernels_pallas/compressed.py.
+enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3 };
+
+template <Format kFormat>
+struct Blocks {
+  static constexpr int64_t kChunk = 32;
+  static constexpr bool kPairs = kFormat != Format::kInt8;  // two values a byte
+  using Scale = std::conditional_t<kFormat == Format::kMxfp4, uint8_t, bfloat16>;
+  const uint8_t* data;
+  const Scale* scales;
+  int64_t K, N;
+  static int64_t bytes(int64_t K, int64_t N) { return K * N / (kPairs ? 2 : 1); }
+
+  static Floats table() {
+    if constexpr (kFormat == Format::kMxfp4)
+      return Floats{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return Floats{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  }
+  Floats scales_at(int64_t block, int64_t n) const {
+    if constexpr (kFormat == Format::kMxfp4)
+      return (Floats)(words(load<Bytes>(scales + block * N + n)) << 23);
+    else
+      return floats(scales + block * N + n);
+  }
+  float at(int64_t k, int64_t n) const {
+    float value, scale;
+    if constexpr (kPairs) value = table()[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
+    else value = int8_t(data[k * N + n]);
+    if constexpr (kFormat == Format::kMxfp4) {
+      const uint32_t bits = uint32_t(scales[k / 32 * N + n]) << 23;
+      std::memcpy(&scale, &bits, 4);
+    } else
+      scale = scales[k / 32 * N + n];
+    return value * scale;
+  }
+};
+
+constexpr int64_t kAhead = 512;  // bytes that each stream is fetched ahead beside what the processor does
 
 // Adds rows [k, end) of w to y[t, n ... n + 16 NV) for TB rows of x; from 0 if `fresh`.
 template <int TB, int NV, class T>
@@ -45,19 +90,53 @@ inline void add_block(
     for (int v = 0; v < NV; v++) store(y + t * y_stride + n + v * kLanes, sums[t][v]);
 }
 
-// y[t, begin ... end) of slice i for rows rows of x, in runs as wide as registers allow for so many rows
-template <class T>
-inline void product(
-    const Matrix<T>& w, int64_t i, const float* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end, float* y,
+// The same for one block of 32 inputs: its values are added up first, then multiplied by its scales.
+template <int TB, int NV, Format kFormat>
+inline void add_block(
+    const Blocks<kFormat>& w, int64_t k, int64_t, bool fresh, const float* x, int64_t x_stride, int64_t n, float* y,
     int64_t y_stride) {
-  const int64_t first = w.slice_begin(i), last = w.slice_begin(i + 1);
+  Floats sums[TB][NV];
+  for (int t = 0; t < TB; t++)
+    for (int v = 0; v < NV; v++) sums[t][v] = splat(0);
+  const Floats table = w.table();
+  for (int64_t end = k + 32; k < end; k += w.kPairs ? 2 : 1) {
+    const uint8_t* row = w.data + (w.kPairs ? k / 2 : k) * w.N + n;
+    for (int line = 0; line < NV * kLanes; line += 64) __builtin_prefetch(row + line + kAhead);
+    for (int v = 0; v < NV; v++) {
+      if constexpr (w.kPairs) {
+        const Words codes = words(load<Bytes>(row + v * kLanes));
+        const Floats low = look_up(table, codes), high = look_up(table, codes >> 4);
+        for (int t = 0; t < TB; t++) {
+          sums[t][v] += low * x[t * x_stride + k];
+          sums[t][v] += high * x[t * x_stride + k + 1];
+        }
+      } else {
+        const Floats part = floats(load<Chars>(row + v * kLanes));
+        for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
+      }
+    }
+  }
+  for (int v = 0; v < NV; v++) {
+    const Floats scales = w.scales_at(k / 32 - 1, n + v * kLanes);
+    for (int t = 0; t < TB; t++) {
+      float* to = y + t * y_stride + n + v * kLanes;
+      store(to, fresh ? sums[t][v] * scales : load<Floats>(to) + sums[t][v] * scales);
+    }
+  }
+}
+
+// y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow
+template <class W>
+inline void product(
+    const W& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end,
+    float* y, int64_t y_stride) {
   int64_t n = begin;
-  for (int64_t k = first; k < last; k += kChunk) {
+  for (int64_t k = first; k < last; k += W::kChunk) {
     int64_t t = 0;
     auto block = [&]<int TB, int NV>(std::integral_constant<int, TB>, std::integral_constant<int, NV>) {
       for (; t + TB <= rows; t += TB)
         add_block<TB, NV>(
-            w, k, std::min(last, k + kChunk), k == first, x + t * x_stride, x_stride, n, y + t * y_stride, y_stride);
+            w, k, std::min(last, k + W::kChunk), k == first, x + t * x_stride, x_stride, n, y + t * y_stride, y_stride);
     };
     auto run = [&]<int NV>(std::integral_constant<int, NV> wide) {
       for (; n + NV * kLanes <= end; n += NV * kLanes) {
@@ -78,7 +157,7 @@ inline void product(
   for (; n < end; n++)
     for (int64_t t = 0; t < rows; t++) {
       float total = 0;
-      for (int64_t k = first; k < last; k++) total = std::fma(float(w.data[k * w.N + n]), x[t * x_stride + k], total);
+      for (int64_t k = first; k < last; k++) total = std::fma(w.at(k, n), x[t * x_stride + k], total);
       y[t * y_stride + n] = total;
     }
 }

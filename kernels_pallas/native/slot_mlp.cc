@@ -18,8 +18,9 @@ constexpr float kLimit = 7.0f, kAlpha = 1.702f;  // of gpt-oss
 
 struct Shape {
   int64_t tokens, choices, experts, D, F, slot_bytes;
-  int64_t w_up, w_down, b_up, b_down;  // offsets in a slot; -1: none
+  int64_t w_up, w_up_scales, w_down, w_down_scales, b_up, b_down;  // offsets in a slot; -1: none
   int64_t activation;
+  bool wide_biases;
   int64_t columns() const { return activation == kGelu ? F : 2 * F; }
 };
 
@@ -46,23 +47,39 @@ Floats activated(Floats gate, Floats up, int64_t kind) {
   return gate / (exp(-gate) + 1.0f) * up;
 }
 
-// Turns a row's pre-activations [begin, end) into what the down projection takes; `up` is null for GELU.
-template <class T, class B>
-void activate(float* gate, const float* up, const B* gate_bias, const B* up_bias, int64_t count, int64_t kind) {
+// A bias in a slot, float32 or bfloat16; null: zeros.
+struct Bias {
+  const uint8_t* data;
+  bool wide;
+  Floats vector(int64_t n) const {
+    if (!data) return splat(0);
+    return wide ? floats((const float*)data + n) : floats((const bfloat16*)data + n);
+  }
+  float at(int64_t n) const { return !data ? 0.0f : wide ? ((const float*)data)[n] : float(((const bfloat16*)data)[n]); }
+};
+
+// Turns a row of pre-activations [U], with [F] for the gate and what it gates, into what the down projection takes.
+template <class T>
+void activate(float* row, const Bias& bias, int64_t F, bool gated, int64_t kind) {
   const T* type = nullptr;
   int64_t n = 0;
-  for (; n + kLanes <= count; n += kLanes) {
-    Floats a = load<Floats>(gate + n), b = up ? load<Floats>(up + n) : splat(0);
-    if (gate_bias) a += floats(gate_bias + n);
-    if (up_bias) b += floats(up_bias + n);
-    store(gate + n, rounded(activated(rounded(a, type), rounded(b, type), kind), type));
+  for (; n + kLanes <= F; n += kLanes) {
+    const Floats a = load<Floats>(row + n) + bias.vector(n);
+    const Floats b = gated ? load<Floats>(row + F + n) + bias.vector(F + n) : splat(0);
+    store(row + n, rounded(activated(rounded(a, type), rounded(b, type), kind), type));
   }
-  for (; n < count; n++) {
-    float a = gate[n], b = up ? up[n] : 0.0f;
-    if (gate_bias) a += float(gate_bias[n]);
-    if (up_bias) b += float(up_bias[n]);
-    gate[n] = rounded(activated(rounded(a, type), rounded(b, type), kind), type);
+  for (; n < F; n++) {
+    const float a = row[n] + bias.at(n), b = gated ? row[F + n] + bias.at(F + n) : 0.0f;
+    row[n] = rounded(activated(rounded(a, type), rounded(b, type), kind), type);
   }
+}
+
+template <class W>
+W matrix(const uint8_t* slot, int64_t values, int64_t scales, int64_t K, int64_t N) {
+  if constexpr (std::is_aggregate_v<W> && requires { typename W::Scale; })
+    return W{slot + values, reinterpret_cast<const typename W::Scale*>(slot + scales), K, N};
+  else
+    return W{reinterpret_cast<decltype(W::data)>(slot + values), K, N};
 }
 
 // One expert in use and its rows [begin, begin + count) of the sorted assignments.
@@ -77,7 +94,7 @@ struct Scratch {
   std::vector<float> x, up, down;
 };
 
-template <class T, class B>
+template <class T, class W>
 void slot_mlp(
     const Shape& s, const T* h, const int32_t* idx, const float* weights, const float* y,
     const uint8_t* slots, const int32_t* table, float* out) {
@@ -107,8 +124,7 @@ void slot_mlp(
     a.token[a.place[i]] = int32_t(i / s.choices);
   }
   const int64_t groups = a.groups.size();
-  const Matrix<T> up{nullptr, s.D, U}, down{nullptr, s.F, s.D};
-  const int64_t up_slices = up.slices(), down_slices = down.slices();
+  const int64_t up_slices = slices_of(s.D, W::bytes(s.D, U)), down_slices = slices_of(s.F, W::bytes(s.F, s.D));
   a.x.resize(rows * s.D);
   a.up.resize(up_slices * rows * U);      // [slices, rows, U], then the activations in the first slice
   a.down.resize(down_slices * rows * s.D);  // [slices, rows, D]
@@ -119,29 +135,27 @@ void slot_mlp(
   Phase project_up(up_spread.tasks(), [=](int i) {
     const Group& group = scratch->groups[up_spread.of(i) / up_slices];
     const int64_t slice = up_spread.of(i) % up_slices;
-    const Matrix<T> w{reinterpret_cast<const T*>(group.slot + s.w_up), s.D, U};
     product(
-        w, slice, scratch->x.data() + group.begin * s.D, s.D, group.count, up_spread.begin(i), up_spread.end(i),
-        scratch->up.data() + (slice * rows + group.begin) * U, U);
+        matrix<W>(group.slot, s.w_up, s.w_up_scales, s.D, U), slice_begin(s.D, up_slices, slice),
+        slice_begin(s.D, up_slices, slice + 1), scratch->x.data() + group.begin * s.D, s.D, group.count,
+        up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * U, U);
   });
   Phase activate_rows(int(groups), [=](int g) {
     const Group& group = scratch->groups[g];
-    const B* bias = s.b_up < 0 ? nullptr : reinterpret_cast<const B*>(group.slot + s.b_up);
-    const bool gated = U > s.F;
+    const Bias bias{s.b_up < 0 ? nullptr : group.slot + s.b_up, s.wide_biases};
     for (int64_t r = group.begin; r < group.begin + group.count; r++) {
       float* row = scratch->up.data() + r * U;
       for (int64_t slice = 1; slice < up_slices; slice++) add_to(row, row + slice * rows * U, U);
-      activate<T, B>(
-          row, gated ? row + s.F : nullptr, bias, bias && gated ? bias + s.F : nullptr, s.F, s.activation);
+      activate<T>(row, bias, s.F, U > s.F, s.activation);
     }
   });
   Phase project_down(down_spread.tasks(), [=](int i) {
     const Group& group = scratch->groups[down_spread.of(i) / down_slices];
     const int64_t slice = down_spread.of(i) % down_slices;
-    const Matrix<T> w{reinterpret_cast<const T*>(group.slot + s.w_down), s.F, s.D};
     product(
-        w, slice, scratch->up.data() + group.begin * U, U, group.count, down_spread.begin(i), down_spread.end(i),
-        scratch->down.data() + (slice * rows + group.begin) * s.D, s.D);
+        matrix<W>(group.slot, s.w_down, s.w_down_scales, s.F, s.D), slice_begin(s.F, down_slices, slice),
+        slice_begin(s.F, down_slices, slice + 1), scratch->up.data() + group.begin * U, U, group.count,
+        down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * s.D, s.D);
   });
   Phase add(int(s.tokens), [=](int token) {
     float* to = out + token * s.D;
@@ -157,41 +171,46 @@ void slot_mlp(
       before = row;
       const int32_t expert = idx[token * s.choices + choice];
       const uint8_t* slot = slots + int64_t(table[expert]) * s.slot_bytes;
-      const B* bias = s.b_down < 0 ? nullptr : reinterpret_cast<const B*>(slot + s.b_down);
+      const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
       const float weight = weights[token * s.choices + choice];
       float* from = scratch->down.data() + row * s.D;
       for (int64_t slice = 1; slice < down_slices; slice++) add_to(from, from + slice * rows * s.D, s.D);
-      if (bias)
-        for (int64_t d = 0; d < s.D; d++) from[d] += float(bias[d]);
       const T* type = nullptr;
       int64_t d = 0;
       for (; d + kLanes <= s.D; d += kLanes)
-        store(to + d, load<Floats>(to + d) + rounded(load<Floats>(from + d), type) * weight);
-      for (; d < s.D; d++) to[d] = std::fma(weight, rounded(from[d], type), to[d]);
+        store(to + d, load<Floats>(to + d) + rounded(load<Floats>(from + d) + bias.vector(d), type) * weight);
+      for (; d < s.D; d++) to[d] = std::fma(weight, rounded(from[d] + bias.at(d), type), to[d]);
     }
   });
   Pool::get().run({&project_up, &activate_rows, &project_down, &add});
 }
 
 ffi::Error handle(
-    ffi::AnyBuffer h, ffi::Buffer<ffi::S32> idx, ffi::Buffer<ffi::F32> weights,
-    ffi::Buffer<ffi::F32> y, ffi::Buffer<ffi::U8> slots, ffi::Buffer<ffi::S32> table, ffi::ResultBuffer<ffi::F32> out,
-    int64_t hidden, int64_t w_up, int64_t w_down, int64_t b_up, int64_t b_down, int64_t activation, bool wide_biases) {
+    ffi::AnyBuffer h, ffi::Buffer<ffi::S32> idx, ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> y,
+    ffi::Buffer<ffi::U8> slots, ffi::Buffer<ffi::S32> table, ffi::ResultBuffer<ffi::F32> out, int64_t hidden,
+    int64_t w_up, int64_t w_up_scales, int64_t w_down, int64_t w_down_scales, int64_t b_up, int64_t b_down,
+    int64_t activation, int64_t form, bool wide_biases) {
   const Shape s{idx.dimensions()[0], idx.dimensions()[1], table.dimensions()[0], h.dimensions()[1], hidden,
-                slots.dimensions()[1], w_up, w_down, b_up, b_down, activation};
-  auto call = [&]<class T, class B>(const T* from, const B*) {
-    slot_mlp<T, B>(
-        s, from, idx.typed_data(), weights.typed_data(), y.typed_data(), slots.typed_data(), table.typed_data(),
-        out->typed_data());
+                slots.dimensions()[1], w_up, w_up_scales, w_down, w_down_scales, b_up, b_down, activation,
+                wide_biases};
+  auto call = [&]<class T, class W>(const T*, const W*) {
+    slot_mlp<T, W>(
+        s, static_cast<const T*>(h.untyped_data()), idx.typed_data(), weights.typed_data(), y.typed_data(),
+        slots.typed_data(), table.typed_data(), out->typed_data());
   };
-  const float* wide = nullptr;
-  const bfloat16* narrow = nullptr;
+  auto of_format = [&]<class T>(const T* type) {
+    switch (Format(form)) {
+      case Format::kMxfp4: return call(type, (const Blocks<Format::kMxfp4>*)nullptr);
+      case Format::kInt4: return call(type, (const Blocks<Format::kInt4>*)nullptr);
+      case Format::kInt8: return call(type, (const Blocks<Format::kInt8>*)nullptr);
+      default: return call(type, (const Matrix<T>*)nullptr);
+    }
+  };
   if (h.element_type() == ffi::F32)
-    wide_biases ? call(h.typed_data<float>(), wide) : call(h.typed_data<float>(), narrow);
-  else if (h.element_type() == ffi::BF16) {
-    const auto* from = static_cast<const bfloat16*>(h.untyped_data());
-    wide_biases ? call(from, wide) : call(from, narrow);
-  } else
+    of_format((const float*)nullptr);
+  else if (h.element_type() == ffi::BF16)
+    of_format((const bfloat16*)nullptr);
+  else
     return ffi::Error::InvalidArgument("slot_mlp: dtype must be float32 or bfloat16");
   return ffi::Error::Success();
 }
@@ -210,8 +229,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int64_t>("hidden")
         .Attr<int64_t>("w_up")
+        .Attr<int64_t>("w_up_scales")
         .Attr<int64_t>("w_down")
+        .Attr<int64_t>("w_down_scales")
         .Attr<int64_t>("b_up")
         .Attr<int64_t>("b_down")
         .Attr<int64_t>("activation")
+        .Attr<int64_t>("form")
         .Attr<bool>("wide_biases"));

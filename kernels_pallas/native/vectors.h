@@ -1,10 +1,14 @@
 // Sixteen numbers at a time, in GCC's and Clang's vector types: AVX-512 where the processor has it, halves or quarters
-// of it elsewhere. Nothing here names an instruction.
+// of it elsewhere.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 constexpr int kLanes = 16;
 
@@ -27,6 +31,27 @@ inline void store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
+// Bytes and halves as numbers, and table[index % 16] for each: single instructions that compilers do not find by themselves.
+#if defined(__AVX512F__)
+inline Words words(const Bytes& x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
+inline Words words(const Halves& x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
+inline Halves halves(const Words& x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
+inline Floats floats(const Chars& x) { return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x)); }
+inline Floats look_up(const Floats& table, const Words& index) {
+  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+}
+#else
+inline Words words(const Bytes& x) { return __builtin_convertvector(x, Words); }
+inline Words words(const Halves& x) { return __builtin_convertvector(x, Words); }
+inline Halves halves(const Words& x) { return __builtin_convertvector(x, Halves); }
+inline Floats floats(const Chars& x) { return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats); }
+inline Floats look_up(const Floats& table, const Words& index) {
+  Floats y;
+  for (int i = 0; i < kLanes; i++) y[i] = table[index[i] & 15];
+  return y;
+}
+#endif
+
 inline Floats splat(float x) { return Floats{} + x; }
 
 struct bfloat16 {
@@ -46,9 +71,7 @@ struct bfloat16 {
 };
 
 inline Floats floats(const float* from) { return load<Floats>(from); }
-inline Floats floats(const bfloat16* from) {
-  return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
-}
+inline Floats floats(const bfloat16* from) { return (Floats)(words(load<Halves>(from)) << 16); }
 
 inline float rounded(float x, const float*) { return x; }
 inline float rounded(float x, const bfloat16*) { return bfloat16::round(x); }
@@ -63,7 +86,7 @@ inline void put(float x, bfloat16* to) { *to = bfloat16::round(x); }
 inline void put(const Floats& x, float* to) { store(to, x); }
 inline void put(const Floats& x, bfloat16* to) {
   const Floats near = rounded(x, to);
-  store(to, __builtin_convertvector((Words)near >> 16, Halves));
+  store(to, halves((Words)near >> 16));
 }
 
 inline float sum(const Floats& v) {

@@ -20,6 +20,7 @@ from jmoe.layers.router import top_k_indices
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import HostSlots
 from kernels_pallas import native
+from kernels_pallas.compressed import FORMATS, SCALES, Format, compress
 from kernels_pallas.matmul import dot
 from kernels_pallas.native.library import build
 from tests.arrays import assert_close
@@ -161,26 +162,49 @@ def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks:
 
 
 def slots_of(
-    dtype: Any, activation: str, biases: Any, sizes: tuple[int, int, int]
+    dtype: Any, activation: str, biases: Any, sizes: tuple[int, int, int], kind: Format | None = None
 ) -> tuple[list[HostSlots], np.ndarray]:
     """The same random experts in slots with and without native operations, and the table of their slots."""
     rng = np.random.default_rng(1)
     d, f, experts = sizes
     bits = lambda kind: np.dtype(np.uint16) if kind == jnp.bfloat16 else np.dtype(np.float32)  # noqa: E731
     u = f if activation == "gelu" else 2 * f
-    fields = {"w_up": ((d, u), bits(dtype)), "w_down": ((f, d), bits(dtype))}
+    fields: dict[str, Any] = {}
+    for name, shape in (("w_up", (d, u)), ("w_down", (f, d))):
+        fields |= {name: (shape, bits(dtype))} if kind is None else kind.fields(name, shape)
     if biases is not None:
         fields |= {"b_up": ((u,), bits(biases)), "b_down": ((d,), bits(biases))}
     both = [HostSlots(experts + 3, fields, native=is_native) for is_native in (True, False)]
     table_E = rng.permutation(experts + 3)[:experts].astype(np.int32)
     for slot in table_E.tolist():
-        record = {}
-        for name, (shape, stored) in fields.items():
-            values = jnp.asarray(rng.normal(size=shape) * 0.2, jnp.bfloat16 if stored == np.uint16 else jnp.float32)
-            record[name] = np.asarray(values).view(stored)
+        record: dict[str, np.ndarray] = {}
+        for name, shape in (("w_up", (d, u)), ("w_down", (f, d)), ("b_up", (u,)), ("b_down", (d,))):
+            values = rng.normal(size=shape) * 0.2
+            if kind is not None and name.startswith("w_"):
+                record[name], record[name + SCALES] = compress(values, kind)
+            elif name in fields:
+                stored = fields[name][1]
+                record[name] = values.astype(jnp.bfloat16 if stored == np.uint16 else np.float32).view(stored)
         for slots in both:
             slots.write(slot, record)
     return both, table_E
+
+
+@dtypes
+@pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
+def test_compressed_experts_in_slots(dtype: Any, kind: Format) -> None:
+    """As widened by XLA; columns that fill no register, and shared out by slices."""
+    for sizes in ((32, 64 + 32, 3), (256, 544, 3)):
+        (fast, plain), table_E = slots_of(dtype, "swiglu", jnp.float32, sizes, kind)
+        for tokens in (1, 9):
+            rng = np.random.default_rng(tokens)
+            idx = np.stack([rng.permutation(3)[:2] for _ in range(tokens)]).astype(np.int32)
+            h, weights = drawn(rng, (tokens, sizes[0]), dtype)[0], jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+            got, want = (
+                slots.mlp(ExpertInputs(h, jnp.asarray(idx), weights, jnp.zeros((tokens, sizes[0]))), table_E, "swiglu")
+                for slots in (fast, plain)
+            )
+            assert_close(got, want, 3e-6 if dtype == jnp.float32 else 2e-2)
 
 
 @dtypes

@@ -29,7 +29,7 @@ def store() -> TieredStore:
 
 def held(slots: HostSlots, slot: int) -> int:
     """The record whose bytes are in a slot."""
-    return int(slots.weights(slot).w_up[0, 0])
+    return int(slots.stored(slot)["w_up"][0, 0])
 
 
 @pytest.fixture

@@ -1,0 +1,135 @@
+"""Weights of 4 or 8 bits in blocks of 32 inputs under one scale: how they are kept, made, and made wide again.
+
+Legend: K inputs, N outputs. A matrix [K, N] is kept as values, [K / 2, N] bytes of two 4-bit values (of input 2 i in
+the low bits, of 2 i + 1 in the high ones) or int8 [K, N], and scales [K / 32, N]:
+
+- `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits): E2M1 values, scales 2^(s - 127) as bytes s.
+- `int4` (4.5 bits, the rounding of llama.cpp's q4_0): value - 8, times a bfloat16 scale.
+- `int8` (8.5 bits, as its q8_0): value times a bfloat16 scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 32
+SCALES = "_scales"  # what the name of a matrix's scales ends with
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
+_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of compressed weights: its name, how many values a byte holds, the dtypes of values and scales.
+
+    bfloat16 scales are kept as their bits, uint16.
+    """
+
+    name: str
+    per_byte: int
+    values: np.dtype[Any]
+    scales: np.dtype[Any]
+
+    def fields(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return {name: (shape, dtype)} of what a matrix [K, N] is kept as; K must be a multiple of 32."""
+        inputs, outputs = shape
+        return {
+            name: ((inputs // self.per_byte, outputs), self.values),
+            name + SCALES: ((inputs // BLOCK, outputs), self.scales),
+        }
+
+
+MXFP4 = Format("mxfp4", 2, np.dtype(np.uint8), np.dtype(np.uint8))
+INT4 = Format("int4", 2, np.dtype(np.uint8), np.dtype(np.uint16))
+INT8 = Format("int8", 1, np.dtype(np.int8), np.dtype(np.uint16))
+FORMATS = {format_.name: format_ for format_ in (MXFP4, INT4, INT8)}
+
+
+def format_of(values: Any, scales: Any) -> Format:
+    """Return the format whose values and scales have these dtypes; scales of bfloat16 may be that or its bits."""
+    kept = np.dtype(np.uint16) if scales == jnp.bfloat16 else np.dtype(scales)
+    return next(f for f in FORMATS.values() if (f.values, f.scales) == (np.dtype(values), kept))
+
+
+def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
+    """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's scale allows.
+
+    mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were mxfp4 before stay
+    what they were. int4: the value that is largest in magnitude is kept; int8: likewise, at 127.
+    """
+    blocks = np.asarray(w_KN, np.float32).reshape(-1, BLOCK, w_KN.shape[1])
+    if kind is MXFP4:
+        _, exponents = np.frexp(np.abs(blocks).max(axis=1))
+        scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
+        scaled = np.ldexp(blocks, _BIAS - scales.astype(np.int32)[:, None])
+        magnitudes = np.searchsorted(_MIDDLES, np.abs(scaled), side="left").astype(np.uint8)
+        # a tie goes to the even code, as the specification has it
+        at_middle = np.abs(scaled) == np.append(_MIDDLES, np.inf)[magnitudes]
+        magnitudes += (at_middle & (magnitudes % 2 == 1)).astype(np.uint8)
+        codes = magnitudes | (np.signbit(scaled).astype(np.uint8) << 3)
+        return _pairs(codes, w_KN.shape), scales
+    if kind is INT4:
+        peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+        scales, wide = _bfloat16(peak / -8)
+        codes = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)) + 8, 0, 15).astype(np.uint8)
+        return _pairs(codes, w_KN.shape), scales[:, 0]
+    scales, wide = _bfloat16(np.abs(blocks).max(axis=1, keepdims=True) / 127)
+    values = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)), -127, 127).astype(np.int8)
+    return values.reshape(w_KN.shape), scales[:, 0]
+
+
+def _bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return x rounded to bfloat16, as bits and as float32."""
+    narrow = x.astype(jnp.bfloat16)
+    return narrow.view(np.uint16), narrow.astype(np.float32)
+
+
+def _pairs(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    codes = codes.reshape(shape)
+    return codes[0::2] | (codes[1::2] << 4)
+
+
+def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Return the matrix [K, N] in `dtype`; the format is that of the dtypes."""
+    kind = format_of(values.dtype, scales.dtype)
+    if kind.per_byte == 2:
+        low, high = values & 15, values >> 4
+        codes = jnp.stack([low, high], axis=1).reshape(-1, values.shape[1])
+    else:
+        codes = values
+    if kind is MXFP4:
+        factors = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+        wide = _e2m1(codes)
+    else:
+        factors = _floats(scales).astype(jnp.float32)
+        wide = codes.astype(jnp.float32) - (8.0 if kind is INT4 else 0.0)
+    blocks = wide.reshape(-1, BLOCK, values.shape[1]) * factors[:, None]
+    return blocks.reshape(wide.shape).astype(dtype)
+
+
+def _e2m1(codes: jax.Array) -> jax.Array:
+    """Return float32 values of 4-bit floats: sign, two bits of exponent, one of mantissa."""
+    code = codes.astype(jnp.uint32)
+    sign, exponent, mantissa = (code >> 3) << 31, (code >> 1) & 3, code & 1
+    normal = ((exponent + (_BIAS - 1)) << 23) | (mantissa << 22)
+    half = mantissa * jnp.uint32(0x3F000000)  # 0.5, or 0
+    return lax.bitcast_convert_type(sign | jnp.where(exponent == 0, half, normal), jnp.float32)
+
+
+def opened(arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
+    """Return one expert's array in `dtype`, be it kept as it is, as the bits of bfloat16, or compressed."""
+    stored = arrays[name]
+    if name + SCALES in arrays:
+        return widen(stored, arrays[name + SCALES], dtype)
+    return _floats(stored)
+
+
+def _floats(x: jax.Array) -> jax.Array:
+    """Return x, where uint16 are the bits of bfloat16."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

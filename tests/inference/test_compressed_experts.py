@@ -1,0 +1,92 @@
+"""Engines with compressed experts against a model whose weights were widened by the formats' definitions."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_engines import CHECKPOINTS, tiny_engine
+
+import jmoe
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.sequence import Completion
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from kernels_pallas.compressed import FORMATS, compress
+from tests.kernels.test_compressed import read
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
+
+
+def logprobs(completions: list[Completion]) -> list[float]:
+    return [lp.logprob for c in completions for lp in (*c.prompt_logprobs, *c.logprobs)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in float32 whose experts' inputs are multiples of 32, with biases."""
+    path = tmp_path_factory.mktemp("float32") / "model"
+    model = jmoe.load_pretrained(CHECKPOINTS / "gpt_oss_mxfp4", dtype="float32")
+    rng = np.random.default_rng(0)
+    for parameter in (model.decoder.moe_layers.moe.experts.w_up, model.decoder.moe_layers.moe.experts.w_down):
+        parameter[...] += jnp.asarray(0.05 * rng.normal(size=parameter.shape), jnp.float32)
+    jmoe.save_pretrained(model, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path) -> None:
+    """The widened model's log-probabilities; streamed, bit for bit the same; bytes by the formula."""
+    model = jmoe.load_pretrained(folder, dtype="float32")
+    experts = model.decoder.moe_layers.moe.experts
+    for parameter in (experts.w_up, experts.w_down):
+        stacked = np.array(parameter[...])
+        for at in np.ndindex(stacked.shape[:2]):
+            stacked[at] = read(*compress(stacked[at], FORMATS[kind]), FORMATS[kind])
+        parameter[...] = jnp.asarray(stacked)
+    jmoe.save_pretrained(model, tmp_path / "wide")
+    with tiny_engine(tmp_path / "wide", policy="resident", native="off") as wide:
+        expected = wide.generate(PROMPTS, **OPTIONS)
+        wide_bytes = wide.stats().device_expert_bytes
+    with tiny_engine(folder, policy="resident", expert_dtype=kind, native=native) as resident:
+        found = resident.generate(PROMPTS, **OPTIONS)
+        device_bytes = resident.stats().device_expert_bytes
+        biases = 4 * (experts.b_up[...].size + experts.b_down[...].size)
+        assert device_bytes - biases == (wide_bytes - biases) / 32 * {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5}[kind]
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-4)
+    layers = experts.w_up.shape[0]
+    chosen = {"device_bytes": device_bytes // layers, "host_cache_bytes": 1 << 20, "cache_dir": tmp_path / "records"}
+    for policy in ({"policy": "ring", "ring_slots": 1}, {"policy": "experts", "expert_tier": "nvme", **chosen}):
+        with tiny_engine(folder, expert_dtype=kind, native=native, **policy) as streamed:
+            again = streamed.generate(PROMPTS, **OPTIONS)
+            assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
+
+
+def test_mxfp4_is_kept_as_it_is_stored() -> None:
+    """17 bytes for 32 weights; nothing but the order of sums differs from weights made wide."""
+    with tiny_engine("gpt_oss_mxfp4", policy="resident") as kept:
+        found, kept_bytes = kept.generate(PROMPTS, **OPTIONS), kept.stats().device_expert_bytes
+    with tiny_engine("gpt_oss_mxfp4", policy="resident", expert_dtype="wide") as wide:
+        expected, wide_bytes = wide.generate(PROMPTS, **OPTIONS), wide.stats().device_expert_bytes
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=2e-5)
+    with LazyCheckpoint(CHECKPOINTS / "gpt_oss_mxfp4", "float32") as checkpoint:
+        fields = checkpoint.expert_fields
+        experts = checkpoint.config.num_experts * checkpoint.config.num_moe_layers
+    biases = sum(4 * int(np.prod(shape)) for name, (shape, _) in fields.items() if name.startswith("b_"))
+    assert kept_bytes - experts * biases == (wide_bytes - experts * biases) / 32 * 4.25
+
+
+def test_bad_formats() -> None:
+    with pytest.raises(ValueError, match="expert_dtype = 'int5': must be wide, mxfp4, int4, int8 or None"):
+        EngineConfig(expert_dtype="int5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expert_dtype = 'int4': must be wide or None with mesh\.devices = 2"):
+        EngineConfig(expert_dtype="int4", mesh=EngineMesh(devices=2))
+    with pytest.raises(
+        ValueError, match=r"expert_dtype = 'int8': needs inputs of w_\w+ to be a multiple of 32, not \d+"
+    ):
+        LazyCheckpoint(CHECKPOINTS / "mixtral", None, "int8")

@@ -1,0 +1,76 @@
+"""Compressed weights against a reader that knows only the formats' definitions."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kernels_pallas.compressed import BLOCK, FORMATS, MXFP4, SCALES, Format, compress, opened, widen
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+formats = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
+
+
+def read(values: np.ndarray, scales: np.ndarray, kind: Format) -> np.ndarray:
+    """float64 [K, N], a number at a time."""
+    inputs = values.shape[0] * kind.per_byte
+    out = np.empty((inputs, values.shape[1]))
+    for k, n in np.ndindex(out.shape):
+        code = int(values[k // kind.per_byte, n])
+        code = (code >> 4 * (k % 2)) & 15 if kind.per_byte == 2 else code
+        scale = scales[k // 32, n]
+        if kind.name == "mxfp4":
+            out[k, n] = E2M1[code] * 2.0 ** (int(scale) - 127)
+        else:
+            out[k, n] = (code - 8 * (kind.name == "int4")) * float(scale.view(ml_dtypes.bfloat16))
+    return out
+
+
+def weights(seed: int = 0, shape: tuple[int, int] = (96, 5)) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=shape) * np.exp(rng.normal(size=shape[1]) * 3)
+    w[:32, 0] = 0  # a block without a scale
+    return w.astype(np.float32)
+
+
+@formats
+def test_what_is_kept_and_what_it_means(kind: Format) -> None:
+    w = weights()
+    values, scales = compress(w, kind)
+    fields = kind.fields("w", w.shape)
+    assert fields == {"w": (values.shape, values.dtype), "w" + SCALES: (scales.shape, scales.dtype)}
+    bits = 8 * (values.nbytes + scales.nbytes) / w.size
+    assert bits == {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5}[kind.name]
+    wide = read(values, scales, kind)
+    assert np.array_equal(widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32))
+    arrays = {"w": jnp.asarray(values), "w" + SCALES: jnp.asarray(scales)}
+    assert np.array_equal(opened(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
+    peak = np.abs(w.reshape(-1, BLOCK, 5)).max(axis=1, keepdims=True).repeat(BLOCK, axis=1).reshape(w.shape)
+    # mxfp4: half a step of the top binade, or what is cut above 6 of 8; int4: half a step, or 7 for 8; bfloat16 scales
+    limit = {"mxfp4": 0.25, "int4": 1 / 8 + 0.01, "int8": 0.5 / 127 + 0.005}[kind.name]
+    assert (np.abs(wide - w) <= limit * peak + 1e-30).all()
+    assert not wide[:32, 0].any()
+
+
+def test_mxfp4_stays_what_it_is() -> None:
+    """Bit for bit in value, whatever scales other software chose."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (64, 40), dtype=np.uint8)
+    codes[:32, 0] &= 0b1001  # nothing above a half
+    values, scales = codes[0::2] | codes[1::2] << 4, rng.integers(100, 150, (2, 40), dtype=np.uint8)
+    wide = read(values, scales, MXFP4)
+    assert np.array_equal(read(*compress(wide.astype(np.float32), MXFP4), MXFP4), wide)
+
+
+@formats
+def test_rounding_is_to_the_nearest(kind: Format) -> None:
+    """Of all that the block's scale allows."""
+    w = weights(1, (32, 3))
+    values, scales = compress(w, kind)
+    codes = range(16) if kind.per_byte == 2 else range(-127, 128)
+    pack = (
+        (lambda c: np.full((16, 3), c * 17, np.uint8)) if kind.per_byte == 2 else lambda c: np.full((32, 3), c, np.int8)
+    )
+    allowed = np.stack([read(pack(c), scales, kind) for c in codes])
+    nearest = np.abs(allowed - w).min(axis=0)
+    np.testing.assert_allclose(np.abs(read(values, scales, kind) - w), nearest, rtol=1e-5)
