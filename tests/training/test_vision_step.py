@@ -35,11 +35,11 @@ def trainer_of(shape: tuple[int, int, int], **changes: Any) -> tuple[VisionTrain
     return VisionTrainer(config, CLASSES, mesh_of(*shape), layout), ImageBatches(TASKS, config, layout, 0, devices)
 
 
-def run(shape: tuple[int, int, int], num_steps: int = 4, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def run(shape: tuple[int, int, int], steps: int = 4, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Losses [steps, A] of the tasks, and [3, A] of what is held out at the end."""
     trainer, batches = trainer_of(shape, **changes)
     state, losses = trainer.init(), []
-    for _ in range(num_steps):
+    for _ in range(steps):
         batch = put(next(batches), trainer)
         state, metrics = trainer.step(state, batch)
         if metrics["overflow"]:
@@ -78,6 +78,22 @@ def test_no_layout_changes_a_loss(
     np.testing.assert_array_equal(held_out[1:], expected[1][1:])
 
 
+@pytest.mark.slow
+def test_no_layout_changes_a_loss_in_fifty_steps() -> None:
+    """On two devices large | the others, on four a task each, on eight 4 / 2 / 1 / 1, and on one."""
+    alone, held_out = run((1, 1, 1), 50, num_steps=50)
+    assert (alone[-10:].mean(axis=0) < 0.9 * alone[:10].mean(axis=0)).all()
+    layouts = []
+    for num_devices in (2, 4, 8):
+        changes = {"layout": "elastic", "num_steps": 50}
+        layout = trainer_of((num_devices, 1, 1), **changes)[0].layout
+        layouts.append([len(layout.devices_of(task)) for task in range(4)])
+        losses, values = run((num_devices, 1, 1), 50, **changes)
+        np.testing.assert_allclose(losses, alone, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(values[1:], held_out[1:])  # right ones and images
+    assert layouts == [[1, 1, 1, 1], [1, 1, 1, 1], [4, 2, 1, 1]]
+
+
 def test_a_task_has_no_gradient_for_what_is_another_s() -> None:
     trainer, batches = trainer_of((1, 1, 1))
     state, batch = trainer.init(), put(next(batches), trainer)
@@ -92,5 +108,5 @@ def test_a_task_has_no_gradient_for_what_is_another_s() -> None:
 
 
 def test_training_learns() -> None:
-    losses, _ = run((1, 1, 1), num_steps=10)
+    losses, _ = run((1, 1, 1), 10)
     assert (losses[-2:].mean(axis=0) < losses[0]).any()
