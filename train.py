@@ -12,7 +12,6 @@ if __name__ == "__main__":
     answer_early(lambda: parse_train(sys.argv[1:], PRESETS))
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ from jmoe.training.finetune import TOKENIZER, with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
-from jmoe.training.task_layouts import copies_line, layout_of
+from jmoe.training.task_layouts import layout_of, plan_lines
 from jmoe.training.trainer import Trainer, make_trainer
 from jmoe.training.vision_run import CLASSES
 from jmoe.training.vision_session import VisionSession
@@ -123,10 +122,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(0 if any(row.fits for row in rows) else 1)
     config = with_chosen_tiers(config)
     if config.plan and isinstance(config, VisionTrainConfig):
-        shape = config.mesh
-        num_devices = max(1, shape.data) * shape.expert_inter * max(1, shape.expert_intra)
-        layout = layout_of(dataclasses.replace(config, layout="elastic"), num_devices)
-        print(*layout.lines(), *filter(None, [copies_line(config, layout)]), sep="\n")
+        print(*plan_lines(config), sep="\n")
         return
     if config.plan:
         plan = training_plan(config)

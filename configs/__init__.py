@@ -7,12 +7,13 @@ from jmoe.configs.mixtral import mixtral_8x7b
 from jmoe.configs.olmoe import olmoe_1b_7b
 from jmoe.configs.qwen3 import qwen3_30b_a3b
 from jmoe.configs.text import small, tiny
-from jmoe.configs.ufo import ufo_tiny
+from jmoe.configs.ufo import ufo_17b, ufo_tiny
 
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "tiny": ("4M parameters, 8 experts: learns source code in minutes on two CPU cores", tiny),
     "small": ("34M parameters, 8 experts: the same text, under an hour on two CPU cores", small),
     "ufo-tiny": ("0.4M parameters: four image tasks at once, in minutes on two CPU cores (extra: vision)", ufo_tiny),
+    "ufo-17b": ("VIMER-UFO 2.0's size: 17.0B parameters, 0.6B a task: forty image tasks, to be planned", ufo_17b),
     "olmoe-1b-7b": ("OLMoE 1B-7B: 6.9B parameters, 64 experts, top-8", olmoe_1b_7b),
     "mixtral-8x7b": ("Mixtral 8x7B: 46.7B parameters, 8 experts, top-2", mixtral_8x7b),
     "qwen3-30b-a3b": ("Qwen3 30B-A3B: 30.5B parameters, 128 experts, top-8", qwen3_30b_a3b),

@@ -2,6 +2,10 @@
 
 `ufo-tiny`: a dense layer, a layer whose experts tokens choose, and two routed by task. In the first of those all
 tasks share expert 0 but digits; in the last each has its own. Batches are the paper's 512, 256, 128 and 128 / 8.
+
+`ufo-17b`: what is published of VIMER-UFO 2.0 is its size, 17 billion parameters, 600 million on a task's path. The
+shape is ours: ViT-H/14 (arXiv:2010.11929) with a feed-forward in each layer for each of 40 tasks; the rest is shared.
+So are the tasks: ten data sets of each of four kinds, with the ratio of the paper's batches; their sources are folders.
 """
 
 from jmoe.config import (
@@ -41,4 +45,36 @@ ufo_tiny = VisionTrainConfig(
     comm=CommConfig(schedule="none"),
     num_steps=3000,
     compute_dtype="float32",
+)
+
+_KINDS = {"face": 64, "person": 32, "vehicle": 16, "product": 16}  # images a step of each of a kind's data sets
+_DATA_SETS = [f"{kind}-{number}" for kind in _KINDS for number in range(10)]
+
+ufo_17b = VisionTrainConfig(
+    model=VisionModelConfig(
+        image_size=224,
+        patch_size=14,
+        channels=3,
+        hidden_size=1280,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=5120,
+        moe_intermediate_size=5120,
+        hidden_act="gelu",
+        num_experts=len(_DATA_SETS),
+        num_experts_per_tok=1,
+        task_layers=tuple(range(32)),
+        position="learned",
+        norm="layernorm",
+        router=RouterConfig(kind="sigmoid", aux_loss_coef=0.0),
+    ),
+    tasks={
+        name: TaskConfig(f"data/{name}", batch_size=_KINDS[name.partition("-")[0]], path=(number,) * 32)
+        for number, name in enumerate(_DATA_SETS)
+    },
+    optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=1000, weight_decay=0.05),
+    comm=CommConfig(schedule="none"),
+    num_steps=100_000,
+    remat="layer",
 )

@@ -16,6 +16,11 @@ from jmoe.config import check
 from jmoe.config.vision import LayoutKind
 
 
+def size_text(num_bytes: int) -> str:
+    """Return bytes for people."""
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
+
+
 @dataclass(frozen=True)
 class TaskLoad:
     """The needs of a task a step: images of its batch, seconds (or any unit) an image, bytes of its own parameters.
@@ -105,7 +110,7 @@ class Layout:
         for device, (shares, seconds) in enumerate(zip(self.shares, self.seconds, strict=True)):
             bar = "#" * max(1, round(width * seconds / slowest))
             runs = " + ".join(f"{self.tasks[share.task].name} {share.start}:{share.stop}" for share in shares)
-            size = f"  {self.num_bytes[device] / 1e6:,.2f} MB" if any(self.num_bytes) else ""
+            size = f"  {size_text(self.num_bytes[device])}" if any(self.num_bytes) else ""
             lines.append(f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle{size}  {runs}")
         return lines
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 
 from jmoe.config import VisionTrainConfig, check
-from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan
+from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
 
 LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
 STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
@@ -36,14 +36,14 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     cast_bytes = 2 if config.compute_dtype == "bfloat16" else 0  # a copy in the dtype of use
     in_use_bytes = GRADIENT_BYTES + cast_bytes
     expert_bytes = model.expert_parameters * (STATE_BYTES + in_use_bytes)
-    counts = own_experts(config)
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide all experts, whoever runs what
+    counts = own_experts(config) if groups == 1 else dict.fromkeys(config.tasks, 0)
     experts = model.num_experts * (model.num_moe_layers + len(model.task_layers))
     dense = model.num_parameters()[0] - experts * model.expert_parameters
     parts = num_devices if config.comm.shard_dense else 1
-    groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide the experts
     shared = dense * in_use_bytes + -(-dense * STATE_BYTES // parts)
     shared += (experts - sum(counts.values())) * expert_bytes // groups
-    own = {name: count * expert_bytes // groups for name, count in counts.items()}
+    own = {name: count * expert_bytes for name, count in counts.items()}
     return DeviceMemory(config.machine.device().device_bytes or None, shared), own
 
 
@@ -121,6 +121,15 @@ class LayoutController:
         self.num_devices = num_devices
 
 
+def plan_lines(config: VisionTrainConfig) -> list[str]:
+    """Return who runs what on the devices that `mesh` names: elastic, or as configured where these split experts."""
+    mesh = config.mesh
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)
+    config = replace(config, layout="elastic") if groups == 1 else config
+    layout = layout_of(config, max(1, mesh.data) * groups)
+    return [*layout.lines(), *filter(None, [copies_line(config, layout)])]
+
+
 def copies_line(config: VisionTrainConfig, layout: Layout) -> str:
     """Return what a device keeps in fact, where that is more than its own tasks need; "" where it is not."""
     every = layout.shared_bytes + sum(task.num_bytes for task in layout.tasks)
@@ -129,4 +138,4 @@ def copies_line(config: VisionTrainConfig, layout: Layout) -> str:
     limit = config.machine.device().device_bytes
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < every else ""
     kept = "every device also keeps copies of the experts of tasks that it does not run"
-    return f"{kept}: {every / 1e6:,.2f} MB in all{more}"
+    return f"{kept}: {size_text(every)} in all{more}"

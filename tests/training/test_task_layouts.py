@@ -1,14 +1,15 @@
 """Layouts within the memory of a device: bytes of parameters that tasks share, and of those that are a task's own."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import pytest
 
-from jmoe.config import CommConfig, MachineConfig, VisionTrainConfig
+from jmoe.config import CommConfig, MachineConfig, MeshConfig, VisionTrainConfig
 from jmoe.config.vision import ElasticConfig
-from jmoe.configs.ufo import ufo_tiny
+from jmoe.configs.ufo import ufo_17b, ufo_tiny
 from jmoe.training.task_layouts import (
     LayoutController,
     check_layouts,
@@ -16,6 +17,7 @@ from jmoe.training.task_layouts import (
     layout_of,
     memory_of,
     own_experts,
+    plan_lines,
 )
 from jmoe.training.vision_step import ShardedVision
 from tests.model_configs import mesh_of
@@ -112,6 +114,25 @@ def test_what_does_not_fit_is_named_with_what_it_needs() -> None:
         layout_of(with_bytes(3_000_000, layout="even"), 2)
     with pytest.raises(ValueError, match="gradient_accumulation_steps = 3: must divide the 64 images"):
         layout_of(dataclasses.replace(ELASTIC, gradient_accumulation_steps=3), 2)
+
+
+def test_seventeen_billion_parameters_are_planned() -> None:
+    """A device for each task, or experts split over the mesh; on two devices there is no room."""
+    sharded = ShardedVision(ufo_17b, dict.fromkeys(ufo_17b.tasks, 10), mesh_of(1, 1, 1))
+    heads = 40 * 10 * ufo_17b.model.hidden_size
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(sharded.shapes)) - heads
+    total, active = ufo_17b.model.num_parameters()
+    assert parameters == pytest.approx(total, rel=1e-4)
+    assert (round(total / 1e9, 1), round(active / 1e9, 2)) == (17.0, 0.63)
+    on_h100 = dataclasses.replace(ufo_17b, machine=MachineConfig("h100"))
+    lines = plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=40)))
+    assert len(lines) == 41 and lines[0].endswith(" GB  face-0 0:64")
+    split = plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=8)))
+    assert len(split) == 8 and all("GB  " in line for line in split)
+    with pytest.raises(ValueError, match="device_bytes = 80000000000: must be more for 40 tasks on 2 devices"):
+        plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=2)))
+    with pytest.raises(ValueError, match=r"machine\.device_bytes = 80000000000: must be at least \d+ for face-0"):
+        plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=2)))
 
 
 def test_copies_that_devices_keep_are_said() -> None:
