@@ -208,7 +208,7 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
         return jax.tree.map(lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype), [t for _, t in sent])
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False))
-    return median_s(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+    return _median_s(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
 
 
 def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainState) -> float:
@@ -229,14 +229,16 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
 
     specs = (split_over(EXPERT, 1), split)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False))
-    return median_s(program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+    return _median_s(program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
 
 
-def median_s(program: Callable[..., Any], *args: Any) -> float:
-    """Return the median seconds of a program; every process calls this."""
-    seconds = []
-    for _ in range(1 + ROUNDS):  # the first one compiles
-        begun = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        seconds.append(time.perf_counter() - begun)
+def timed_s(program: Callable[..., Any], *args: Any) -> float:
+    """Return the seconds of a program; every process calls this."""
+    begun = time.perf_counter()
+    jax.block_until_ready(program(*args))
+    return time.perf_counter() - begun
+
+
+def _median_s(program: Callable[..., Any], *args: Any) -> float:
+    seconds = [timed_s(program, *args) for _ in range(1 + ROUNDS)]  # the first one compiles
     return median(seconds[1:])
