@@ -1,11 +1,12 @@
-"""Weights of 4 or 8 bits in blocks of 32 inputs under one scale: how they are kept, made, and made wide again.
+"""Weights of 4 or 8 bits in blocks of inputs under one scale: how they are kept, made, and made wide again.
 
 Legend: K inputs, N outputs. A matrix [K, N] is kept as values, [K / 2, N] bytes of two 4-bit values (of input 2 i in
-the low bits, of 2 i + 1 in the high ones) or int8 [K, N], and scales [K / 32, N]:
+the low bits, of 2 i + 1 in the high ones) or bytes [K, N], and scales, one for 32 inputs (fp8: 128) of an output:
 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits): E2M1 values, scales 2^(s - 127) as bytes s.
 - `int4` (4.5 bits, the rounding of llama.cpp's q4_0): value - 8, times a bfloat16 scale.
 - `int8` (8.5 bits, as its q8_0): value times a bfloat16 scale.
+- `fp8` (8.25 bits): E4M3 values times a float32 scale; DeepSeek-V3's scales of 128 x 128 weights, once an output.
 """
 
 from collections.abc import Mapping
@@ -28,27 +29,30 @@ _BIAS = 127
 class Format:
     """A kind of compressed weights: its name, how many values a byte holds, the dtypes of values and scales.
 
-    bfloat16 scales are kept as their bits, uint16.
+    bfloat16 scales are kept as their bits, uint16. block: inputs under one scale; in fp8 alone the last may have fewer.
     """
 
     name: str
     per_byte: int
     values: np.dtype[Any]
     scales: np.dtype[Any]
+    block: int = BLOCK
 
     def fields(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Return {name: (shape, dtype)} of what a matrix [K, N] is kept as; K must be a multiple of 32."""
+        """Return {name: (shape, dtype)} of what a matrix [K, N] is kept as."""
         inputs, outputs = shape
         return {
             name: ((inputs // self.per_byte, outputs), self.values),
-            name + SCALES: ((inputs // BLOCK, outputs), self.scales),
+            name + SCALES: ((-(-inputs // self.block), outputs), self.scales),
         }
 
 
 MXFP4 = Format("mxfp4", 2, np.dtype(np.uint8), np.dtype(np.uint8))
 INT4 = Format("int4", 2, np.dtype(np.uint8), np.dtype(np.uint16))
 INT8 = Format("int8", 1, np.dtype(np.int8), np.dtype(np.uint16))
-FORMATS = {format_.name: format_ for format_ in (MXFP4, INT4, INT8)}
+FP8 = Format("fp8", 1, np.dtype(np.uint8), np.dtype(np.float32), 128)
+FORMATS = {format_.name: format_ for format_ in (MXFP4, INT4, INT8, FP8)}
+_LARGEST_E4M3 = 448.0
 
 
 def format_of(values: Any, scales: Any) -> Format:
@@ -61,8 +65,10 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's scale allows.
 
     mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were mxfp4 before stay
-    what they were. int4: the value that is largest in magnitude is kept; int8: likewise, at 127.
+    what they were. int4: the value that is largest in magnitude is kept; int8 and fp8: likewise, at 127 and 448.
     """
+    if kind is FP8:
+        return _compress_fp8(np.asarray(w_KN, np.float32))
     blocks = np.asarray(w_KN, np.float32).reshape(-1, BLOCK, w_KN.shape[1])
     if kind is MXFP4:
         _, exponents = np.frexp(np.abs(blocks).max(axis=1))
@@ -84,6 +90,13 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     return values.reshape(w_KN.shape), scales[:, 0]
 
 
+def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.arange(0, w_KN.shape[0], FP8.block)
+    scales = np.maximum.reduceat(np.abs(w_KN), starts, axis=0) / np.float32(_LARGEST_E4M3)
+    wide = np.repeat(np.where(scales == 0, 1, scales), FP8.block, axis=0)[: w_KN.shape[0]]
+    return (w_KN / wide).astype(jnp.float8_e4m3fn).view(np.uint8), scales
+
+
 def _bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return x rounded to bfloat16, as bits and as float32."""
     narrow = x.astype(jnp.bfloat16)
@@ -98,6 +111,9 @@ def _pairs(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
     """Return the matrix [K, N] in `dtype`; the format is that of the dtypes."""
     kind = format_of(values.dtype, scales.dtype)
+    if kind is FP8:
+        wide = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+        return (wide * jnp.repeat(scales, kind.block, axis=0)[: wide.shape[0]]).astype(dtype)
     if kind.per_byte == 2:
         low, high = values & 15, values >> 4
         codes = jnp.stack([low, high], axis=1).reshape(-1, values.shape[1])

@@ -51,9 +51,9 @@ class EngineConfig:
     host_cache_bytes: int | None = None  # host memory for experts of the tier nvme; None: a quarter of their bytes
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
     dtype: Literal["float32", "bfloat16"] | None = None  # of weights, keys and values, and computation; None: as stored
-    # of the experts' matrices, on every tier. mxfp4, int4, int8: blocks of 32 weights under one scale, 4.25, 4.5 and
-    # 8.5 bits a weight; wide: as `dtype`; None: wide, but on one device what is stored as MXFP4 stays that
-    expert_dtype: Literal["wide", "mxfp4", "int4", "int8"] | None = None
+    # of the experts' matrices, on every tier. mxfp4, int4, int8, fp8: blocks of weights under one scale, 4.25, 4.5, 8.5
+    # and 8.25 bits a weight; wide: as `dtype`; None: wide, but on one device what is stored as MXFP4 or FP8 stays that
+    expert_dtype: Literal["wide", "mxfp4", "int4", "int8", "fp8"] | None = None
     # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what recent steps used
     # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all.
     # Over several devices `lina` places experts by such a guess: by paths, or for the other names by recent steps
@@ -72,8 +72,8 @@ class EngineConfig:
         check_field(enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output")
         known = self.estimator in ("router", "counts", "paths", None)
         check_field(known, self, "estimator", "must be router, counts, paths or None")
-        known = self.expert_dtype in (None, "wide", "mxfp4", "int4", "int8")
-        check_field(known, self, "expert_dtype", "must be wide, mxfp4, int4, int8 or None")
+        known = self.expert_dtype in (None, "wide", "mxfp4", "int4", "int8", "fp8")
+        check_field(known, self, "expert_dtype", "must be wide, mxfp4, int4, int8, fp8 or None")
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)
         fits = self.max_prefill_tokens is None or self.max_prefill_tokens >= chunk
         check_field(fits, self, "max_prefill_tokens", f"must be at least {chunk}, a chunk of one prompt")

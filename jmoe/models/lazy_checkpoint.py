@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config, read_table
-from jmoe.models.safetensors_io import TensorReader, read_headers
+from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers
 from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
 from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
-from kernels_pallas.compressed import BLOCK, FORMATS, MXFP4, SCALES, compress
+from kernels_pallas.compressed import BLOCK, FORMATS, FP8, MXFP4, SCALES, Format, compress
 from kernels_pallas.matmul import dot
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -69,8 +70,8 @@ class LazyCheckpoint(Closing):
     """A checkpoint whose experts are read on demand; a context manager.
 
     dtype: of all weights; None: as stored. expert_dtype: of the experts' matrices, a name of `FORMATS`, or `wide` for
-    that of all weights; None: that too, but what is stored as MXFP4 stays so. Raises `ValueError` as `load_pretrained`
-    does, before memory is filled.
+    that of all weights; None: that too, but what is stored as MXFP4 or FP8 stays so. Raises `ValueError` as
+    `load_pretrained` does, before memory is filled.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: Any = None, expert_dtype: str | None = None) -> None:
@@ -89,13 +90,19 @@ class LazyCheckpoint(Closing):
         self._loader = Loader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
-        is_mxfp4 = any(f"{piece.name}_blocks" in stored for p in self._experts.values() for piece in p.pieces())
-        self.expert_format = MXFP4 if expert_dtype is None and is_mxfp4 else FORMATS.get(expert_dtype or "")
-        if self.expert_format is not None:
-            for name, p in self._experts.items():
-                inputs = p.matrix[0]
-                words = f"needs inputs of {name} to be a multiple of {BLOCK}, not {inputs}: must be wide"
-                check(len(p.matrix) == 1 or inputs % BLOCK == 0, "expert_dtype", expert_dtype, words)
+        self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self._format_on_disk(stored)
+        for name, p in self._experts.items():
+            if self.expert_format not in (None, FP8) and len(p.matrix) == 2:
+                fits, inputs = p.matrix[0] % BLOCK == 0, p.matrix[0]
+                words = f"needs inputs of {name} to be a multiple of {BLOCK}, not {inputs}: must be wide or fp8"
+                check(fits, "expert_dtype", expert_dtype, words)
+
+    def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
+        """Return the format in which every expert's matrices are stored, if it is one that is kept."""
+        matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
+        if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
+            return MXFP4
+        return FP8 if all(map(self._loader.is_fp8, matrices)) else None
 
     def opened_again(self) -> "LazyCheckpoint":
         """Return the checkpoint as it is in its folder now, with files of its own."""
@@ -176,6 +183,9 @@ class LazyCheckpoint(Closing):
     def fill_expert(self, layer: int, expert: int, views: dict[str, np.ndarray]) -> None:
         """Read an expert of a layer with experts into arrays of `expert_fields`."""
         for name, parameter in self._experts.items():
+            if self.expert_format is FP8 and len(parameter.matrix) == 2 and self._loader.is_fp8(parameter):
+                views[name][...], views[name + SCALES][...] = self._loader.fp8(parameter, layer, expert)
+                continue
             whole = (slice(None),) * len(parameter.matrix)
             at = (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
             part = self._loader.region(parameter, self._dtypes[parameter.path], at)[0, 0]

@@ -26,6 +26,7 @@ DTYPES: dict[str, Any] = {
     "BF16": np.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
     "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
 }
 MAX_HEADER_BYTES = 100_000_000
 STAGING_BYTES = 1 << 22

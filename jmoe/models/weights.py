@@ -22,8 +22,10 @@ from jmoe.mesh import is_expert, path_names, stack_dims
 from jmoe.models.mxfp4 import BLOCK, dequantised
 from jmoe.models.safetensors_io import DTYPES, NewTensor, StoredTensor, TensorReader, read_headers
 from jmoe.models.tensor_names import FAMILIES, LAYER, Source, source_of
+from kernels_pallas.compressed import FP8
 
 Names = tuple[str, ...]
+FP8_SCALES = "_scale_inv"  # what the name of a FP8 tensor's scales ends with
 ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
@@ -90,11 +92,13 @@ def parameters(shapes: Any, config: ModelConfig, family: str) -> list[Parameter]
 
 
 def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -> list[StoredTensor]:
-    """The stored tensor, or its MXFP4 blocks and scales."""
+    """The stored tensor, with its scales if it is FP8, or its MXFP4 blocks and scales."""
     if piece.name in stored:
         tensor = stored[piece.name]
         if tensor.shape != piece.shape:
             raise tensor.wrong(f"has shape {list(tensor.shape)}, must have {list(piece.shape)}")
+        if tensor.dtype == "F8_E4M3":
+            return [tensor, _scales_of(stored, tensor)]
         if tensor.dtype not in FLOAT_DTYPES:
             raise tensor.wrong(f"has dtype {tensor.dtype}, must have one of {', '.join(FLOAT_DTYPES)}")
         return [tensor]
@@ -112,6 +116,17 @@ def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -
         if tensor.shape != shape or tensor.dtype != "U8":
             raise tensor.wrong(f"is {tensor.dtype}{list(tensor.shape)}, must be U8{list(shape)}")
     return [blocks, scales]
+
+
+def _scales_of(stored: dict[str, StoredTensor], tensor: StoredTensor) -> StoredTensor:
+    """Return the tensor of a FP8 matrix's scales, one for 128 x 128 weights."""
+    name = tensor.name + FP8_SCALES
+    if name not in stored:
+        raise tensor.wrong(f"is F8_E4M3, which needs its scales in {name!r}")
+    scales, shape = stored[name], tuple(-(-size // FP8.block) for size in tensor.shape)
+    if scales.dtype != "F32" or scales.shape != shape or len(shape) != 2:
+        raise scales.wrong(f"is {scales.dtype}{list(scales.shape)}, must be F32{list(shape)}")
+    return scales
 
 
 def check_tensors(
@@ -223,7 +238,34 @@ class Loader:
             else:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
 
+    def is_fp8(self, parameter: Parameter) -> bool:
+        """Return whether its tensors are FP8 with scales."""
+        return all(p.name in self._stored and self._stored[p.name].dtype == "F8_E4M3" for p in parameter.pieces())
+
+    def fp8(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return an expert's matrix as stored: E4M3 bits [rows, columns], float32 scales [rows / 128, columns]."""
+        rows, columns = parameter.matrix
+        values = np.empty((rows, columns), np.uint8)
+        scales = np.empty((-(-rows // FP8.block), columns), np.float32)
+        for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):
+            first, end = piece.columns
+            for a, b, part in self._reader.chunks(self._stored[piece.name], 0, end - first):
+                _transpose_into(values[:, first + a : first + b], part.view(np.uint8))
+            scales[:, first:end] = self._scales(piece, 0, end - first).T
+        return values, scales
+
+    def _scales(self, piece: Piece, start: int, end: int) -> np.ndarray:
+        """Return the scales [rows, columns / 128] of rows start..end of a FP8 tensor."""
+        stored, block = self._stored[piece.name + FP8_SCALES], FP8.block
+        parts = [part.copy() for _, _, part in self._reader.chunks(stored, start // block, -(-end // block))]
+        return np.repeat(np.concatenate(parts), block, axis=0)[start % block :][: end - start]
+
     def _rows(self, piece: Piece, start: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        if piece.name in self._stored and self._stored[piece.name].dtype == "F8_E4M3":
+            for a, b, part in self._reader.chunks(self._stored[piece.name], start, end):
+                wide = part.astype(np.float32)  # before the next read overwrites it
+                yield a, b, wide * np.repeat(self._scales(piece, a, b), FP8.block, axis=1)[:, : wide.shape[1]]
+            return
         if piece.name in self._stored:
             yield from self._reader.chunks(self._stored[piece.name], start, end)
             return

@@ -30,14 +30,16 @@ struct Matrix {
   float at(int64_t k, int64_t n) const { return data[k * N + n]; }
 };
 
-// One of 4 or 8 bits in blocks of 32 inputs, in the formats of kernels_pallas/compressed.py.
-enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3 };
+// One of 4 or 8 bits in blocks of 32 or 128 inputs, in the formats of kernels_pallas/compressed.py.
+enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3, kFp8 = 4 };
 
 template <Format kFormat>
 struct Blocks {
   static constexpr int64_t kChunk = 32;
-  static constexpr bool kPairs = kFormat != Format::kInt8;  // two values a byte
-  using Scale = std::conditional_t<kFormat == Format::kMxfp4, uint8_t, bfloat16>;
+  static constexpr bool kPairs = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;  // two values a byte
+  using Scale = std::conditional_t<
+      kFormat == Format::kMxfp4, uint8_t, std::conditional_t<kFormat == Format::kFp8, float, bfloat16>>;
+  static constexpr int64_t kBlock = kFormat == Format::kFp8 ? 128 : 32;
   const uint8_t* data;
   const Scale* scales;
   int64_t K, N;
@@ -48,21 +50,32 @@ struct Blocks {
       return Floats{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     return Floats{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   }
-  Floats scales_at(int64_t block, int64_t n) const {
+  Floats scales_at(int64_t k, int64_t n) const {
+    const Scale* from = scales + k / kBlock * N + n;
     if constexpr (kFormat == Format::kMxfp4)
-      return (Floats)(words(load<Bytes>(scales + block * N + n)) << 23);
+      return (Floats)(words(load<Bytes>(from)) << 23);
     else
-      return floats(scales + block * N + n);
+      return floats(from);
+  }
+  static Floats values(const uint8_t* from) {  // of one byte each
+    if constexpr (kFormat == Format::kFp8)
+      return e4m3(load<Bytes>(from));
+    else
+      return floats(load<Chars>(from));
   }
   float at(int64_t k, int64_t n) const {
     float value, scale;
-    if constexpr (kPairs) value = table()[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
-    else value = int8_t(data[k * N + n]);
+    if constexpr (kPairs)
+      value = table()[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
+    else if constexpr (kFormat == Format::kFp8)
+      value = e4m3(Bytes{} + data[k * N + n])[0];
+    else
+      value = int8_t(data[k * N + n]);
     if constexpr (kFormat == Format::kMxfp4) {
-      const uint32_t bits = uint32_t(scales[k / 32 * N + n]) << 23;
+      const uint32_t bits = uint32_t(scales[k / kBlock * N + n]) << 23;
       std::memcpy(&scale, &bits, 4);
     } else
-      scale = scales[k / 32 * N + n];
+      scale = scales[k / kBlock * N + n];
     return value * scale;
   }
 };
@@ -90,16 +103,16 @@ inline void add_block(
     for (int v = 0; v < NV; v++) store(y + t * y_stride + n + v * kLanes, sums[t][v]);
 }
 
-// The same for one block of 32 inputs: its values are added up first, then multiplied by its scales.
+// The same for at most 32 inputs under one scale: values are added up first, then multiplied by it.
 template <int TB, int NV, Format kFormat>
 inline void add_block(
-    const Blocks<kFormat>& w, int64_t k, int64_t, bool fresh, const float* x, int64_t x_stride, int64_t n, float* y,
+    const Blocks<kFormat>& w, int64_t k, int64_t end, bool fresh, const float* x, int64_t x_stride, int64_t n, float* y,
     int64_t y_stride) {
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = splat(0);
   const Floats table = w.table();
-  for (int64_t end = k + 32; k < end; k += w.kPairs ? 2 : 1) {
+  for (; k < end; k += w.kPairs ? 2 : 1) {
     const uint8_t* row = w.data + (w.kPairs ? k / 2 : k) * w.N + n;
     for (int line = 0; line < NV * kLanes; line += 64) __builtin_prefetch(row + line + kAhead);
     for (int v = 0; v < NV; v++) {
@@ -111,13 +124,13 @@ inline void add_block(
           sums[t][v] += high * x[t * x_stride + k + 1];
         }
       } else {
-        const Floats part = floats(load<Chars>(row + v * kLanes));
+        const Floats part = w.values(row + v * kLanes);
         for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
       }
     }
   }
   for (int v = 0; v < NV; v++) {
-    const Floats scales = w.scales_at(k / 32 - 1, n + v * kLanes);
+    const Floats scales = w.scales_at(end - 1, n + v * kLanes);
     for (int t = 0; t < TB; t++) {
       float* to = y + t * y_stride + n + v * kLanes;
       store(to, fresh ? sums[t][v] * scales : load<Floats>(to) + sums[t][v] * scales);

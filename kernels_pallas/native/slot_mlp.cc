@@ -203,6 +203,7 @@ ffi::Error handle(
       case Format::kMxfp4: return call(type, (const Blocks<Format::kMxfp4>*)nullptr);
       case Format::kInt4: return call(type, (const Blocks<Format::kInt4>*)nullptr);
       case Format::kInt8: return call(type, (const Blocks<Format::kInt8>*)nullptr);
+      case Format::kFp8: return call(type, (const Blocks<Format::kFp8>*)nullptr);
       default: return call(type, (const Matrix<T>*)nullptr);
     }
   };

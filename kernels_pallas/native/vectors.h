@@ -54,6 +54,15 @@ inline Floats look_up(const Floats& table, const Words& index) {
 
 inline Floats splat(float x) { return Floats{} + x; }
 
+// 8-bit floats of four bits of exponent and three of mantissa; NaN is not known
+inline Floats e4m3(const Bytes& x) {
+  const Words all = words(x), magnitude = all & 0x7f;
+  const Floats normal = (Floats)((magnitude << 20) + (120u << 23));
+  const Floats tiny = __builtin_convertvector((Ints)magnitude, Floats) * 0.001953125f;  // without leading one: n / 512
+  const Words y = (Words)((Ints)magnitude < 8 ? tiny : normal);
+  return (Floats)(y | (all >> 7 << 31));
+}
+
 struct bfloat16 {
   uint16_t bits;
   operator float() const {

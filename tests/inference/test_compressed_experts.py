@@ -1,5 +1,6 @@
 """Engines with compressed experts against a model whose weights were widened by the formats' definitions."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from kernels_pallas.compressed import FORMATS, compress
+from tests.fp8_checkpoint import write_fp8_checkpoint
 from tests.kernels.test_compressed import read
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
+# bits a weight, by the number of inputs
+BITS = {
+    "mxfp4": lambda _: 4.25,
+    "int4": lambda _: 4.5,
+    "int8": lambda _: 8.5,
+    "fp8": lambda k: 8 + 32 * -(-k // 128) / k,
+}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
 
 
@@ -55,7 +64,10 @@ def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path
         found = resident.generate(PROMPTS, **OPTIONS)
         device_bytes = resident.stats().device_expert_bytes
         biases = 4 * (experts.b_up[...].size + experts.b_down[...].size)
-        assert device_bytes - biases == (wide_bytes - biases) / 32 * {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5}[kind]
+        weights = [w[...].shape for w in (experts.w_up, experts.w_down)]
+        bits = sum(math.prod(shape) * BITS[kind](shape[-2]) for shape in weights)
+        assert device_bytes - biases == bits / 8
+        assert wide_bytes - biases == sum(4 * math.prod(shape) for shape in weights)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-4)
     layers = experts.w_up.shape[0]
@@ -81,8 +93,27 @@ def test_mxfp4_is_kept_as_it_is_stored() -> None:
     assert kept_bytes - experts * biases == (wide_bytes - experts * biases) / 32 * 4.25
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_fp8_is_kept_as_it_is_stored(native: str, tmp_path: Path) -> None:
+    """A byte a weight and its scales; nothing but the order of sums differs from weights made wide."""
+    write_fp8_checkpoint("deepseek_v3", tmp_path / "fp8", tmp_path / "wide")
+    with tiny_engine(tmp_path / "wide", policy="resident", native="off") as wide:
+        expected, wide_bytes = wide.generate(PROMPTS, **OPTIONS), wide.stats().device_expert_bytes
+    with LazyCheckpoint(tmp_path / "fp8") as checkpoint:
+        kept = [(shape, dtype) for shape, dtype in checkpoint.expert_fields.values()]
+        kept_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept)
+        kept_bytes *= checkpoint.config.num_experts * checkpoint.config.num_moe_layers
+    for policy in ({"policy": "resident"}, {"policy": "ring", "ring_slots": 1}):
+        with tiny_engine(tmp_path / "fp8", native=native, **policy) as engine:
+            found = engine.generate(PROMPTS, **OPTIONS)
+            if policy["policy"] == "resident":
+                assert engine.stats().device_expert_bytes == kept_bytes < 0.3 * wide_bytes
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-4)
+
+
 def test_bad_formats() -> None:
-    with pytest.raises(ValueError, match="expert_dtype = 'int5': must be wide, mxfp4, int4, int8 or None"):
+    with pytest.raises(ValueError, match="expert_dtype = 'int5': must be wide, mxfp4, int4, int8, fp8 or None"):
         EngineConfig(expert_dtype="int5")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expert_dtype = 'int4': must be wide or None with mesh\.devices = 2"):
         EngineConfig(expert_dtype="int4", mesh=EngineMesh(devices=2))

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.compressed import BLOCK, FORMATS, MXFP4, SCALES, Format, compress, opened, widen
+from kernels_pallas.compressed import FORMATS, MXFP4, SCALES, Format, compress, opened, widen
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 formats = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
@@ -18,18 +18,20 @@ def read(values: np.ndarray, scales: np.ndarray, kind: Format) -> np.ndarray:
     for k, n in np.ndindex(out.shape):
         code = int(values[k // kind.per_byte, n])
         code = (code >> 4 * (k % 2)) & 15 if kind.per_byte == 2 else code
-        scale = scales[k // 32, n]
-        if kind.name == "mxfp4":
+        scale = scales[k // (128 if kind.name == "fp8" else 32), n]
+        if kind.name == "fp8":
+            out[k, n] = float(np.uint8(code).view(ml_dtypes.float8_e4m3fn)) * float(scale)
+        elif kind.name == "mxfp4":
             out[k, n] = E2M1[code] * 2.0 ** (int(scale) - 127)
         else:
             out[k, n] = (code - 8 * (kind.name == "int4")) * float(scale.view(ml_dtypes.bfloat16))
     return out
 
 
-def weights(seed: int = 0, shape: tuple[int, int] = (96, 5)) -> np.ndarray:
+def weights(seed: int = 0, shape: tuple[int, int] = (256, 5)) -> np.ndarray:
     rng = np.random.default_rng(seed)
     w = rng.normal(size=shape) * np.exp(rng.normal(size=shape[1]) * 3)
-    w[:32, 0] = 0  # a block without a scale
+    w[:128, 0] = 0  # a block without a scale
     return w.astype(np.float32)
 
 
@@ -40,16 +42,16 @@ def test_what_is_kept_and_what_it_means(kind: Format) -> None:
     fields = kind.fields("w", w.shape)
     assert fields == {"w": (values.shape, values.dtype), "w" + SCALES: (scales.shape, scales.dtype)}
     bits = 8 * (values.nbytes + scales.nbytes) / w.size
-    assert bits == {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5}[kind.name]
+    assert bits == {"mxfp4": 4.25, "int4": 4.5, "int8": 8.5, "fp8": 8.25}[kind.name]
     wide = read(values, scales, kind)
     assert np.array_equal(widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32))
     arrays = {"w": jnp.asarray(values), "w" + SCALES: jnp.asarray(scales)}
     assert np.array_equal(opened(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
-    peak = np.abs(w.reshape(-1, BLOCK, 5)).max(axis=1, keepdims=True).repeat(BLOCK, axis=1).reshape(w.shape)
+    peak = np.abs(w.reshape(-1, kind.block, 5)).max(axis=1, keepdims=True).repeat(kind.block, axis=1).reshape(w.shape)
     # mxfp4: half a step of the top binade, or what is cut above 6 of 8; int4: half a step, or 7 for 8; bfloat16 scales
-    limit = {"mxfp4": 0.25, "int4": 1 / 8 + 0.01, "int8": 0.5 / 127 + 0.005}[kind.name]
+    limit = {"mxfp4": 0.25, "int4": 1 / 8 + 0.01, "int8": 0.5 / 127 + 0.005, "fp8": 1 / 28}[kind.name]
     assert (np.abs(wide - w) <= limit * peak + 1e-30).all()
-    assert not wide[:32, 0].any()
+    assert not wide[:128, 0].any()
 
 
 def test_mxfp4_stays_what_it_is() -> None:
@@ -62,14 +64,27 @@ def test_mxfp4_stays_what_it_is() -> None:
     assert np.array_equal(read(*compress(wide.astype(np.float32), MXFP4), MXFP4), wide)
 
 
+def test_eight_bit_floats_of_any_length() -> None:
+    """A last block of fewer than 128 inputs, and every E4M3 value."""
+    w = weights(2, (150, 4))
+    values, scales = compress(w, FORMATS["fp8"])
+    assert scales.shape == (2, 4)
+    wide = widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32)
+    assert np.array_equal(wide, read(values, scales, FORMATS["fp8"]).astype(np.float32))
+
+
 @formats
 def test_rounding_is_to_the_nearest(kind: Format) -> None:
     """Of all that the block's scale allows."""
     w = weights(1, (32, 3))
     values, scales = compress(w, kind)
     codes = range(16) if kind.per_byte == 2 else range(-127, 128)
+    if kind.name == "fp8":
+        codes = [code for code in range(256) if code not in (127, 255)]  # those are NaN
     pack = (
-        (lambda c: np.full((16, 3), c * 17, np.uint8)) if kind.per_byte == 2 else lambda c: np.full((32, 3), c, np.int8)
+        (lambda c: np.full((16, 3), c * 17, np.uint8))
+        if kind.per_byte == 2
+        else lambda c: np.full((32, 3), c, kind.values)
     )
     allowed = np.stack([read(pack(c), scales, kind) for c in codes])
     nearest = np.abs(allowed - w).min(axis=0)

@@ -118,6 +118,7 @@ def test_yarn_without_a_factor() -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be between 1 and num_experts = 4"),
         ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported, only 1.0"),
         ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = 'awq'"),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "only mxfp4 of gpt_oss"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "= 'mxfp4': must be fp8"),
         ("mixtral", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3': is not"),
         ("mixtral", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         ("mixtral", {"rope_parameters": {"full_attention": {}}}, "must be one flat table for all layers"),
@@ -153,7 +154,22 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy': is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: is not supported, only 1"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts = 0: must be greater than 0"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method = 'fp8': is not supported"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weight_block_size = None: must be .128, 128.",
+        ),
+        (
+            "deepseek_v3",
+            {"quantization_config": FP8 | {"weight_block_size": [64, 64]}},
+            "weight_block_size = .64, 64.: must",
+        ),
+        (
+            "deepseek_v3",
+            {"quantization_config": FP8 | {"fmt": "e5m2"}},
+            "quantization_config.fmt = 'e5m2': must be e4m3",
+        ),
+        ("gpt_oss", {"quantization_config": FP8}, "quant_method = 'fp8': must be mxfp4"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported, only 7.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0: is not supported"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window = None: is needed by layer_types"),

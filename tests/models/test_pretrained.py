@@ -23,6 +23,7 @@ from jmoe.models.huggingface import model_config
 from jmoe.models.mxfp4 import dequantised
 from jmoe.models.pretrained import LanguageModel, abstract_decoder
 from jmoe.models.safetensors_io import read_headers
+from tests.fp8_checkpoint import write_fp8_checkpoint
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -30,6 +31,9 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+GATE = "model.layers.2.mlp.experts.2.gate_proj.weight"
 
 
 def arrays_of(model: LanguageModel) -> dict[str, np.ndarray]:
@@ -44,6 +48,45 @@ def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         size = {"F32": 4, "BF16": 2, "U8": 1}[tensor.dtype] * int(np.prod(tensor.shape))
         found[tensor.name] = (tensor.dtype, tensor.shape, tensor.file.read_bytes()[tensor.offset :][:size])
     return found
+
+
+# ---- FP8
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def fp8_folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_fp8_checkpoint(request.param, folder / "fp8", folder / "wide")
+    return folder / "fp8", folder / "wide"
+
+
+def test_fp8_is_its_values_times_their_scales(fp8_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Bit for bit, whole and split over devices; saved, it is an ordinary checkpoint."""
+    fp8, wide = fp8_folders
+    found = jmoe.load_pretrained(fp8, dtype="float32")
+    expected = arrays_of(jmoe.load_pretrained(wide))
+    jmoe.save_pretrained(found, tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    split = jmoe.load_pretrained(fp8, dtype="float32", mesh=make_mesh((1, 1, 4), jax.devices()[:4]))
+    for model in (found, split, jmoe.load_pretrained(tmp_path / "saved")):
+        for path, array in arrays_of(model).items():
+            np.testing.assert_array_equal(array, expected[path], path)
+    assert "bfloat16" in {array.dtype.name for array in arrays_of(jmoe.load_pretrained(fp8)).values()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.pop(GATE + "_scale_inv"), "is F8_E4M3, which needs its scales in '.*gate_proj.weight_scale_inv'"),
+        (lambda h: h[GATE + "_scale_inv"].update(shape=[4, 1]), r"is F32\[4, 1\], must be F32\[2, 2\]"),
+        (lambda h: h[GATE + "_scale_inv"].update(dtype="I32"), "dtype I32|must be F32"),
+        (lambda h: h.update({"x_scale_inv": h[GATE + "_scale_inv"]}), "x_scale_inv.* is unexpected"),
+    ],
+)
+def test_wrong_fp8_scales(change: Any, message: str, fp8_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = rewritten(fp8_folders[0], tmp_path / "bad", change)
+    with pytest.raises(ValueError, match=message):
+        jmoe.load_pretrained(folder)
 
 
 # ---- round trips
