@@ -1,4 +1,5 @@
-"""Compile every kernel and its gradient for an H200, and the XLA path for an A100, on a machine without a GPU.
+"""Compile every kernel and its gradient for an H200, the XLA path for an A100, and the exchange of an engine over
+eight H200, on a machine without a GPU.
 
     python benchmarks/kernels_aot.py                       all named shapes
     python benchmarks/kernels_aot.py --shapes olmoe tiny   some of them
@@ -32,8 +33,12 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from benchmarks.lib import report
+from jmoe.inference.mesh_programs import ExchangeShape, experts_on_mesh
+from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.mesh import BATCH, REPLICATED, make_mesh
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
@@ -117,9 +122,14 @@ def compile_for(device: Any, function: Callable[..., Any], operands: Any) -> dic
     """Compile `function` for a device that is not there."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands)
+    return compiled_for_cuda(jax.jit(function), *abstract)
+
+
+def compiled_for_cuda(jitted: Any, *operands: Any) -> dict[str, Any]:
+    """Compile a program for the devices of its operands."""
     started = time.perf_counter()
     with captured() as lines:
-        compiled = jax.jit(function).trace(*abstract).lower(lowering_platforms=("cuda",)).compile()
+        compiled = jitted.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
     return {
         "compile_s": round(time.perf_counter() - started, 1),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
@@ -151,6 +161,21 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
 
 
+def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
+    """Compile what an engine over several GPUs runs for a layer's experts, of 256 tokens a device."""
+    mesh, tokens, k = make_mesh((1, 1, len(devices)), devices), 256 * len(devices), shape.num_experts_per_tok
+
+    def of(spec: Any, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    d, f, e = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    x_TD, y_TD = of(BATCH, jnp.bfloat16, tokens, d), of(BATCH, jnp.float32, tokens, d)
+    routed = ExpertInputs(x_TD, of(BATCH, jnp.int32, tokens, k), of(BATCH, jnp.float32, tokens, k), y_TD)
+    weights = MLPWeights(of(BATCH, jnp.bfloat16, e, d, 2 * f), of(BATCH, jnp.bfloat16, e, f, d))
+    exchange = ExchangeShape(256 * k * 5 // 4, e // len(devices), "swiglu", ragged=True)
+    return compiled_for_cuda(experts_on_mesh, mesh, exchange, routed, of(REPLICATED, jnp.int32, e, 1), weights)
+
+
 def main() -> None:
     a = parse()
     if not any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
@@ -177,6 +202,17 @@ def main() -> None:
                 )
                 for kernel in result["kernels"]:
                     print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
+    if "h200" in a.targets:
+        options = {"target_config": (TARGETS / "h200.txtpb").read_text(), "topology": "1x1x8"}
+        devices = topologies.get_topology_desc(platform="cuda", topology_name="h200", **options).devices
+        for name in a.shapes:
+            if MODELS[name].num_experts % len(devices) == 0:
+                result = engine_exchange(MODELS[name], devices)
+                results.append({"target": "8 x h200", "shape": name, "program": "ragged exchange, experts", **result})
+                size = result["temp_bytes"] / 2**20
+                print(
+                    f"8 x h200 {name} ragged exchange, experts: {result['compile_s']} s, {size:.1f} MiB of temporaries"
+                )
     report.finish({"jax": jax.__version__, "programs": results})
 
 

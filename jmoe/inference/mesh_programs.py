@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.exchange import Choices, PerDevice
+from jmoe.collectives.ragged import Ragged
 from jmoe.inference.dense_layout import RowLayout, sent_by_local
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.runner import Arrays, Hidden, attend_local, embed_local
@@ -38,11 +39,15 @@ class Gate(NamedTuple):
 
 
 class ExchangeShape(NamedTuple):
-    """A step's exchange: rows per (source, destination), and what the experts' program is compiled for."""
+    """A step's exchange, and what the experts' program is compiled for.
+
+    rows: of the buffers, for what a device gets in all if the exchange is ragged, else for a source and a destination.
+    """
 
     rows: int
     slots_per_device: int
     activation: str
+    ragged: bool = False
 
 
 def _sharded(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -111,15 +116,17 @@ def experts_on_mesh(
         numbers = jnp.arange(num_physical, dtype=jnp.int32)
         counts = (physical_TK[:, :, None] == numbers).sum(axis=(0, 1), dtype=jnp.int32)
         weights_TK = jnp.where(real_TK, routed.weights_TK, 0.0)
-        per_device = PerDevice(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
+        sent: Ragged | PerDevice = Ragged(EXPERT_INTRA, num_devices)
+        if not exchange.ragged:
+            sent = PerDevice(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
         chosen = Choices(physical_TK, weights_TK, counts)
-        there = per_device.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
+        there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
         slots = slots_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":
             slots = _few_slots(num_devices * num_tokens, k, num_experts)
         options: dict[str, Any] = {"activation": exchange.activation, "slots": slots}
         out_MD = grouped_mlp(there.rows_MD, there.group_sizes_L, weights, **options)
-        return routed.y_TD + per_device.combine(out_MD, there.handle)
+        return routed.y_TD + sent.combine(out_MD, there.handle)
 
     y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(routed, turns_EC, weights)
     return y_TD

@@ -90,6 +90,7 @@ class MeshRunner:
         """modules: `EmbedAndHead` and the layers, and caches, split over the devices as the layout says."""
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
+        self.ragged = self.mesh.devices.flat[0].platform == "gpu"  # whether the exchange is: XLA has it nowhere else
         self.leader: Leader | None = None  # of other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # steps, layers
@@ -241,8 +242,8 @@ class MeshRunner:
         weights, turns_EC = self.residency.weights(moe_layer), self.residency.turns(moe_layer)
         out = []
         for gate, idx_TK in zip(gates, chosen, strict=True):
-            for rows in _buffer_rows(placement, idx_TK):
-                exchange = ExchangeShape(rows, placement.slots_per_device, self.config.hidden_act)
+            for rows in _buffer_rows(placement, idx_TK, self.ragged):
+                exchange = ExchangeShape(rows, placement.slots_per_device, self.config.hidden_act, self.ragged)
                 y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, turns_EC, weights)
             out.append(y_TD)
         self._held = out
@@ -256,14 +257,14 @@ class MeshRunner:
         self._held = None
 
 
-def _buffer_rows(placement: Placement, idx_TK: np.ndarray) -> Sequence[int]:
+def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequence[int]:
     """Return the size of buffers that holds what every device sends to every other; all of them for padding alone.
 
-    idx_TK: of the tokens of all devices, in their order.
+    idx_TK: of the tokens of all devices, in their order. ragged: a buffer holds what a device gets from all.
     """
     num_devices, (num_tokens, k) = placement.num_devices, idx_TK.shape
     mine = num_tokens // num_devices
-    everything, fair = mine * k, mine * k / num_devices
+    everything, fair = (num_tokens * k, mine * k) if ragged else (mine * k, mine * k / num_devices)
     sizes = {everything}
     if everything > FEW_ROWS:
         sizes.update(min(everything, math.ceil(factor * fair)) for factor in BUFFER_FACTORS)
@@ -271,7 +272,7 @@ def _buffer_rows(placement: Placement, idx_TK: np.ndarray) -> Sequence[int]:
     if not token.size:
         return sorted(sizes)
     device = placement.physical(token, idx_TK[token, choice]) // placement.slots_per_device
-    sent = np.bincount(token // mine * num_devices + device)
+    sent = np.bincount(device if ragged else token // mine * num_devices + device)
     return [bucket(int(np.max(sent)), tuple(sorted(sizes)))]
 
 

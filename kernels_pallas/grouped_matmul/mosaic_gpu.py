@@ -335,7 +335,7 @@ def grouped_matmul(
                 at = pl.ds(part * (num_columns // parts) + first, STORED)
                 for ref, apply in ((scale, jnp.multiply), (bias, jnp.add)):
                     if ref is not None:
-                        row = plgpu.layout_cast(ref[group, at], plgpu.Layout.WGMMA.reduce(0))
+                        row = plgpu.load(ref, (group, at), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                         sums[part] = apply(sums[part], lax.broadcast_in_dim(row, sums[part].shape, (1,)))
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 

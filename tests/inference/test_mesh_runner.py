@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from tiny_engines import tiny_engine
 
+from jmoe.collectives.ragged import Ragged
 from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh_runner import MeshRunner, _buffer_rows
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.planning.placement import place_as
+from tests.arrays import ragged_all_to_all
 from tests.inference.mesh_traffic import (
     MAX_BATCH,
     Traffic,
@@ -152,11 +155,29 @@ def test_buffers_hold_the_largest_part_and_little_more() -> None:
     even = place_as(np.arange(4).reshape(2, 2), np.ones(4))
     choices = {"none": np.full((128, 2), 4), "even": np.tile([0, 2], (128, 1)), "all to one": np.tile([0, 1], (128, 1))}
     uneven = np.concatenate([choices["even"][:100], choices["all to one"][:28]])  # at most 92 of 128 to one device
-    assert list(_buffer_rows(even, choices["none"])) == [80, 96, 128]
-    assert list(_buffer_rows(even, choices["even"])) == [80]
-    assert list(_buffer_rows(even, uneven)) == [96]
-    assert list(_buffer_rows(even, choices["all to one"])) == [128]
-    assert list(_buffer_rows(even, choices["none"][:32])) == [32]
+    for choice, padded, ragged in [
+        (choices["none"], [80, 96, 128], [160, 192, 256]),
+        (choices["even"], [80], [160]),
+        (uneven, [96], [160]),  # the busier device gets 156 in all
+        (choices["all to one"], [128], [256]),
+        (choices["none"][:32], [32], [64]),
+    ]:
+        assert list(_buffer_rows(even, choice, ragged=False)) == padded
+        assert list(_buffer_rows(even, choice, ragged=True)) == ragged
+
+
+@pytest.mark.parametrize("placement", ["even", "lina"])
+def test_a_ragged_exchange_gives_the_same_tokens(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, with the collective made of those that a CPU has."""
+    monkeypatch.setattr("jmoe.inference.mesh_programs.Ragged", partial(Ragged, move=ragged_all_to_all))
+    slots = {"slots_per_device": 3} if placement == "lina" else {}
+    with tiny_engine("mixtral", policy="resident") as engine:
+        expected = traffic(engine)
+    with on_mesh("mixtral", devices=2, placement=placement, **slots) as engine:
+        runner_of(engine).ragged = True
+        answer = traffic(engine)
+    assert answer.tokens == expected.tokens
+    np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
 
 
 def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,89 @@
+"""The exchange of a layer's tokens in parts of unequal size: every row that is sent is one that somebody needs.
+
+Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E experts of all devices, L of this one,
+R devices, M rows of the buffer of what arrives. All runs inside `shard_map`. XLA has the collective on GPUs alone, so
+elsewhere `exchange.py`'s `PerDevice` pads every part to the largest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe.collectives.exchange import Choices, DispatchedTokens
+from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
+
+RaggedAllToAll = Callable[..., jax.Array]
+
+
+class Parts(NamedTuple):
+    """Where each part lies: one a device and expert, at the sender and at the receiver, rows from the first on."""
+
+    sent_at_E: jax.Array  # in the sender's rows, which are sorted by expert
+    sent_E: jax.Array
+    lands_at_E: jax.Array  # in the rows of the expert's device
+    taken_at_RL: jax.Array  # in the rows that arrived here, sorted by expert and then by source
+    taken_RL: jax.Array
+    returns_to_RL: jax.Array  # in the rows of the source
+
+
+def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
+    """Return the parts that `device` sends and takes; counts_RE: int32, what each device sends to each expert."""
+    num_devices, num_experts = counts_RE.shape
+    local = num_experts // num_devices
+    sent_at_RE = jnp.cumsum(counts_RE, axis=1) - counts_RE
+    totals_RL = counts_RE.sum(axis=0, dtype=jnp.int32).reshape(num_devices, local)
+    starts_RL = jnp.cumsum(totals_RL, axis=1) - totals_RL
+    lands_at_RE = starts_RL.reshape(-1) + jnp.cumsum(counts_RE, axis=0) - counts_RE
+
+    def taken(x_RE: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x_RE, device * local, local, 1)
+
+    mine = (x_RE[device] for x_RE in (sent_at_RE, counts_RE, lands_at_RE))
+    return Parts(*mine, *map(taken, (lands_at_RE, counts_RE, sent_at_RE)))
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A row for every assignment, straight to its place among the rows of its expert. Nothing is dropped.
+
+    move: `lax.ragged_all_to_all`, or what does the same.
+    """
+
+    axis: str
+    num_devices: int
+    move: RaggedAllToAll = lax.ragged_all_to_all
+
+    def dispatch_rows(self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int) -> DispatchedTokens:
+        """Send each token to its experts; rows: M, at least what any device gets."""
+        (num_tokens, k), num_experts = chosen.topk_idx_TK.shape, chosen.counts_E.size
+        with jax.named_scope("dispatch"):
+            order_N, rank_N = sort_by_expert(chosen.topk_idx_TK.reshape(-1), num_experts)
+            used_N = jnp.arange(order_N.size, dtype=jnp.int32) < chosen.counts_E.sum(dtype=jnp.int32)
+            token_N = jnp.where(used_N, order_N // k, num_tokens)
+            slot_TK = jnp.where(chosen.topk_idx_TK < num_experts, rank_N.reshape(num_tokens, k), order_N.size)
+            send_ND = dispatch(x_TD, token_N, slot_TK)
+        with jax.named_scope("all_to_all"):
+            counts_RE = lax.all_gather(chosen.counts_E, self.axis)
+            parts = parts_of(counts_RE, lax.axis_index(self.axis))
+            outward = parts.sent_at_E, parts.sent_E, parts.lands_at_E, parts.taken_RL.reshape(-1)
+            rows_MD = self._moved(send_ND, rows, *outward)
+        sizes_L, none = parts.taken_RL.sum(axis=0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
+        handle = parts, chosen.topk_weights_TK, token_N, slot_TK
+        return DispatchedTokens(rows_MD, None, sizes_L, expected_rows, none, handle)
+
+    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+        """Return float32 [T, D], the weighted sum of each token's experts' outputs."""
+        parts, topk_weights_TK, token_N, slot_TK = handle
+        with jax.named_scope("all_to_all_back"):
+            back = parts.taken_at_RL, parts.taken_RL, parts.returns_to_RL
+            back_ND = self._moved(out_MD, token_N.size, *(x.reshape(-1) for x in back), parts.sent_E)
+        with jax.named_scope("combine"):
+            return combine(back_ND, topk_weights_TK, token_N, slot_TK)
+
+    def _moved(self, rows_ND: jax.Array, num_rows: int, *parts: jax.Array) -> jax.Array:
+        empty_MD = jnp.zeros((num_rows, rows_ND.shape[1]), rows_ND.dtype)
+        return self.move(rows_ND, empty_MD, *parts, axis_name=self.axis)
