@@ -1,5 +1,6 @@
 """A run on images of three tasks, saved without having trained."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,12 @@ CONFIG = VisionTrainConfig(
 )
 
 
-def saved_run(folder: Path, config: VisionTrainConfig = CONFIG) -> Any:
-    """Save a step of `config`; the super-network."""
+def saved_run(folder: Path, config: VisionTrainConfig = CONFIG, **changes: Any) -> Any:
+    """Save a step of `config` with these parameters in place of those drawn; the super-network."""
     counts = {name: len(classes) for name, classes in CLASS_NAMES.items()}
     sharded = ShardedVision(config, counts, mesh_of(1, 1, 1))
     state = sharded.initial_state()
+    state = dataclasses.replace(state, params=state.params | changes)
     with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
         files = {CLASSES: json.dumps(CLASS_NAMES).encode()}
         checkpoints.save(3, state, {}, config.to_json(), files)

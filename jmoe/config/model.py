@@ -76,9 +76,11 @@ class MoEConfig:
         fits = self.capacity_factor is None or self.capacity_factor > 0
         check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
 
-    def by_task(self) -> MoEConfig:
-        """Return the layer whose experts are named by the image's task, not chosen by a router."""
-        return dataclasses.replace(self, num_experts_per_tok=1, router=RouterConfig(aux_loss_coef=0.0))
+    def by_task(self, choices: int) -> MoEConfig:
+        """Return the layer whose experts are named by the image's task; with two of them one may be none."""
+        some: RouterConfig = RouterConfig(kind="gshard", second_expert_policy="random", aux_loss_coef=0.0)
+        router = RouterConfig(aux_loss_coef=0.0) if choices == 1 else some
+        return dataclasses.replace(self, num_experts_per_tok=choices, router=router)
 
 
 def check_routing(num_experts: int, num_experts_per_tok: int, router: RouterConfig) -> None:
@@ -247,6 +249,11 @@ class ModelConfig:
         if self.kv_lora_rank is not None:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def task_choices(self) -> int:
+        """Return how many experts an image meets in a layer routed by task."""
+        return 1
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -22,12 +22,15 @@ class VisionModelConfig(ModelConfig):
 
     `decoder_sparse_step`, `first_k_dense_replace` and `mlp_only_layers` say, as in a decoder, which layers have experts
     routed per token; those of `task_layers` are routed by task instead. `vocab_size` has no meaning.
+    learn_paths: in every layer routed by task a task learns whether it takes expert 0, which all share, or the one that
+    its path names (UFO 2.0).
     """
 
     image_size: int = 16  # pixels a side; images of another size are resized
     patch_size: int = 4  # pixels a side
     channels: int = 1  # 1: grey, 3: colours
     task_layers: tuple[int, ...] = ()
+    learn_paths: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "image_size", "patch_size")
@@ -45,6 +48,9 @@ class VisionModelConfig(ModelConfig):
         check_field(rising, self, "task_layers", "must rise, each layer once")
         needs = not self.task_layers or self.num_experts > 0
         check(needs, "num_experts", self.num_experts, "must be greater than 0 for task_layers")
+        check_field(bool(self.task_layers) or not self.learn_paths, self, "learn_paths", "needs task_layers")
+        enough = self.num_experts > 1 or not self.learn_paths
+        check(enough, "num_experts", self.num_experts, "must be greater than 1 for learn_paths")
         super().__post_init__()
         # A balance loss would depend on which images a device has at once; a router's bias is moved by all of a step.
         balanced = "moe" not in self.layer_kinds or self.router.aux_loss_coef == 0
@@ -65,6 +71,11 @@ class VisionModelConfig(ModelConfig):
         """Return how each layer's feed-forward is chosen: one for all, by token or by task."""
         kinds = super().layer_kinds
         return tuple("task" if layer in self.task_layers else kind for layer, kind in enumerate(kinds))
+
+    @property
+    def task_choices(self) -> int:
+        """Return how many experts an image meets in a layer routed by task while it learns."""
+        return 2 if self.learn_paths else 1
 
     def num_parameters(self) -> tuple[int, int]:
         """Return (total, active per patch) parameters; a head of hidden_size x classes a task comes to them."""
@@ -92,7 +103,7 @@ class TaskConfig:
 
     source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or your own images: a folder
     with a folder for each class, or a .csv or .tsv file whose first line is path,label. path: the expert that it
-    takes in each of `model.task_layers`.
+    takes in each of `model.task_layers`; with `model.learn_paths` the one that it may take in place of expert 0.
     """
 
     source: str
@@ -137,6 +148,24 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
+class PathsConfig:
+    """How paths are learned (`model.learn_paths`): by Gumbel-softmax, arXiv:1611.01144, at the granularity of a task.
+
+    In each step every task draws one expert a layer, with the temperature of that step, which falls from `temperature`
+    to `final_temperature` by the same factor in every step of the run.
+    """
+
+    temperature: float = 2.0
+    final_temperature: float = 0.2
+
+    def __post_init__(self) -> None:
+        positive(self, "temperature", "final_temperature")
+        falls = self.final_temperature <= self.temperature
+        limit = f"must not exceed paths.temperature = {self.temperature:g}"
+        check(falls, "paths.final_temperature", self.final_temperature, limit)
+
+
+@dataclass(frozen=True)
 class VisionTrainConfig(TrainConfig):
     """One run that learns several image tasks. The batch is that of all tasks; a sequence is an image's patches.
 
@@ -147,6 +176,7 @@ class VisionTrainConfig(TrainConfig):
     model: VisionModelConfig = field(default_factory=lambda: VisionModelConfig(position="learned", num_experts=0))
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # by name, at least one
     images: ImagesConfig = field(default_factory=ImagesConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
     # who runs what: even: each device as many images of the joint batch; elastic: heavy tasks get several devices,
     # light ones share one (SE-MoE, section 4.1)
     layout: LayoutKind = "even"
@@ -161,11 +191,14 @@ class VisionTrainConfig(TrainConfig):
         literals(self)
         layers, experts = len(self.model.task_layers), self.model.num_experts
         for name, task in self.tasks.items():
-            field_name, inside = f"tasks.{name}.path", all(0 <= expert < experts for expert in task.path)
+            least = 1 if self.model.learn_paths else 0
+            field_name, inside = f"tasks.{name}.path", all(least <= expert < experts for expert in task.path)
             check(
                 len(task.path) == layers, field_name, task.path, f"must name an expert for {layers} model.task_layers"
             )
-            check(inside, field_name, task.path, f"must lie between 0 and model.num_experts - 1 = {experts - 1}")
+            why = "; with model.learn_paths expert 0 is the shared one" if least else ""
+            limit = f"must lie between {least} and model.num_experts - 1 = {experts - 1}{why}"
+            check(inside, field_name, task.path, limit)
         super().__post_init__()
         self._check_ends()
         self._check_supported()

@@ -1,7 +1,8 @@
 """One task of a run on images as a model of its own: python -m jmoe.deploy.extract RUN_DIR OUT_DIR --task NAME.
 
 The task's path through the super-network is kept: a layer routed by task becomes dense, with the weights of the expert
-that the task takes; other tasks' experts and heads stay behind (UFO: a super-network trained, a small one deployed).
+that the task takes, as learned or as given; other tasks' experts and heads stay behind (UFO: a super-network trained,
+a small one deployed).
 """
 
 import argparse
@@ -22,10 +23,11 @@ from jmoe.config import CommConfig, TaskConfig, VisionModelConfig, VisionTrainCo
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import make_mesh
 from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, replace_text, write_safetensors
-from jmoe.models.vision import STACK_OF, VisionTransformer
+from jmoe.models.vision import STACK_OF, VisionTransformer, taken_path
 from jmoe.models.weights import Names, flat
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.vision_run import read_vision_run, vision_model_config
+from jmoe.training.vision_step import OF_TASKS
 
 MODEL = "model.json"
 SHARD_BYTES = 4 << 30
@@ -58,13 +60,13 @@ def path_config(config: VisionModelConfig) -> VisionModelConfig:
         check(shared == 0, "model.shared_expert_intermediate_size", shared, "must be 0 to extract a path")
     dense = tuple(sorted({*config.mlp_only_layers, *config.task_layers}))
     experts = config.num_experts if "moe" in config.layer_kinds else 0
-    return dataclasses.replace(config, task_layers=(), mlp_only_layers=dense, num_experts=experts)
+    return dataclasses.replace(config, task_layers=(), learn_paths=False, mlp_only_layers=dense, num_experts=experts)
 
 
 def path_arrays(arrays: Arrays, config: VisionModelConfig, task: str, path: tuple[int, ...]) -> Arrays:
     """Return the arrays of the model of `path_config`, out of those of the super-network."""
-    stacks = set(STACK_OF.values())
-    kept = {names: a for names, a in arrays.items() if names[0] not in stacks and names[0] != "heads"}
+    others = {*STACK_OF.values(), *OF_TASKS}
+    kept = {names: a for names, a in arrays.items() if names[0] not in others}
     kept |= {names: a for names, a in arrays.items() if names[:2] == ("heads", task)}
     kept |= {names: a for names, a in arrays.items() if names[0] == STACK_OF["moe"]}
     layers: dict[Names, list[NDArray[Any]]] = {}
@@ -92,7 +94,10 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     check(task in run.tasks, "task", task, f"must be one of {', '.join(sorted(run.tasks))}")
     small = path_config(run.model)
     arrays = {names: np.asarray(a) for names, a in {**flat(run.params), **flat(run.router_bias)}.items()}
-    own = path_arrays(arrays, run.model, task, run.tasks[task].path)
+    path = run.tasks[task].path
+    if run.model.learn_paths:
+        path = taken_path(path, run.params["path_logits"][task])
+    own = path_arrays(arrays, run.model, task, path)
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors = [NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a)) for names, a in own.items()]
     write_safetensors(out_dir, tensors, SHARD_BYTES)

@@ -201,9 +201,14 @@ class MoELayer(nnx.Module):
         key: jax.Array | None = None,
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
+        topk_weights_TK: jax.Array | None = None,
     ) -> Routing:
-        """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before, to keep to."""
-        choices = {} if topk_idx_TK is None else {"topk_idx_TK": topk_idx_TK}
+        """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before, to keep to.
+
+        topk_weights_TK: their weights, of a layer routed by task.
+        """
+        made = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
+        choices = {name: choice for name, choice in made.items() if choice is not None}
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train, **choices)
             self._check_routing(routing, x_TD.shape[0])

@@ -277,7 +277,7 @@ class Router(nnx.Module):
 
 
 class TaskRouter(nnx.Module):
-    """The router of a layer whose expert is named by a token's task: weight 1, no parameters, nothing to learn."""
+    """The router of a layer whose experts are named by a token's task; it has no parameters of its own."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -289,12 +289,13 @@ class TaskRouter(nnx.Module):
         key: jax.Array | None = None,
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
+        topk_weights_TK: jax.Array | None = None,
     ) -> Routing:
-        """Send token t to expert topk_idx_TK[t, 0]; the other arguments are those of `Router`."""
+        """Send token t to experts topk_idx_TK[t], by default with weight 1; others are the arguments of `Router`."""
         if topk_idx_TK is None:
             raise ValueError("topk_idx_TK = None: a layer routed by task needs every token's expert")
-        experts = lax.broadcasted_iota(jnp.int32, (x_TD.shape[0], self.num_experts), 1)
-        counts_E = jnp.sum(experts == topk_idx_TK, axis=0, dtype=jnp.int32)
+        experts_E = jnp.arange(self.num_experts, dtype=jnp.int32)
+        counts_E = jnp.sum(topk_idx_TK[:, :, None] == experts_E, axis=(0, 1), dtype=jnp.int32)
         zero = jnp.zeros((), jnp.float32)
-        weights_TK = jnp.ones(topk_idx_TK.shape, jnp.float32)
+        weights_TK = jnp.ones(topk_idx_TK.shape, jnp.float32) if topk_weights_TK is None else topk_weights_TK
         return Routing(topk_idx_TK, weights_TK, counts_E, counts_E.astype(jnp.float32), zero, zero)

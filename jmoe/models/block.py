@@ -62,7 +62,7 @@ class Block(nnx.Module):
         moe = kind != "dense"
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
-        routed = config.moe.by_task() if kind == "task" else config.moe if moe else None
+        routed = config.moe.by_task(config.task_choices) if kind == "task" else config.moe if moe else None
         router = TaskRouter(config.num_experts) if kind == "task" else None
         self.moe = None if routed is None else MoELayer(routed, parallel, router=router, rngs=rngs)
         gate = moe and config.shared_expert_gate
@@ -95,12 +95,14 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
+        topk_weights_TK: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Return (h_TD = norm(x) as the experts take it, where each token goes); see `MoELayer.route`."""
         assert self.moe is not None
         with jax.named_scope("moe"):
             h_TD = self.feed_forward_norm(x_BSD, dtype).reshape(-1, x_BSD.shape[-1])
-            return h_TD, self.moe.route(h_TD, key=key, train=train, topk_idx_TK=topk_idx_TK)
+            chosen = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
+            return h_TD, self.moe.route(h_TD, key=key, train=train, **chosen)
 
     def dispatch(self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> list[DispatchedTokens]:
         """Send each token to its experts' devices; see `MoELayer.dispatch`."""
@@ -136,17 +138,17 @@ class Block(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         keep_routing: bool = False,
-        topk_idx_TK: jax.Array | None = None,
+        choices: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (the block's output, the statistics of its routing; None of a dense block).
 
-        keep_routing: the statistics hold every token's `Routing` too. topk_idx_TK: every token's experts, where the
-        router does not choose them.
+        keep_routing: the statistics hold every token's `Routing` too. choices: every token's experts, where the
+        router does not choose them, as `route` takes them.
         """
         x_BSD = self.attend(x_BSD, causal(window), dtype)
         if self.kind == "dense":
             return add_residual(x_BSD, self.feed_forward(x_BSD, dtype)), None
-        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, topk_idx_TK=topk_idx_TK)
+        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **(choices or {}))
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
         return y_BSD, moe_stats(routing, dispatched, keep_routing=keep_routing)

@@ -1,12 +1,12 @@
 """A vision transformer that learns several tasks at once: patches, the same blocks as a decoder's, a head a task.
 
 Legend: B images, P pixels a side, C channels, S patches of an image, T = B S tokens, D hidden, Y classes of all tasks
-side by side, N layers routed per token, E experts.
+side by side, A tasks, N layers routed per token (of paths: by task), E experts.
 Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), or experts that tasks name (UFO).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -22,6 +22,28 @@ from jmoe.models.decoder import stack_layers
 
 STACK_OF: dict[LayerKind, str] = {"dense": "dense_layers", "moe": "moe_layers", "task": "task_layers"}
 
+SHARED_EXPERT = 0  # of a layer whose paths are learned; another expert is a task's own
+
+
+class PathDraw(NamedTuple):
+    """What a step of training draws to learn paths."""
+
+    noise_AN: jax.Array  # float32, logistic: the difference of two Gumbel variables
+    temperature: jax.Array
+
+
+def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -> PathDraw:
+    """Return the noise [tasks, layers routed by task] of a step, a task's by its number alone."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0], dtype=jnp.uint32))
+    noise = jax.vmap(lambda own: jax.random.logistic(own, (shape[1],), jnp.float32))(keys)
+    return PathDraw(noise, temperature)
+
+
+def taken_path(path: Sequence[int], logits_N: Any) -> tuple[int, ...]:
+    """Return the experts that a task takes, which may choose those of `path` in place of the shared one."""
+    own = np.asarray(logits_N) > 0
+    return tuple(expert if mine else SHARED_EXPERT for expert, mine in zip(path, own.tolist(), strict=True))
+
 
 def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
     """[B, S, size^2 C]: the squares of `size` pixels, row by row."""
@@ -34,7 +56,8 @@ class VisionTransformer(nnx.Module):
     """Images [B, P, P, C] and the task of each -> float32 logits [B, Y]: `logits, stats = model(pixels, task)`.
 
     num_classes: of each task, in the order of their numbers. paths: [tasks, layers routed by task], the expert that
-    each task takes. Patches see all of their image; their mean goes to the heads.
+    each task takes, or may take where paths are learned, as a logit a layer says in `path_logits`. Patches see all of
+    their image; their mean goes to the heads.
     """
 
     def __init__(
@@ -61,6 +84,8 @@ class VisionTransformer(nnx.Module):
         self.dense_layers, self.moe_layers, self.task_layers = stack("dense"), stack("moe"), stack("task")
         self.norm = Norm(d, config.norm, config.norm_eps)
         self.heads = nnx.Dict({name: normal(rngs, (d, count), std) for name, count in num_classes.items()})
+        undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in num_classes}
+        self.path_logits = nnx.Dict(undecided) if config.learn_paths else None
 
     def embed(self, pixels_BPPC: jax.Array, dtype: Any) -> jax.Array:
         """[B, S, D] in `dtype`: the first layer's input."""
@@ -80,10 +105,12 @@ class VisionTransformer(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         remat: bool = False,
+        draw: PathDraw | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (logits [B, Y], -inf where a class is another task's; `MoEStats` with a leading [N], or None).
 
-        pixels: in [0, 1]. task: int32. Runs inside `shard_map` or on one device.
+        pixels: in [0, 1]. task: int32. draw: samples the paths that are learned; None: each task takes the likelier
+        expert. Runs inside `shard_map` or on one device.
         """
         x_BSD = self.embed(pixels_BPPC, dtype)
         graphs, states = {}, {}
@@ -91,14 +118,11 @@ class VisionTransformer(nnx.Module):
             if (layers := getattr(self, name)) is not None:
                 graphs[kind], states[kind] = nnx.split(layers)
         used, stats = dict.fromkeys(STACK_OF, 0), []
-        paths = np.asarray(self.paths, np.int32)
         for kind in self.config.layer_kinds:
             index = used[kind]
             options = {"dtype": dtype, "train": train, "full_capacity": full_capacity}
             if kind == "task":  # how many images go to an expert is no surprise: there is room for all of them
-                expert_B = jnp.asarray(paths[:, index])[task_B]
-                topk_idx_T1 = jnp.repeat(expert_B, x_BSD.shape[1])[:, None]
-                options |= {"topk_idx_TK": topk_idx_T1, "full_capacity": True}
+                options |= {"choices": self.choices(index, task_B, draw), "full_capacity": True}
             state = jax.tree.map(lambda w, index=index: w[index], states[kind])
             apply_block = ApplyBlock(graphs, lambda params: params, remat, options)
             x_BSD, layer_stats = apply_block(kind, state, None, None, x_BSD)
@@ -106,6 +130,33 @@ class VisionTransformer(nnx.Module):
             used[kind] += 1
         stacked_stats = jax.tree.map(lambda *layers: jnp.stack(layers), *stats) if stats else None
         return self.logits(self.norm(x_BSD, dtype), task_B), stacked_stats
+
+    def choices(self, layer: int, task_B: jax.Array, draw: PathDraw | None) -> dict[str, jax.Array]:
+        """Return the experts of every patch in the layer of this number, of those routed by task, and their weights.
+
+        Where paths are learned, in training: the shared expert and the task's own, the one drawn with weight 1 and the
+        other with 0, whose gradients are those of the softmax.
+        """
+        own_A, num_patches = jnp.asarray(np.asarray(self.paths, np.int32)[:, layer]), self.config.num_patches
+
+        def of_patches(values_AK: jax.Array) -> jax.Array:
+            return jnp.repeat(values_AK[task_B], num_patches, axis=0)
+
+        if self.path_logits is None:
+            return {"topk_idx_TK": of_patches(own_A[:, None])}
+        logits_A = jnp.stack([self.path_logits[task][...][layer] for task in self.tasks])
+        shared_A = jnp.full_like(own_A, SHARED_EXPERT)
+        if draw is None:
+            none_A, one_A = jnp.full_like(own_A, self.config.num_experts), jnp.ones_like(logits_A)
+            chosen_A2 = jnp.stack([jnp.where(logits_A > 0, own_A, shared_A), none_A], axis=1)
+            weights_A2 = jnp.stack([one_A, 0 * one_A], axis=1)
+        else:
+            chosen_A2 = jnp.stack([shared_A, own_A], axis=1)
+            soft_A = jax.nn.sigmoid((logits_A + draw.noise_AN[:, layer]) / draw.temperature)
+            hard_A = (soft_A > 0.5).astype(jnp.float32)
+            takes_own_A = hard_A + soft_A - jax.lax.stop_gradient(soft_A)
+            weights_A2 = jnp.stack([1 - takes_own_A, takes_own_A], axis=1)
+        return {"topk_idx_TK": of_patches(chosen_A2), "topk_weights_TK": of_patches(weights_A2)}
 
     def logits(self, hidden_BSD: jax.Array, task_B: jax.Array) -> jax.Array:
         """Float32 [B, Y] of the mean of an image's patches, -inf where a class is another task's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
@@ -38,6 +38,7 @@ class TaskResult:
     accuracy: float
     linear: float
     images_per_s: float  # in training; nan: not measured
+    path: tuple[int, ...] = ()  # the expert that it takes in each layer routed by task
 
 
 def linear_accuracy(task: ImageTask) -> float:
@@ -61,10 +62,14 @@ def print_task_summary(results: Sequence[TaskResult], path: Path, stream: TextIO
     table.add_column("task")
     for name in ("classes", "before", "accuracy", "linear model on pixels", "samples/s"):
         table.add_column(name, justify="right")
+    routed = any(result.path for result in results)
+    if routed:
+        table.add_column("path")
     for result in results:
         before = "" if result.before is None else f"{result.before:.1%}"
         rate = f"{result.images_per_s:,.0f}" if math.isfinite(result.images_per_s) else ""
-        cells = (str(result.num_classes), before, f"{result.accuracy:.1%}", f"{result.linear:.1%}", rate)
+        cells = [str(result.num_classes), before, f"{result.accuracy:.1%}", f"{result.linear:.1%}", rate]
+        cells += [" ".join(map(str, result.path))] if routed else []
         table.add_row(result.name, *cells)
     console = Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
@@ -98,7 +103,8 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
     curves.set_ylim(0, 1.02)
     curves.legend(frameon=False, loc="lower right")
     _titled(curves, "Accuracy (points: held out, lines: training)", "step")
-    _draw_paths(experts, config)
+    learned = [event["paths"] for event in evaluations if "paths" in event]
+    _draw_paths(experts, config, learned[-1] if learned else {name: task.path for name, task in config.tasks.items()})
     share = layout.idle()
     idle.barh([f"device {device}" for device in range(len(share))], [100 * part for part in share], color=COLORS[0])
     idle.set_xlim(0, 100)
@@ -110,10 +116,10 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
     return output_dir / REPORT_FILE
 
 
-def _draw_paths(ax: Axes, config: VisionTrainConfig) -> None:
+def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Sequence[int]]) -> None:
     """Draw which expert of each layer routed by task each task takes."""
     layers = config.model.task_layers
-    paths = np.array([task.path for task in config.tasks.values()]).reshape(len(config.tasks), -1)
+    paths = np.array([of_task[name] for name in config.tasks]).reshape(len(config.tasks), -1)
     for (row, column), expert in np.ndenumerate(paths):
         shared = (paths[:, column] == expert).sum() > 1
         face = "#e5e7eb" if shared else COLORS[row % len(COLORS)]

@@ -11,7 +11,7 @@ from jmoe.config import CheckpointConfig, RouterConfig, TaskConfig, VisionModelC
 from jmoe.data.images import ImageTask
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState
-from jmoe.training.vision_step import ShardedVision, VisionTrainer
+from jmoe.training.vision_step import OF_TASKS, ShardedVision, VisionTrainer
 
 CLASSES = "classes.json"  # in every checkpoint: the names of each task's classes
 
@@ -58,7 +58,7 @@ def read_vision_run(run_dir: Path, field: str, mesh: Mesh, config: VisionTrainCo
 
 
 def state_from_run(trainer: VisionTrainer, tasks: tuple[ImageTask, ...]) -> TrainState:
-    """Return step 0 with all that the run in `init_from` has learned; the heads of further tasks are drawn.
+    """Return step 0 with all that the run in `init_from` has learned; heads and paths of further tasks are drawn.
 
     Logits of its tasks are bit for bit what they were. Raises `ValueError` naming the field of the model, path or
     classes that differs from that run's.
@@ -76,5 +76,9 @@ def state_from_run(trainer: VisionTrainer, tasks: tuple[ImageTask, ...]) -> Trai
             same = list(task.classes) == run.classes[task.name]
             check(same, f"tasks.{task.name}.source", config.tasks[task.name].source, f"must have the classes {where}")
     state = trainer.init()
-    heads = {name: run.params["heads"].get(name, head) for name, head in state.params["heads"].items()}
-    return dataclasses.replace(state, params=run.params | {"heads": heads}, router_bias=run.router_bias)
+    own = {
+        kind: {name: run.params[kind].get(name, drawn) for name, drawn in state.params[kind].items()}
+        for kind in OF_TASKS
+        if kind in state.params
+    }
+    return dataclasses.replace(state, params=run.params | own, router_bias=run.router_bias)

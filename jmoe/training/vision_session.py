@@ -41,6 +41,7 @@ class VisionSession(Session):
     def __post_init__(self) -> None:
         assert isinstance(self.config, VisionTrainConfig)
         self.layouts = LayoutController(self.config, self.mesh.size)
+        self.paths = {name: task.path for name, task in self.config.tasks.items()}  # as of the last evaluation
 
     def first_state(self) -> TrainState:
         """Return step 0: drawn, or with what the run in `init_from` has learned."""
@@ -117,6 +118,7 @@ class VisionSession(Session):
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Say, log and return the share of each task's held-out images whose class is right."""
+        assert isinstance(self.trainer, VisionTrainer)
         step, begun, devices = int(state.step), time.perf_counter(), self.mesh.size
         images = sum(len(task.held_out.labels) for task in self.corpus)
         doing = status(f"evaluating on {images:,} held-out images", say)
@@ -131,8 +133,12 @@ class VisionSession(Session):
         loss, accuracy = dict(zip(names, nll_A.tolist())), dict(zip(names, accuracy_A.tolist()))
         listed = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
         say(f"held-out accuracy after {step} steps: {listed} ({time.perf_counter() - begun:.1f} s)")
+        paths = self.trainer.paths(state)
+        if paths != self.paths:
+            say("paths learned so far: " + ", ".join(f"{name} {' '.join(map(str, p))}" for name, p in paths.items()))
+        self.paths = paths
         if self.log is not None:
-            self.log.write_event("evaluation", step, task_loss=loss, task_accuracy=accuracy)
+            self.log.write_event("evaluation", step, task_loss=loss, task_accuracy=accuracy, paths=paths)
         return accuracy
 
     def evaluate_first(self, state: TrainState) -> dict[str, float] | None:
@@ -168,6 +174,7 @@ class VisionSession(Session):
                 accuracy=accuracy[task.name],
                 linear=linear[task.name],
                 images_per_s=self.config.tasks[task.name].batch_size / step_s,
+                path=self.paths[task.name],
             )
             for task in self.corpus
         ]

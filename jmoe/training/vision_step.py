@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import ExpertParallel
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, path_names, shardings
-from jmoe.models.vision import VisionTransformer
+from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
@@ -36,6 +36,7 @@ from jmoe.training.task_layouts import copies_line
 from jmoe.training.update import finish_step, over_devices
 
 Metrics = dict[str, Any]
+OF_TASKS = ("heads", "path_logits")  # parameters below these have a node for each task
 
 
 def _trees(state: TrainState) -> tuple[Any, Any, Any]:
@@ -126,7 +127,7 @@ class VisionTrainer:
 
         def kept(path: Any, was: jax.Array, now: jax.Array) -> jax.Array:
             names = path_names(path)
-            if names[0] == "heads":
+            if names[0] in OF_TASKS:
                 return now if names[1] in self._active else was
             if names[0] == "task_layers" and is_expert(path):
                 return jnp.where(ends_NE.reshape(*ends_NE.shape, *[1] * (now.ndim - 2)), was, now)
@@ -142,11 +143,12 @@ class VisionTrainer:
         Gradients of what is sharded over all devices come back reduced, onto the shards.
         """
         gathered, scatter = jax.vjp(self.model.gather_all, state.params)
+        draw = self._draw(state.step)
         loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
 
         def one(index: Any) -> tuple[Any, Metrics]:
             part = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch)
-            (_, metrics), grads = loss_and_gradients(gathered, state.router_bias, part)
+            (_, metrics), grads = loss_and_gradients(gathered, state.router_bias, part, draw)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
         counts = [images // self.micro_batch for images in self.layout.images]
@@ -161,12 +163,22 @@ class VisionTrainer:
         (reduced,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, gathered))
         return reduced, metrics
 
+    def _draw(self, step: jax.Array) -> PathDraw | None:
+        """Return what a step draws to learn paths: it depends on the seed, the step and a task's number alone."""
+        config, paths = self.config, self.config.paths
+        if not config.model.learn_paths:
+            return None
+        done = step.astype(jnp.float32) / config.num_steps
+        temperature = paths.temperature * (paths.final_temperature / paths.temperature) ** done
+        key = jax.random.fold_in(jax.random.key(config.seed), step)
+        return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
+
     def loss_local(
-        self, params: Any, router_bias: Any, batch: ImageBatch, *, full_capacity: bool
+        self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None, *, full_capacity: bool
     ) -> tuple[jax.Array, Metrics]:
         """Return a micro-batch's part of the loss, and what it consists of."""
         config, tasks = self.config, self.config.tasks
-        options = {"train": True, "full_capacity": full_capacity, "remat": config.remat == "layer"}
+        options = {"train": True, "full_capacity": full_capacity, "remat": config.remat == "layer", "draw": draw}
         nll_B, correct_B, stats = self._nll(params, router_bias, batch, **options)
         with jax.named_scope("loss"):
             images_A = np.array([task.batch_size for task in tasks.values()], np.float32)
@@ -222,7 +234,7 @@ class VisionTrainer:
         def gradients_local(params: Any, router_bias: Any, batch: ImageBatch) -> jax.Array:
             own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
             loss = partial(self.loss_local, full_capacity=False)
-            grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part)
+            grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part, self._draw(jnp.int32(0)))
             return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]).sum()[None]
 
         params = jax.jit(sharded(gather_local, in_specs=(spec,), out_specs=BATCH))(state)
@@ -248,6 +260,15 @@ class VisionTrainer:
     def evaluate(self, state: TrainState, batches: Sequence[Any]) -> list[jax.Array]:
         """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones, images, by task."""
         return [jax.block_until_ready(self._evaluate(state, batch)) for batch in batches]
+
+    def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
+        """Return the expert that each task takes in each layer routed by task, as learned or as given."""
+        given = {name: task.path for name, task in self.config.tasks.items()}
+        if not self.config.model.learn_paths:
+            return given
+        everywhere = NamedSharding(self.model.mesh, REPLICATED)
+        logits = jax.jit(lambda tree: tree, out_shardings=everywhere)(state.params["path_logits"])
+        return {name: taken_path(path, logits[name].addressable_data(0)) for name, path in given.items()}
 
     # Checkpoints
 

@@ -32,6 +32,29 @@ def test_an_extracted_path_computes_what_the_super_network_does(
         assert (tmp_path / task / "model.safetensors").stat().st_size < 4 * CONFIG.model.num_parameters()[0]
 
 
+def test_a_learned_path_is_extracted(tmp_path: Path) -> None:
+    tasks = {
+        name: dataclasses.replace(task, path=(3, number + 1))
+        for number, (name, task) in enumerate(CONFIG.tasks.items())
+    }
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, learn_paths=True), tasks=tasks)
+    logits = {name: jnp.array([number - 1.0, 1.0 - number]) for number, name in enumerate(CLASS_NAMES)}
+    network = saved_run(tmp_path / "run", config, path_logits=logits)
+    pixels = jnp.asarray(np.random.default_rng(0).random((5, 8, 8, 1), np.float32))
+    found = []
+    for number, task in enumerate(CLASS_NAMES):
+        extract_task(tmp_path / "run", tmp_path / task, task)
+        expected, _ = network(pixels, jnp.full(5, number, jnp.int32), full_capacity=True)
+        model = load_task_model(tmp_path / task)
+        np.testing.assert_allclose(model(pixels), expected[np.isfinite(expected)].reshape(5, -1), rtol=0, atol=1e-6)
+        own = np.asarray(model.model.dense_layers.mlp.w_up[...])
+        all_of_task = np.asarray(network.task_layers.moe.experts.w_up[...])
+        found.append(
+            [int(np.argmax([np.array_equal(own[i], w) for w in all_of_task[layer]])) for layer, i in ((0, 0), (1, 2))]
+        )
+    assert found == [[0, 1], [0, 0], [3, 0]]
+
+
 def test_what_cannot_be_extracted_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no checkpoint in"):
         extract_task(tmp_path, tmp_path / "out", "letters")

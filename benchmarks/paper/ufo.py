@@ -1,0 +1,277 @@
+"""A super-network of image tasks against a dense model for each task, and against tasks that are dealt out uneven (UFO,
+MoESys, section 5.3); the last line is a JSON object.
+
+    python benchmarks/paper/ufo.py
+    python benchmarks/paper/ufo.py --quick        a smoke test
+
+Two processes, each a device with one core of this machine, learn the four tasks of ufo-tiny from the same images, in
+batches of 64, 32, 16 and 16, 16 images at once, each contestant `--steps` steps with the same schedule:
+super-network: ufo-tiny, `--layout elastic`, 64 images a device. imbalanced: the same network, whole tasks dealt out in
+their order, 80 and 48 images. dense: a model for each task, as deep and as wide as the task's path through the
+super-network, with its own optimizer; the models are packed onto the devices by load, and nothing crosses them.
+Contestants take turns of `--turn` steps, timed from a barrier to a barrier, reading images included. Quality is the
+accuracy on held-out images, measured every `--check` turns; `dense_like` says after how many steps the super-network
+is within `--tolerance` of what the dense model of a task reaches in the end. wide: the same with layers three times as
+wide, where experts are more of the work; timed alone, for `--wide-turns` turns of WIDE_STEPS steps.
+state: bytes of parameters and optimizer on the device. peak: with what the largest step needs besides.
+
+The paper (UFO, 32 A100): 697 images/s against 425 of PyTorch 1.10, with 18 % less memory, both of them the same
+super-network. That baseline lacks much else; it is quoted, and not what is compared here.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+    from jmoe.runtime import reexec_with_env
+
+    reexec_with_env()
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib import report
+from benchmarks.lib.engine_ranks import take_a_core
+from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
+from benchmarks.paper.moesys_table3 import MICRO_BATCH, MODEL, NUM_DEVICES, dealt, loads
+from jmoe.config import VisionTrainConfig
+from jmoe.configs.ufo import ufo_tiny
+from jmoe.data.image_batches import ImageBatches, held_out_batches
+from jmoe.data.images import ImageTask, load_task
+from jmoe.deploy.extract import path_config
+from jmoe.planning.elastic import Layout, plan
+
+WIDE_STEPS = 4
+EVALUATION_IMAGES = 256  # on a device at once
+PAPER = [
+    {"system": "MoESys", "images_per_s": 697, "gpus": 32},
+    {"system": "PyTorch 1.10", "images_per_s": 425, "gpus": 32},
+]
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--turn", type=int, default=50, help="steps of a contestant, one after another")
+    parser.add_argument("--check", type=int, default=2, help="turns from one evaluation to the next")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="of an accuracy, that counts as equal")
+    parser.add_argument("--wide-turns", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="a few steps: is all there?")
+    add_rank_options(parser)
+    a = parser.parse_args()
+    if a.quick:
+        a.steps, a.turn, a.wide_turns = 8, 4, 1
+    if a.steps % a.turn:
+        parser.error(f"--steps = {a.steps}: must be a multiple of --turn = {a.turn}")
+    return a
+
+
+def config_of(a: argparse.Namespace) -> VisionTrainConfig:
+    """Return ufo-tiny, elastic, for so many steps."""
+    warmup = min(ufo_tiny.optimizer.warmup_steps, a.steps // 2)
+    optimizer = dataclasses.replace(ufo_tiny.optimizer, warmup_steps=warmup)
+    return dataclasses.replace(ufo_tiny, layout="elastic", num_steps=a.steps, optimizer=optimizer)
+
+
+def dense_config(config: VisionTrainConfig, name: str) -> VisionTrainConfig:
+    """Return one task's model: all of its layers dense, as many parameters as a patch meets on the task's path."""
+    layers = tuple(range(config.model.num_hidden_layers))
+    model = dataclasses.replace(path_config(config.model), mlp_only_layers=layers, num_experts=0)
+    task = dataclasses.replace(config.tasks[name], path=())
+    return dataclasses.replace(config, model=model, tasks={name: task})
+
+
+class Training:
+    """One network on some devices: its program, its images, its state."""
+
+    def __init__(
+        self, config: VisionTrainConfig, tasks: Sequence[ImageTask], layout: Layout, mesh: Any, first: int
+    ) -> None:
+        import jax
+        from jax.sharding import NamedSharding
+
+        from jmoe.mesh import BATCH
+        from jmoe.training.vision_step import VisionTrainer
+
+        accumulated = dataclasses.replace(config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH)
+        self.tasks, self.layout, self.mesh = tuple(tasks), layout, mesh
+        self.batches = ImageBatches(tasks, accumulated, layout, first, first + 1)
+        self.trainer = VisionTrainer(accumulated, {task.name: len(task.classes) for task in tasks}, mesh, layout)
+        self.state = self.trainer.init()
+        sharding = NamedSharding(mesh, BATCH)
+        self.put = lambda a: jax.make_array_from_process_local_data(sharding, a)
+        self.place = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+    def step(self) -> None:
+        """Read images and take a step."""
+        import jax
+
+        batch = jax.tree.map(self.put, next(self.batches))
+        self.state, metrics = self.trainer.step(self.state, batch, full_capacity=True)
+        assert jax.device_get(metrics["ok"])
+
+    def accuracies(self) -> list[float]:
+        """Return the share of each task's held-out images whose class is right."""
+        import jax
+
+        sums_3A = np.zeros((3, len(self.tasks)))
+        for batch in held_out_batches(self.tasks, self.mesh.size, EVALUATION_IMAGES):
+            sums_3A += np.asarray(self.trainer.evaluate(self.state, [jax.tree.map(self.place, batch)])[0])
+        return list(map(float, sums_3A[1] / sums_3A[2]))
+
+    def bytes_on_device(self) -> tuple[int, int]:
+        """Return what this process's device has of the state, and what a step needs besides."""
+        import jax
+
+        batch = jax.tree.map(self.put, self.batches.sample(0)) if len(self.tasks) == 1 else None
+        leaves = jax.tree.leaves((self.state.params, self.state.m, self.state.v))
+        state_bytes = sum(leaf.addressable_data(0).nbytes for leaf in leaves)
+        batch = batch or jax.tree.map(self.put, next(self.batches))
+        compiled = self.trainer.step.lower(self.state, batch, full_capacity=True).compile()
+        return state_bytes, int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+class Contestant:
+    """Networks that together learn all tasks; `own` are those in which this process takes part."""
+
+    def __init__(self, name: str, own: Sequence[Training], images: tuple[int, ...]) -> None:
+        self.name, self.own, self.images = name, tuple(own), images
+        self.seconds: list[float] = []
+        self.accuracies: dict[int, dict[str, float]] = {}  # by step
+
+    def take(self, clock: Clock, steps: int) -> None:
+        """Take so many steps of every network, timed."""
+
+        def turn() -> None:
+            for training in self.own:
+                for _ in range(steps):
+                    training.step()
+
+        seconds, _ = clock(turn)
+        self.seconds.append(seconds)
+
+    def evaluate(self, step: int, names: Sequence[str]) -> None:
+        """Keep the accuracy of every task, the same on every process."""
+        own = {task.name: value for t in self.own for task, value in zip(t.tasks, t.accuracies(), strict=True)}
+        shared = gathered([own.get(name, 0.0) for name in names]).max(axis=0)
+        self.accuracies[step] = {name: round(float(value), 4) for name, value in zip(names, shared, strict=True)}
+
+    @property
+    def steady(self) -> list[float]:
+        """Return the seconds of all turns but the first, which compiles."""
+        return self.seconds[1:]
+
+    def row(self, turn: int, elastic: "Contestant") -> dict[str, Any]:
+        """Return the contestant's figures."""
+        sizes = [training.bytes_on_device() for training in self.own]
+        own = [sum(state for state, _ in sizes), sum(state for state, _ in sizes) + max(more for _, more in sizes)]
+        state, peak = gathered(own).astype(int).T.tolist()
+        images = sum(self.images) * turn
+        seconds = report.median(self.steady)
+        return {
+            "contestant": self.name,
+            "images_by_device": list(self.images),
+            "images_per_s": round(images / seconds, 1),
+            "speed_up_of_super_network": report.ratio(self.steady, elastic.steady),
+            "state_bytes_by_device": state,
+            "peak_bytes_by_device": peak,
+            **({"accuracy": self.accuracies[max(self.accuracies)]} if self.accuracies else {}),
+            "all_turn_s": [round(s, 3) for s in self.seconds],
+        }
+
+
+def gathered(own: Sequence[float]) -> np.ndarray:
+    """Return these numbers of every process, [processes, numbers]."""
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(NUM_DEVICES, -1)
+
+
+def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contestant]:
+    """Return all three, as this process runs them."""
+    import jax
+
+    from jmoe.mesh import make_mesh
+
+    tasks = [load_task(name, task.source, config.model, config.images) for name, task in config.tasks.items()]
+    layouts = {"super-network": plan(loads(config), NUM_DEVICES), "imbalanced": dealt(loads(config), NUM_DEVICES)}
+    result = [
+        Contestant(name, [Training(config, tasks, layout, mesh, rank)], layout.images)
+        for name, layout in layouts.items()
+    ]
+    packed, alone, own = layouts["super-network"], make_mesh((1, 1, 1), jax.local_devices()), []
+    for share in packed.shares[rank]:
+        dense = dense_config(config, tasks[share.task].name)
+        own.append(Training(dense, [tasks[share.task]], plan(loads(dense), 1), alone, 0))
+    return [*result, Contestant("dense", own, packed.images)]
+
+
+def measure(a: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of all contestants and their accuracies on the way; called by every rank."""
+    import jax
+
+    from jmoe.mesh import make_mesh
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{a.port}", NUM_DEVICES, a.rank)
+    mesh = make_mesh((NUM_DEVICES, 1, 1))
+    clock = Clock(mesh, has_link=False)
+    clock.barrier()
+    config, names, turns = config_of(a), list(ufo_tiny.tasks), a.steps // a.turn
+    runs = contestants(config, a.rank, mesh)
+    for turn in range(1, turns + 1):
+        for run in runs:
+            run.take(clock, a.turn)
+            if turn % a.check == 0 or turn == turns:
+                run.evaluate(turn * a.turn, names)
+    wide = contestants(dataclasses.replace(config, model=dataclasses.replace(config.model, **MODEL)), a.rank, mesh)
+    for _ in range(1 + a.wide_turns):
+        for run in wide:
+            run.take(clock, WIDE_STEPS)
+    by_step = [
+        {"contestant": run.name, "step": step, **accuracy} for run in runs for step, accuracy in run.accuracies.items()
+    ]
+    return {
+        "rows": [run.row(a.turn, runs[0]) for run in runs],
+        "wide": [run.row(WIDE_STEPS, wide[0]) for run in wide],
+        "accuracies": by_step,
+        "dense_like": reached(runs, a),
+    }
+
+
+def reached(runs: Sequence[Contestant], a: argparse.Namespace) -> dict[str, Any]:
+    """Return when the super-network was as good as the dense models are in the end."""
+    network, dense = runs[0].accuracies, runs[-1].accuracies
+    goal = dense[max(dense)]
+    steps = {
+        name: next((step for step, own in network.items() if own[name] >= value - a.tolerance), None)
+        for name, value in goal.items()
+    }
+    differences = {name: round(network[max(network)][name] - value, 4) for name, value in goal.items()}
+    return {"steps_of_super_network": steps, "accuracy_above_dense": differences}
+
+
+def main() -> None:
+    a = parse()
+    if a.rank is not None:
+        take_a_core(a.rank)
+        report.finish(measure(a))
+        return
+    measured = run_ranks(NUM_DEVICES, 0)
+    for row in measured["rows"] + measured["wide"]:
+        report.progress(row)
+    result = {
+        "benchmark": "a super-network against a dense model a task (UFO)",
+        "options": report.options(a, "rank", "port") | {"wide_model": MODEL},
+    }
+    report.finish(result | measured | {"paper": PAPER, "versions": report.versions("jax", "jaxlib")})
+
+
+if __name__ == "__main__":
+    main()
