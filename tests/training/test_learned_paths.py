@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any
 
+import flax.nnx as nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -12,6 +14,7 @@ from jmoe.config import TaskConfig, VisionTrainConfig
 from jmoe.config.vision import PathsConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
+from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.training.state import TrainState
 from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_step import VisionTrainer
@@ -47,22 +50,35 @@ def train(trainer: VisionTrainer, batches: ImageBatches, state: TrainState, step
 
 
 def test_a_planted_preference_is_learned() -> None:
-    """The first layer's own experts and the second one's shared expert drown the image in noise."""
-    optimizer = dataclasses.replace(CONFIG.optimizer, learning_rate=0.02, warmup_steps=0, schedule="constant")
-    paths = PathsConfig(temperature=1.0, final_temperature=0.5)
-    trainer, batches = trainer_of(1, optimizer=optimizer, num_steps=40, paths=paths)
-    state = trainer.init()
-    assert set(trainer.paths(state).values()) == {(0, 0)}  # undecided: the shared ones
-    experts = state.params["task_layers"]["moe"]["experts"]
-    rng = np.random.default_rng(0)
-    down = np.array(experts["w_down"])
-    for layer, expert in ((0, 1), (0, 2), (0, 3), (1, 0)):
-        down[layer, expert] = 3 * rng.standard_normal(down[layer, expert].shape)
-    layers = state.params["task_layers"]
-    planted = layers | {"moe": layers["moe"] | {"experts": experts | {"w_down": jax.numpy.asarray(down)}}}
-    state = dataclasses.replace(state, params=state.params | {"task_layers": planted})
-    state, _ = train(trainer, batches, state, 40)
-    assert trainer.paths(state) == {name: (0, path[1]) for name, path in PATHS.items()}
+    """Logits learn to compute what the same network does on a path that is not the one they begin with."""
+    config = dataclasses.replace(LEARNED.model, initializer_range=0.3)
+    network = VisionTransformer(config, CLASSES, list(PATHS.values()), rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(network, nnx.PathContains("path_logits"), ...)
+    undecided = nnx.to_pure_dict(params)["path_logits"]
+    planted = {"large": (1, 0), "middle": (0, 2), "small": (3, 3), "other": (0, 0)}
+    teacher = {name: jnp.where(np.array(planted[name]) > 0, 1.0, -1.0) for name in undecided}
+    pixels = jnp.asarray(np.random.default_rng(0).random((16, 8, 8, 1), np.float32))
+    numbers = jnp.arange(16, dtype=jnp.int32) % len(CLASSES)
+
+    def outputs(logits: Any, draw: PathDraw | None) -> jax.Array:
+        own = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(logits))
+        scores, _ = nnx.merge(graph, own, rest)(pixels, numbers, draw=draw)
+        return jnp.where(jnp.isfinite(scores), scores, 0.0)
+
+    wanted = outputs(teacher, None)
+
+    @jax.jit
+    def step(logits: Any, number: jax.Array) -> Any:
+        draw = draw_paths(jax.random.fold_in(jax.random.key(0), number), (len(CLASSES), 2), jnp.float32(1.0))
+        grads = jax.grad(lambda logits: jnp.square(outputs(logits, draw) - wanted).sum())(logits)
+        return jax.tree.map(lambda w, g: w - jnp.clip(g, -0.1, 0.1), logits, grads)
+
+    logits = undecided
+    for number in range(100):
+        logits = step(logits, jnp.int32(number))
+    assert {name: taken_path(path, undecided[name]) for name, path in PATHS.items()} == dict.fromkeys(PATHS, (0, 0))
+    assert {name: taken_path(path, logits[name]) for name, path in PATHS.items()} == planted
+    np.testing.assert_array_equal(outputs(logits, None), wanted)
 
 
 def test_no_layout_changes_a_loss_or_a_path() -> None:
@@ -80,7 +96,7 @@ def test_no_layout_changes_a_loss_or_a_path() -> None:
 
 def test_what_is_drawn_depends_on_step_and_task_alone() -> None:
     (one, _), (four, _) = trainer_of(1), trainer_of(4)
-    draws = [trainer._draw(jax.numpy.int32(step)) for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))]
+    draws = [trainer._draw(jnp.int32(step)) for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))]
     np.testing.assert_array_equal(draws[0].noise_AN, draws[1].noise_AN)
     assert len(np.unique(np.stack([draw.noise_AN for draw in draws[1:]]))) == 3 * 4 * 2
     assert [float(draw.temperature) for draw in draws[1:]] == pytest.approx([2.0, 0.4**0.5, 0.2])
@@ -89,7 +105,7 @@ def test_what_is_drawn_depends_on_step_and_task_alone() -> None:
 def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
     trainer, batches = trainer_of(1)
     state = trainer.init()
-    logits = state.params["path_logits"] | {"small": jax.numpy.array([2.0, -1.0])}
+    logits = state.params["path_logits"] | {"small": jnp.array([2.0, -1.0])}
     state = dataclasses.replace(state, params=state.params | {"path_logits": logits})
     assert trainer.paths(state) == {"large": (0, 0), "middle": (0, 0), "small": (3, 0), "other": (0, 0)}
     model = trainer.model.merge(state.params, state.router_bias)
@@ -99,12 +115,12 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
     fixed, _ = trainer_of(1, model=given, tasks=tasks)
     same = {name: tree for name, tree in state.params.items() if name != "path_logits"}
     expected = fixed.model.merge(same, state.router_bias)
-    pixels = jax.numpy.asarray(np.random.default_rng(0).random((4, 8, 8, 1), np.float32))
-    numbers = jax.numpy.arange(4, dtype=jax.numpy.int32)
+    pixels = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 1), np.float32))
+    numbers = jnp.arange(4, dtype=jnp.int32)
     np.testing.assert_array_equal(model(pixels, numbers)[0], expected(pixels, numbers)[0])
     gradients = jax.jit(lambda batch: trainer.gradients_local(state, batch, full_capacity=True)[0]["path_logits"])
-    batch = jax.tree.map(jax.numpy.asarray, next(batches))
-    moved = on_host(gradients(batch._replace(weight=batch.weight * (batch.task == 2))))
+    batch = jax.tree.map(jnp.asarray, next(batches))
+    moved = on_host(gradients(batch._replace(weight=(batch.task == 2).astype(np.float32))))
     assert [name for name in CLASSES if np.any(moved[name])] == ["small"]
 
 
