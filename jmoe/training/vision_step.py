@@ -263,12 +263,12 @@ class VisionTrainer:
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return the expert that each task takes in each layer routed by task, as learned or as given."""
-        given = {name: task.path for name, task in self.config.tasks.items()}
+        paths = {name: task.path for name, task in self.config.tasks.items()}
         if not self.config.model.learn_paths:
-            return given
+            return paths
         everywhere = NamedSharding(self.model.mesh, REPLICATED)
         logits = jax.jit(lambda tree: tree, out_shardings=everywhere)(state.params["path_logits"])
-        return {name: taken_path(path, logits[name].addressable_data(0)) for name, path in given.items()}
+        return {name: taken_path(path, logits[name].addressable_data(0)) for name, path in paths.items()}
 
     # Checkpoints
 
