@@ -7,7 +7,7 @@ from typing import Literal
 
 from jmoe.config.checks import check, check_field, literals, positive, positive_or_none
 
-Policy = Literal["auto", "resident", "ring", "experts"]
+Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity, unpopular ones packed;
 # eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
 PlacementPolicy = Literal["even", "lina", "eplb"]
@@ -43,7 +43,8 @@ class EngineConfig:
     max_batch: int = 8  # sequences that run at once
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; None: 2048, or the model's positions
     # resident: every expert on the device; ring: whole layers in turn; experts: those that the tokens chose, beside the
-    # most used ones; auto: resident if that fits, else ring or experts by step, whichever is faster
+    # most used ones; hybrid: as experts, but the CPU computes a part of those that are not on the device where they
+    # lie in host memory; auto: resident if that fits, else ring, experts or hybrid by step, whichever is fastest
     policy: Policy = "auto"
     ring_slots: int | None = None  # layers on the device at once, of policy ring; None: what fits, else half of them
     device_bytes: int | None = None  # for experts on the device; None: with auto what it has left, else half of them
@@ -68,6 +69,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive(self, "max_batch", "prefill_chunk_tokens")
         check_field(self.native in ("auto", "on", "off"), self, "native", "must be auto, on or off")
+        usable = self.native != "off" or self.policy != "hybrid"
+        check_field(usable, self, "native", "must be auto or on with policy = 'hybrid'")
         enough = self.max_seq_len is None or self.max_seq_len >= 2
         check_field(enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output")
         known = self.estimator in ("router", "counts", "paths", None)

@@ -20,6 +20,7 @@ from jmoe.inference.sequence import Sequence
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.host_experts import HybridExperts
 from jmoe.offload.policies import COPY_THREADS, Residency, ResidencyStats, copy_record
 from jmoe.offload.slots import ExpertSlots
 from jmoe.planning.streaming import Calibration
@@ -70,6 +71,9 @@ def calibrate(
         before_s = runner.readback_s
         runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # of padding: it needs no expert
         calibration = replace(calibration, sync_s=(runner.readback_s - before_s) / layers)
+        if isinstance(residency, HybridExperts):
+            rate = residency.host.bytes_per_s(runner.config.num_experts_per_tok, runner.config.hidden_act)
+            calibration = replace(calibration, host_bytes_per_s=rate)
     runner.residency = _Filled(residency.slots, residency.index, num_filled, residency.streams)
     tokens = np.random.default_rng(0).integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
     sequence = Sequence(tokens)

@@ -243,7 +243,8 @@ class Engine(Closing):
             self._sampler.start(chunk)
         groups = self._scheduler.groups(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        self.residency.begin_step(whole_layers=self.plan.policy(num_tokens) == "ring")
+        policy = self.plan.policy(num_tokens)
+        self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         hidden = self._runner.forward([self._runner.tokens(group) for group in groups])
         draws: dict[Sequence, Draw] = {}
         for group, after in zip(groups, hidden, strict=True):
@@ -376,7 +377,12 @@ def _one_device(
     assert options.max_seq_len is not None, "the model's positions say it"
     use_native = takes_native(options)
     residency, store = open_experts(
-        checkpoint, memory, cache_dir=options.cache_dir, bandwidth_limit_bytes_per_s=limits, native=use_native
+        checkpoint,
+        memory,
+        cache_dir=options.cache_dir,
+        bandwidth_limit_bytes_per_s=limits,
+        native=use_native,
+        on_host=computes_on_host(options, memory),
     )
     ends, layers = checkpoint.load_rest()
     config, dtype = checkpoint.config, checkpoint.dtype
@@ -392,7 +398,7 @@ def takes_native(options: EngineConfig) -> bool:
     Raises `ValueError` naming the field where they are asked for and cannot be had.
     """
     platform, wanted = jax.devices()[0].platform, options.native
-    if wanted == "on":
+    if wanted == "on" and options.policy != "hybrid":
         check(platform == "cpu", "native", wanted, f"must be auto or off on a {platform}: the operations are a CPU's")
     if wanted == "off" or platform != "cpu":
         return False
@@ -401,6 +407,24 @@ def takes_native(options: EngineConfig) -> bool:
     except native.NotBuiltError as error:
         check(wanted != "on", "native", wanted, f"cannot be had here: {error}")
         log.info("no native operations, steps of few tokens are slower: %s", error)
+        return False
+    return True
+
+
+def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
+    """Return whether the CPU may compute experts that the device lacks; builds the native operations if need be.
+
+    With `auto` not where the CPU is the device: there is no link between the two that would be saved. Raises
+    `ValueError` where the policy asks for it and the operations cannot be had.
+    """
+    is_asked = plan.policy == "hybrid"
+    may_pay = plan.policy == "auto" and options.native != "off" and jax.devices()[0].platform != "cpu"
+    if plan.expert_tier != "host" or not (is_asked or may_pay):
+        return False
+    try:
+        native.load()
+    except native.NotBuiltError as error:
+        check(not is_asked, "policy", plan.policy, f"needs native operations: {error}")
         return False
     return True
 

@@ -22,7 +22,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policy", choices=("auto", "resident", "ring", "experts"), default="auto")
+    parser.add_argument("--policy", choices=("auto", "resident", "ring", "experts", "hybrid"), default="auto")
     parser.add_argument("--ring-slots", type=int, help="layers on the device at once, of policy ring; default: half")
     parser.add_argument("--device-bytes", type=int, help="for experts on the device")
     return parser.parse_args()

@@ -360,7 +360,7 @@ class ModelRunner:
         table_E = residency.acquire(moe_layer, chosen)
         if chosen is not None:
             self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
-        out = [residency.slots.mlp(r, table_E, self.config.hidden_act) for r in routed]
+        out = [residency.mlp(r, table_E, self.config.hidden_act) for r in routed]
         following = (moe_layer + 1) % self._num_moe_layers
         if chosen is not None and self.estimator is not None and following != moe_layer:
             begun = time.perf_counter()

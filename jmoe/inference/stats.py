@@ -38,6 +38,7 @@ class EngineStats:
     which the device had nothing to do because experts were on their way. hit_rate: of the distinct experts that a
     step's tokens chose in a layer, those on the device before anything was copied for them, where choices are read
     back (policy `experts`). guessed, guessed_right: experts copied on a guess, and chosen afterwards.
+    on_host: experts that the host computed in place of a copy to the device (policy `hybrid`).
     readback_s: copying routers' choices to the host once they are computed, and finding the experts' slots, without
     the wait for experts: time in which the device waits for the host. estimate_s: the host's time for guesses about
     the next layer, their copy to the host included, while the device computes.
@@ -59,6 +60,7 @@ class EngineStats:
     hit_rate: float
     guessed: int
     guessed_right: int
+    on_host: int
     readback_s: float
     estimate_s: float
     roofline_fraction: float
@@ -178,6 +180,7 @@ class StatsCollector:
             "chosen": residency.hits + residency.misses,
             "guessed": residency.guessed,
             "guessed_right": residency.guessed_right,
+            "on_host": residency.on_host,
             "readback_s": self._runner.readback_s,
             "estimate_s": self._runner.estimate_s,
         }

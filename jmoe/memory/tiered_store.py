@@ -117,10 +117,10 @@ class TieredStore(Closing):
         self._cache: LFUCache | None = None
         needed = "a store needs a cache in host memory, records in host memory need none"
         check((cache_bytes is None) == isinstance(store, HostRecords), "cache_bytes", cache_bytes, needed)
-        self._host_records: HostRecords | None = None
+        self.host_records: HostRecords | None = None  # where all records are in host memory
         self._store: RecordStore | VersionStore | None = None
         if isinstance(store, HostRecords):
-            self._host_records, self._slots_MR = store, store.slots_MR
+            self.host_records, self._slots_MR = store, store.slots_MR
         else:
             self._store = store
             assert cache_bytes is not None
@@ -198,8 +198,8 @@ class TieredStore(Closing):
         with self._lock:
             self._check_usable()
             if self._cache is None:
-                assert self._host_records is not None
-                slot = self._host_records.slot_of(index)
+                assert self.host_records is not None
+                slot = self.host_records.slot_of(index)
             else:
                 cache = self._cache
                 if writable and cache.is_writing(index):

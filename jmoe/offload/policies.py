@@ -1,4 +1,4 @@
-"""Three ways of keeping experts in device slots: all of them, whole layers in a ring, or those that tokens chose.
+"""Ways of keeping experts in device slots: all of them, whole layers in a ring, or those that tokens chose.
 
 Legend: E experts of a layer. `ExpertIndex` numbers their records.
 """
@@ -8,10 +8,12 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import check
+from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.ring import Ring
 from jmoe.memory.slot_pool import SlotPool
@@ -34,6 +36,7 @@ class ResidencyStats:
 
     hits, misses: experts that the tokens of a step chose and that had a slot, or had to be copied to one.
     guessed, guessed_right: experts that were copied on a guess, and how many of these were then chosen.
+    on_host: of the misses those that the host computed instead, where they lie.
     """
 
     policy: str
@@ -44,6 +47,7 @@ class ResidencyStats:
     misses: int = 0
     guessed: int = 0
     guessed_right: int = 0
+    on_host: int = 0
 
 
 class ExpertPlaces(ABC):
@@ -54,10 +58,11 @@ class ExpertPlaces(ABC):
     num_slots: int  # on the devices, of one expert each
     num_bytes: int  # of the slots
 
-    def begin_step(self, *, whole_layers: bool) -> None:
+    def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         """Begin a step, whose layers are acquired in order, each released before the next.
 
-        whole_layers: bring all experts of every layer, where there is a choice.
+        whole_layers: bring all experts of every layer, where there is a choice. on_host: leave experts to the host,
+        where it can compute them.
         """
         return
 
@@ -90,6 +95,10 @@ class Residency(ExpertPlaces):
 
         chosen: expert numbers, in any order and more than once; E for none.
         """
+
+    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+        """Return float32 [T, D]: y + the weighted sum of each token's experts; table_E: what `acquire` returned."""
+        return self.slots.mlp(routed, table_E, activation)
 
     @property
     def waited_s(self) -> float:
@@ -200,7 +209,7 @@ class ChosenExperts(Residency):
         self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
         self._recent_guesses = self._recent_right = FIRST_TRUST
 
-    def begin_step(self, *, whole_layers: bool) -> None:
+    def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         if self._used:  # counts rise once a step, or layers yet to come look unused
             self.pool.counts.touch(self._used)
             self._store.touch(self._used)
@@ -219,6 +228,12 @@ class ChosenExperts(Residency):
             self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
+        self._wait(self._begin(moe_layer, chosen))
+        slot_E = self.pool.slot_of[self.index.records(moe_layer)]
+        return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
+
+    def _begin(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
+        """Begin the copies that a layer waits for; return the records that have slots, or will."""
         if self._failed is not None:
             raise self._failed
         records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
@@ -226,17 +241,23 @@ class ChosenExperts(Residency):
         self._cancel(moe_layer, guesses.difference(records))
         if chosen is not None:
             self._count(records, guesses, ignored)
+            records = self._worth_bringing(records)
         self._bring(moe_layer, records)
         if chosen is None and moe_layer + 1 < self.index.num_layers:
             self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
+        return records
+
+    def _worth_bringing(self, records: list[int]) -> list[int]:
+        """Return those of the chosen records that get slots, and keep those that they have."""
+        return records
+
+    def _wait(self, records: list[int]) -> None:
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
         self._stats.waits += any(not copy.done() for copy in copies)
         for copy in copies:
             self._finish(copy)
         self._stats.waited_s += time.perf_counter() - begun
-        slot_E = self.pool.slot_of[self.index.records(moe_layer)]
-        return np.maximum(slot_E, 0)  # an expert without a slot is not asked for
 
     def release(self, moe_layer: int) -> None:
         for record in (pinned := self._pinned.pop(moe_layer)):

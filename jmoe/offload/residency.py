@@ -10,10 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jmoe.config import check
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.host_experts import HostExperts, HybridExperts
 from jmoe.offload.mesh_ring import MeshRing
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts, even_placement, mine_of
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
@@ -30,10 +32,11 @@ def open_experts(
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
     native: bool = False,
+    on_host: bool = False,
 ) -> tuple[Residency, TieredStore | None]:
     """Return the experts in their places, and the store that they come from (None: all are on the device).
 
-    native: on a CPU, with native operations for few tokens.
+    native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in host memory.
     """
     fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.of(checkpoint.config)
     slots = (
@@ -50,6 +53,13 @@ def open_experts(
     store = _open_store(checkpoint, index, plan, cache_dir, bandwidth_limit_bytes_per_s)
     if plan.policy == "ring":
         return LayerRing(slots, store, index, plan.ring_slots), store
+    if on_host and store.host_records is not None:
+        host = HostExperts(store.host_records, fields, checkpoint.dtype)
+        if host.is_known:
+            return HybridExperts(slots, store, index, host), store
+        host.close()
+    known = f"no native operation takes experts of {fields} and {np.dtype(checkpoint.dtype)} tokens"
+    check(plan.policy != "hybrid", "policy", plan.policy, known)
     return ChosenExperts(slots, store, index), store
 
 

@@ -1,6 +1,6 @@
 """Which tier holds what of a model that is served, and whether it fits: numbers in, plan out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jmoe.config.checks import check
@@ -86,19 +86,20 @@ class MemoryPlan:
 def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> MemoryPlan:
     """Return a plan for the options; `ValueError` naming the field if there is none.
 
-    device_bytes: of expert slots. None: for `auto` what `free` leaves; for the others what they need, half of the
-    experts for `ring` and `experts`. host_cache_bytes: of the tier `nvme`; None: a quarter of the records, or as much
-    of it as fits.
+    device_bytes: of expert slots. None: for `auto` what `free` leaves; for `resident` all experts, for the others half
+    of them. host_cache_bytes: of the tier `nvme`; None: a quarter of the records, or as much of it as fits.
     """
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
     expert_tier = options.expert_tier
     layers, e = model.weights.num_layers, model.weights.num_experts
-    check(
-        policy in ("auto", "resident", "ring", "experts"), "policy", policy, "must be auto, resident, ring or experts"
-    )
+    known = policy in ("auto", "resident", "ring", "experts", "hybrid")
+    check(known, "policy", policy, "must be auto, resident, ring, experts or hybrid")
     check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, f"must be between 1 and {layers}")
     check(ring_slots is None or policy in ("auto", "ring"), "ring_slots", ring_slots, "needs policy = 'ring'")
     check(expert_tier in ("auto", "host", "nvme"), "expert_tier", expert_tier, "must be auto, host or nvme")
+    if policy == "hybrid":
+        check(expert_tier != "nvme", "expert_tier", expert_tier, "must be auto or host with policy = 'hybrid'")
+        options = replace(options, expert_tier="host")
     _check_cache(options)
     if policy == "resident" or (policy == "auto" and ring_slots is None):
         room_bytes = _device_room(model, free) if device_bytes is None else device_bytes
@@ -206,7 +207,7 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
         return options.ring_slots * model.weights.layer_bytes
     if options.policy == "ring":
         return max(1, model.weights.num_layers // 2) * model.weights.layer_bytes
-    if options.policy == "experts":
+    if options.policy in ("experts", "hybrid"):
         return max(model.weights.num_experts, model.num_experts // 2) * model.weights.expert_bytes
     room_bytes = _device_room(model, free)
     if free.shared:  # the cache of records takes its part of the same memory

@@ -5,12 +5,13 @@ compute seconds of a layer, s bytes of a layer's experts, s_e bytes of one exper
 A layer's time under a ring is max(c, s / W): its bytes move while other layers compute.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from jmoe.config.checks import check, not_negative, positive
 
-Policy = Literal["resident", "ring", "experts"]
+Policy = Literal["resident", "ring", "experts", "hybrid"]
 RING_SLOTS = 2  # one loads a layer while the other is in use: the fewest that overlap
 
 
@@ -55,6 +56,7 @@ class Measured:
     a layer touches in a step; None: as under uniform routing. hit_rate: share of those already on the device; None:
     as under uniform routing, the share of all experts that has a slot for good (one layer's worth passes through).
     early_fraction: share of the fetched experts guessed early enough to move while something else computed.
+    host_bytes_per_s: at which the host computes with experts that lie there; 0: it does not.
     """
 
     bandwidth_bytes_per_s: float
@@ -64,6 +66,7 @@ class Measured:
     active_experts: float | None = None
     hit_rate: float | None = None
     early_fraction: float = 0.0
+    host_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive(self, "bandwidth_bytes_per_s", "num_tokens")
@@ -123,3 +126,17 @@ def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: in
     needed = min(weights.num_experts, measured.num_tokens * weights.num_experts_per_tok)
     step_s = weights.num_layers * layer_s
     return Prediction("experts", slots >= needed, step_s, weights.num_layers * layer_streamed_bytes)
+
+
+def predict_hybrid(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+    """Predict a step as `predict_experts` does, where the host computes a part of what is missing.
+
+    Link and host work at the same time, each on the share that makes both end together: f = E_act (1 - hit) s_e /
+    (W + H) with H bytes/s of the host. The device computes what it has meanwhile: a layer takes t_sync + max(c, f).
+    """
+    fetched = predict_experts(weights, measured, device_bytes)
+    both = measured.bandwidth_bytes_per_s + measured.host_bytes_per_s
+    missing_s = fetched.streamed_bytes / weights.num_layers / both if both < math.inf else 0.0
+    step_s = weights.num_layers * (measured.sync_s + max(measured.compute_s, missing_s))
+    streamed_bytes = fetched.streamed_bytes * (measured.bandwidth_bytes_per_s / both if both < math.inf else 1.0)
+    return Prediction("hybrid", fetched.fits, step_s, streamed_bytes)

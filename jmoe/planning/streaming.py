@@ -13,9 +13,12 @@ from jmoe.planning.roofline import (
     Prediction,
     distinct_experts,
     predict_experts,
+    predict_hybrid,
     predict_resident,
     predict_ring,
 )
+
+MOST_TOKENS_ON_HOST = 32  # of a step: the native operations take no more
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Calibration:
 
     step_tokens, layer_s: tokens of a step, ascending, and seconds that a layer then computes. rest_s: of a step,
     beside its layers. sync_s: to read a layer's choices back. bandwidth_bytes_per_s: from host memory into slots;
-    nvme_bytes_per_s: from NVMe into host memory. Infinite where nothing moves.
+    nvme_bytes_per_s: from NVMe into host memory. Infinite where nothing moves. host_bytes_per_s: of experts that the
+    CPU computes in host memory; 0 where it does not.
     """
 
     step_tokens: tuple[int, ...]
@@ -33,6 +37,7 @@ class Calibration:
     sync_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
     nvme_bytes_per_s: float = math.inf
+    host_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class StreamingPlan:
         """For a step of so many tokens."""
         assert self.calibration is not None
         layer_s = float(np.interp(num_tokens, self.calibration.step_tokens, self.calibration.layer_s))
-        uniform = Measured(self.bandwidth_bytes_per_s, layer_s, num_tokens, sync_s=self.calibration.sync_s)
+        rates = self.bandwidth_bytes_per_s, self.calibration.host_bytes_per_s
+        uniform = Measured(rates[0], layer_s, num_tokens, self.calibration.sync_s, host_bytes_per_s=rates[1])
         routing, weights = self.routing, self.memory.model.weights
         if routing is None or num_tokens > routing.max_tokens:
             return uniform
@@ -89,16 +95,19 @@ class StreamingPlan:
         )
 
     def policy(self, num_tokens: int) -> Policy:
-        """Return what a step of so many tokens does: with the memory plan's policy `auto`, the faster one of two.
+        """Return what a step of so many tokens does: with the memory plan's policy `auto`, the fastest way.
 
-        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose.
+        `ring`: it gets whole layers, one after the other; `experts`: what its tokens chose; `hybrid`: that too, but
+        the host computes a part, which only few tokens can do.
         """
+        if self.memory.policy == "hybrid":
+            return "hybrid" if num_tokens <= MOST_TOKENS_ON_HOST else "ring"
         if self.memory.policy != "auto":
             return self.memory.policy
         if self.calibration is None:
             return "experts"
-        _, ring, experts = self.predictions(num_tokens)
-        return "ring" if ring.fits and ring.step_s <= experts.step_s else "experts"
+        ways = [p for p in self.predictions(num_tokens)[1:] if p.fits]
+        return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
         """Return a forecast of every policy that may be chosen; empty where nothing was measured."""
@@ -109,7 +118,10 @@ class StreamingPlan:
         resident = predict_resident(weights, measured, device_bytes)
         if self.memory.policy == "resident":
             return (resident,)
-        return resident, predict_ring(weights, measured, device_bytes), predict_experts(weights, measured, device_bytes)
+        ways = [predict_ring, predict_experts]
+        if measured.host_bytes_per_s > 0 and num_tokens <= MOST_TOKENS_ON_HOST:
+            ways.append(predict_hybrid)
+        return resident, *(predict(weights, measured, device_bytes) for predict in ways)
 
     def predicted_step_s(self, num_tokens: int) -> float | None:
         """Return the seconds of a step of so many tokens, logits and sampling included."""

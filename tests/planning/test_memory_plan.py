@@ -60,7 +60,7 @@ def test_plan(
 @pytest.mark.parametrize(
     ("free", "options", "words"),
     [
-        (GPU, {"policy": "rings"}, "policy = 'rings': must be auto, resident, ring or experts"),
+        (GPU, {"policy": "rings"}, "policy = 'rings': must be auto, resident, ring, experts or hybrid"),
         (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
         (GPU, {"policy": "experts", "ring_slots": 2}, "ring_slots = 2: needs policy = 'ring'"),
         (GPU, {"ring_slots": 3, "device_bytes": 23 * MB}, "ring_slots = 3: 24 experts do not fit device_bytes"),

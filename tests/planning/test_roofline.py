@@ -1,6 +1,7 @@
 """The formulas of streaming on numbers worked out by hand."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from jmoe.planning.roofline import (
     Measured,
     distinct_experts,
     predict_experts,
+    predict_hybrid,
     predict_resident,
     predict_ring,
 )
@@ -64,6 +66,24 @@ def test_expert_granular() -> None:
     assert not predict_experts(WEIGHTS, PREFILL, 63 * 10**6).fits  # a layer may need all 64
     assert predict_experts(WEIGHTS, DECODE, 2 * 10**6).fits
     assert not predict_experts(WEIGHTS, DECODE, 10**6).fits
+
+
+def test_hybrid() -> None:
+    """Host and link share what is missing, while the device computes; one alone, and none, are limits."""
+    quarter = 128 * 10**6
+    measured = dataclasses.replace(DECODE, sync_s=0.001, active_experts=8.0, hit_rate=0.0, host_bytes_per_s=3e9)
+    predicted = predict_hybrid(WEIGHTS, measured, quarter)
+    # 8 MB a layer at 1 + 3 GB/s: 2 ms beside 2 ms of compute
+    assert predicted.step_s == pytest.approx(8 * (0.001 + 0.002))
+    assert predicted.streamed_bytes == pytest.approx(8 * 2e6)
+    slower = predict_hybrid(WEIGHTS, dataclasses.replace(measured, host_bytes_per_s=1e9), quarter)
+    assert slower.step_s == pytest.approx(8 * (0.001 + 0.004))
+    alone = predict_hybrid(WEIGHTS, dataclasses.replace(measured, host_bytes_per_s=0.0), quarter)
+    fetched = predict_experts(WEIGHTS, measured, quarter)
+    assert alone.streamed_bytes == fetched.streamed_bytes
+    assert alone.step_s == fetched.step_s - 8 * 0.002  # here compute and link overlap
+    nothing_moves = dataclasses.replace(measured, bandwidth_bytes_per_s=math.inf)
+    assert predict_hybrid(WEIGHTS, nothing_moves, quarter).step_s == pytest.approx(8 * 0.003)
 
 
 @pytest.mark.parametrize(

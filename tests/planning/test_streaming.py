@@ -9,7 +9,8 @@ import pytest
 from jmoe.config.engine import EngineConfig
 from jmoe.planning.memory_plan import FreeMemory, ModelBytes, plan_memory
 from jmoe.planning.roofline import ExpertWeights
-from jmoe.planning.streaming import Calibration, RoutingStats, StreamingPlan
+from jmoe.planning.streaming import MOST_TOKENS_ON_HOST, Calibration, RoutingStats, StreamingPlan
+from kernels_pallas.native import MAX_ROWS
 
 # 8 layers of 64 experts of 1 MB; half of them fit
 MODEL = ModelBytes(ExpertWeights(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0)
@@ -53,6 +54,17 @@ def test_hits_decide_for_many_tokens(hit_rate: float, policy: str) -> None:
     seen = RoutingStats(256, 256, active_experts=64, hit_rate=hit_rate, early_fraction=0)
     speeds = Calibration((1, 512), (0.002, 0.002), bandwidth_bytes_per_s=1e9)
     assert StreamingPlan(HALF, speeds, seen).policy(256) == policy
+
+
+def test_a_host_that_computes_takes_steps_of_few_tokens() -> None:
+    """As fast as it is measured; a given policy takes it for few tokens without asking."""
+    fast = StreamingPlan(HALF, dataclasses.replace(SPEEDS, host_bytes_per_s=2e10))
+    assert [fast.policy(n) for n in (1, 8, MOST_TOKENS_ON_HOST)] == ["hybrid"] * 3
+    assert fast.policy(MOST_TOKENS_ON_HOST + 1) == "experts" and fast.policy(512) == "ring"
+    assert "hybrid" in fast.describe(1) and "hybrid" not in fast.describe(33)
+    given = StreamingPlan(plan_memory(MODEL, FREE, EngineConfig(policy="hybrid", device_bytes=256 * 10**6)))
+    assert (given.memory.expert_tier, given.policy(32), given.policy(33)) == ("host", "hybrid", "ring")
+    assert MOST_TOKENS_ON_HOST == MAX_ROWS
 
 
 def test_what_bandwidth_does_to_the_choice() -> None:

@@ -1,0 +1,177 @@
+"""Experts that the CPU computes where they lie in host memory, while a device computes those that it has.
+
+A few tokens read an expert's weights once and are small themselves: to send the tokens to the weights costs less than
+the weights to the device, wherever the host's memory is faster than the link between them (KTransformers, SOSP 2025).
+
+Legend: T tokens, D hidden, K choices a token, E experts of a layer.
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.memory.record_store import HostRecords
+from jmoe.memory.tiered_store import TieredStore
+from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.policies import ChosenExperts, ResidencyStats
+from jmoe.offload.slots import ExpertSlots, Fields, NativeSlots, as_array
+from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
+
+MEMORY = 0.9  # what a measured rate counts for after the next one
+LEAST_SHARE = 0.02  # of either way, so that both are measured again and again
+MEASURED_S = 0.1
+Tokens = tuple[jax.Array, jax.Array | np.ndarray, jax.Array]
+
+
+class HostExperts:
+    """The records of all experts in host memory, for products of few rows by native operations."""
+
+    def __init__(self, records: HostRecords, fields: Fields, dtype: np.dtype | type) -> None:
+        """fields: of an expert; dtype: of the tokens. is_known: there is a native operation for them."""
+        self._cpu = jax.local_devices(backend="cpu")[0]
+        at = {field.name: (field.offset_bytes,) for field in records.layout.fields}
+        self._slots = NativeSlots(as_array(records.slots_MR, self._cpu), fields, at)
+        self.is_known = self._slots.takes(1, dtype)
+        self.expert_bytes = records.layout.data_bytes
+        self._fields, self._dtype, self._num_records = fields, dtype, records.num_records
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts on the host")
+
+    def start(self, tokens: Tokens, rows_E: np.ndarray, activation: str) -> Future[tuple[jax.Array, float]]:
+        """Begin to compute the weighted sum of each token's experts; return (float32 [T, D] on the CPU, seconds).
+
+        tokens: h_TD, idx_TK (E for none) and weights_TK, on any device; rows_E: each expert's record.
+        """
+        return self._thread.submit(self._run, tokens, rows_E.astype(np.int32), activation)
+
+    def bytes_per_s(self, num_experts: int, activation: str) -> float:
+        """Measure how fast a token reads its experts, each time others."""
+        hidden = self._fields["w_down"][0][1]
+        idx_TK = np.arange(num_experts, dtype=np.int32)[None]
+        ones_TK = np.ones((1, num_experts), np.float32)
+        tokens = jnp.ones((1, hidden), self._dtype), jnp.asarray(idx_TK), jnp.asarray(ones_TK)
+        rates: list[float] = []
+        begun = first = time.perf_counter()
+        while len(rates) < 2 or begun - first < MEASURED_S:
+            start = len(rates) * num_experts % max(1, self._num_records - num_experts)
+            _, seconds = self._run(tokens, np.arange(start, start + num_experts, dtype=np.int32), activation)
+            rates.append(num_experts * self.expert_bytes / seconds)
+            begun = time.perf_counter()
+        return float(np.median(rates[1:]))
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, tokens: Tokens, rows_E: np.ndarray, activation: str) -> tuple[jax.Array, float]:
+        h_TD, idx_TK, weights_TK = jax.device_put(jax.block_until_ready(tokens), self._cpu)
+        begun, parts = time.perf_counter(), []
+        for start in range(0, h_TD.shape[0], MAX_ROWS):
+            some = (x[start : start + MAX_ROWS] for x in (h_TD, idx_TK, weights_TK))
+            parts.append(_sums(self._slots.layout, activation, *some, self._slots.slots_MR, rows_E))
+        y_TD = jax.block_until_ready(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+        return y_TD, time.perf_counter() - begun
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _sums(layout: SlotLayout, activation: str, h_TD: jax.Array, *arrays: jax.Array) -> jax.Array:
+    idx_TK, weights_TK, slots_MR, rows_E = arrays
+    tokens = h_TD, idx_TK, weights_TK, jnp.zeros(h_TD.shape, jnp.float32)
+    return slot_mlp(tokens, slots_MR, rows_E, layout, activation)
+
+
+class HybridExperts(ChosenExperts):
+    """Slots for single experts, and what has none is copied to one or computed on the host: both at the same time.
+
+    Of the experts of a layer that have no slot, so many are copied as the link brings while the host computes the
+    others, by the rates of recent steps; those with the most hits, which will most probably be of use again.
+    """
+
+    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, host: HostExperts) -> None:
+        super().__init__(slots, store, index)
+        self.host = host
+        self._stats = ResidencyStats("hybrid")
+        self.host_bytes_per_s = self.link_bytes_per_s = 0.0
+        self._link_before = store.stats().host
+        self._owed = 0.0  # of the next expert that is copied
+        self._on_host = False
+        self._cold_E: np.ndarray | None = None  # of the layer in use: the experts that the host computes
+        self._rows_E = np.zeros(0, np.int64)
+        self._coming: list[int] = []
+
+    def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
+        link = self._store.stats().host
+        moved, seconds = link.num_bytes - self._link_before.num_bytes, link.seconds - self._link_before.seconds
+        if moved > 0 and seconds > 0:
+            self.link_bytes_per_s = _smoothed(self.link_bytes_per_s, moved / seconds)
+            self._link_before = link
+        self._on_host, self._cold_E = on_host and not whole_layers, None
+        super().begin_step(whole_layers=whole_layers)
+
+    def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
+        if not self._on_host:  # else the link has enough to do
+            super().expect(moe_layer, guessed)
+
+    def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
+        """Return the slots; the experts that the host computes have none, and others may still be on their way."""
+        if not self._on_host or chosen is None:
+            return super().acquire(moe_layer, chosen)
+        self._coming = self._begin(moe_layer, chosen)
+        self._rows_E = self.index.records(moe_layer)
+        slot_E = self.pool.slot_of[self._rows_E]
+        self._cold_E = slot_E < 0
+        return np.maximum(slot_E, 0)
+
+    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+        if self._cold_E is None:
+            return super().mlp(routed, table_E, activation)
+        idx_TK, none = np.asarray(routed.idx_TK), self._cold_E.size
+        is_cold = np.append(self._cold_E, False)[idx_TK]
+        part = None
+        if is_cold.any():
+            self._stats.on_host += np.unique(idx_TK[is_cold]).size
+            cold_TK = np.where(is_cold, idx_TK, none).astype(np.int32)
+            part = self.host.start((routed.h_TD, cold_TK, routed.weights_TK), self._rows_E, activation)
+        self._wait(self._coming)
+        self._coming = []
+        y_TD = routed.y_TD
+        warm_TK = np.where(is_cold, none, idx_TK).astype(np.int32)
+        if part is None:
+            return super().mlp(routed, table_E, activation)
+        if (warm_TK < none).any():
+            warm = routed._replace(idx_TK=jax.device_put(warm_TK, routed.h_TD.device))
+            y_TD = super().mlp(warm, table_E, activation)
+        try:
+            cold_TD, seconds = part.result()
+        except Exception as error:
+            self._failed = error
+            raise
+        num_bytes = np.unique(idx_TK[is_cold]).size * self.host.expert_bytes
+        self.host_bytes_per_s = _smoothed(self.host_bytes_per_s, num_bytes / seconds)
+        return _sum(y_TD, jax.device_put(cold_TD, y_TD.device))
+
+    def close(self) -> None:
+        self.host.close()
+        super().close()
+
+    def _worth_bringing(self, records: list[int]) -> list[int]:
+        if not self._on_host:
+            return records
+        there = [r for r in records if self.pool.slot_of[r] >= 0]
+        missing = sorted((r for r in records if self.pool.slot_of[r] < 0), key=lambda r: -self.pool.counts.scores[r])
+        both = self.link_bytes_per_s + self.host_bytes_per_s
+        share = self.link_bytes_per_s / both if min(self.link_bytes_per_s, self.host_bytes_per_s) > 0 else 0.5
+        self._owed += len(missing) * min(max(share, LEAST_SHARE), 1 - LEAST_SHARE)
+        copied = min(int(self._owed), len(missing))
+        self._owed -= copied
+        return sorted(there + missing[:copied])
+
+
+_sum = jax.jit(jnp.add)
+
+
+def _smoothed(rate: float, new: float) -> float:
+    return new if rate == 0 else MEMORY * rate + (1 - MEMORY) * new
