@@ -14,6 +14,7 @@ from jmoe.config.model import LayerKind, ModelConfig
 from jmoe.config.train import TrainConfig
 
 LayoutKind = Literal["even", "elastic"]
+HeadKind = Literal["classes", "contrastive"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class VisionModelConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """One classification task: its images, its part of a step, its path through the layers routed by task.
+    """One task: its images with their classes, its part of a step, its path through the layers routed by task.
 
     source: `digits`, `glyphs`, `fonts` or `photographs` (real images that packages carry), or your own images: a folder
     with a folder for each class, or a .csv or .tsv file whose first line is path,label. path: the expert that it
@@ -108,6 +109,11 @@ class TaskConfig:
 
     source: str
     batch_size: int = 16  # images a step, on all devices together
+    # classes: logits and cross-entropy. contrastive: an embedding; all images of a step's batch of the task are
+    # compared, wherever they are, and a held-out image is of the class whose training images have the nearest mean
+    head: HeadKind = "classes"
+    embedding_size: int = 64  # of a contrastive head
+    contrastive_temperature: float = 0.1
     path: tuple[int, ...] = ()
     loss_weight: float = 1.0  # of its mean loss in the sum of all tasks'
     # 0: all of the run; else it ends after so many steps: its own parameters stay as they are, its devices go to others
@@ -115,8 +121,15 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         check_field(bool(self.source), self, "source", "must name a built-in task or a folder")
-        positive(self, "batch_size", "loss_weight")
+        positive(self, "batch_size", "loss_weight", "embedding_size", "contrastive_temperature")
         not_negative(self, "num_steps")
+        literals(self)
+        enough = self.head == "classes" or self.batch_size > 1
+        check_field(enough, self, "batch_size", "must be greater than 1 to compare images (head = 'contrastive')")
+
+    def head_size(self, num_classes: int) -> int:
+        """Return the features that its head makes of an image."""
+        return num_classes if self.head == "classes" else self.embedding_size
 
     def takes_part(self, step: int) -> bool:
         """Return whether the task is trained in this step, counted from 0."""

@@ -7,7 +7,7 @@ channels. What row i of a task's batch is in step s depends on the seed, the tas
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,9 +124,21 @@ class ImageBatches:
 
 def held_out_batches(tasks: Sequence[ImageTask], num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
     """Yield all held-out images of all tasks once, [num_devices, 1, micro_batch, ...] at a time."""
-    pixels = np.concatenate([task.held_out.pixels for task in tasks])
-    labels = np.concatenate([task.held_out.labels for task in tasks])
-    numbers = np.repeat(np.arange(len(tasks), dtype=np.int32), [len(task.held_out.labels) for task in tasks])
+    yield from _all_images({number: task.held_out for number, task in enumerate(tasks)}, num_devices, micro_batch)
+
+
+def train_images(
+    tasks: Sequence[ImageTask], numbers: Sequence[int], num_devices: int, micro_batch: int
+) -> Iterator[ImageBatch]:
+    """Yield all training images of the tasks of these numbers once, as they are, as `held_out_batches` does."""
+    yield from _all_images({number: tasks[number].train for number in numbers}, num_devices, micro_batch)
+
+
+def _all_images(splits: Mapping[int, Split], num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
+    pixels = np.concatenate([split.pixels for split in splits.values()])
+    labels = np.concatenate([split.labels for split in splits.values()])
+    counts = [len(split.labels) for split in splits.values()]
+    numbers = np.repeat(np.array(list(splits), np.int32), counts)
     rows = num_devices * micro_batch
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)

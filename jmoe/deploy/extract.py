@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
+from jmoe.config.vision import HeadKind
+from jmoe.layers.contrastive import unit
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import make_mesh
 from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, replace_text, write_safetensors
@@ -36,16 +38,23 @@ Arrays = dict[Names, NDArray[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class TaskModel:
-    """The model of one task of a run: `logits = task_model(pixels)`, and the names of its classes."""
+    """The model of one task of a run: `logits = task_model(pixels)`, and the names of its classes.
+
+    One with a contrastive head computes embeddings in place of logits.
+    """
 
     task: str
     classes: tuple[str, ...]
+    head: HeadKind
     model: VisionTransformer
 
     def __call__(self, pixels_BPPC: jax.Array) -> jax.Array:
-        """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size, channels]."""
+        """Return float32 logits [B, classes] of pixels in [0, 1], [B, image_size, image_size, channels].
+
+        Of a contrastive head: embeddings of length 1, whose products say how alike two images are.
+        """
         logits, _ = self.model(pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True)
-        return logits
+        return logits if self.head == "classes" else unit(logits)
 
 
 def path_config(config: VisionModelConfig) -> VisionModelConfig:
@@ -101,7 +110,9 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors = [NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a)) for names, a in own.items()]
     write_safetensors(out_dir, tensors, SHARD_BYTES)
-    described = {"task": task, "classes": run.classes[task], "step": run.step, "model": dataclasses.asdict(small)}
+    own_task, classes = run.tasks[task], run.classes[task]
+    described = {"task": task, "classes": classes, "head": own_task.head, "head_size": own_task.head_size(len(classes))}
+    described |= {"step": run.step, "model": dataclasses.asdict(small)}
     replace_text(out_dir / MODEL, json.dumps(described, indent=1) + "\n")
     return run.step
 
@@ -113,9 +124,10 @@ def load_task_model(folder: Path) -> TaskModel:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / MODEL}: cannot be read: {error}") from error
     config, classes = vision_model_config(described["model"]), tuple(described["classes"])
+    head, size = described.get("head", "classes"), described.get("head_size", len(classes))
 
     def build() -> VisionTransformer:
-        return VisionTransformer(config, {described["task"]: len(classes)}, [()], rngs=nnx.Rngs(0))
+        return VisionTransformer(config, {described["task"]: size}, [()], rngs=nnx.Rngs(0))
 
     parts: Any = nnx.split(nnx.eval_shape(build), nnx.Param, RouterBias)
     stored = read_headers(folder)
@@ -133,7 +145,7 @@ def load_task_model(folder: Path) -> TaskModel:
     for part in parts[1:]:
         leaves = [read(names, leaf.shape) for names, leaf in flat(nnx.to_pure_dict(part)).items()]
         trees.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
-    return TaskModel(described["task"], classes, nnx.merge(parts[0], *trees))
+    return TaskModel(described["task"], classes, head, nnx.merge(parts[0], *trees))
 
 
 def main(arguments: list[str]) -> None:

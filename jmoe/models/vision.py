@@ -1,6 +1,6 @@
 """A vision transformer that learns several tasks at once: patches, the same blocks as a decoder's, a head a task.
 
-Legend: B images, P pixels a side, C channels, S patches of an image, T = B S tokens, D hidden, Y classes of all tasks
+Legend: B images, P pixels a side, C channels, S patches of an image, T = B S tokens, D hidden, Y outputs of all heads
 side by side, A tasks, N layers routed per token (of paths: by task), E experts.
 Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), or experts that tasks name (UFO).
 """
@@ -55,21 +55,21 @@ def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
 class VisionTransformer(nnx.Module):
     """Images [B, P, P, C] and the task of each -> float32 logits [B, Y]: `logits, stats = model(pixels, task)`.
 
-    num_classes: of each task, in the order of their numbers. paths: [tasks, layers routed by task], the expert that
-    each task takes, or may take where paths are learned, as a logit a layer says in `path_logits`. Patches see all of
-    their image; their mean goes to the heads.
+    head_sizes: of each task, in the order of their numbers: its classes, or the features of its embedding. paths:
+    [tasks, layers routed by task], the expert that each task takes, or may take where paths are learned, as a logit a
+    layer says in `path_logits`. Patches see all of their image; their mean goes to the heads.
     """
 
     def __init__(
         self,
         config: VisionModelConfig,
-        num_classes: Mapping[str, int],
+        head_sizes: Mapping[str, int],
         paths: Sequence[Sequence[int]],
         parallel: ExpertParallel | None = None,
         *,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config, self.tasks, self.num_classes = config, tuple(num_classes), tuple(num_classes.values())
+        self.config, self.tasks, self.head_sizes = config, tuple(head_sizes), tuple(head_sizes.values())
         self.paths = tuple(tuple(path) for path in paths)
         d, side = config.hidden_size, config.image_size // config.patch_size
         inputs, std, kinds = config.patch_size**2 * config.channels, config.initializer_range, config.layer_kinds
@@ -83,8 +83,8 @@ class VisionTransformer(nnx.Module):
 
         self.dense_layers, self.moe_layers, self.task_layers = stack("dense"), stack("moe"), stack("task")
         self.norm = Norm(d, config.norm, config.norm_eps)
-        self.heads = nnx.Dict({name: normal(rngs, (d, count), std) for name, count in num_classes.items()})
-        undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in num_classes}
+        self.heads = nnx.Dict({name: normal(rngs, (d, count), std) for name, count in head_sizes.items()})
+        undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in head_sizes}
         self.path_logits = nnx.Dict(undecided) if config.learn_paths else None
 
     def embed(self, pixels_BPPC: jax.Array, dtype: Any) -> jax.Array:
@@ -107,7 +107,7 @@ class VisionTransformer(nnx.Module):
         remat: bool = False,
         draw: PathDraw | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Return (logits [B, Y], -inf where a class is another task's; `MoEStats` with a leading [N], or None).
+        """Return (logits [B, Y], -inf where an output is another task's; `MoEStats` with a leading [N], or None).
 
         pixels: in [0, 1]. task: int32. draw: samples the paths that are learned; None: each task takes the likelier
         expert. Runs inside `shard_map` or on one device.
@@ -159,11 +159,11 @@ class VisionTransformer(nnx.Module):
         return {"topk_idx_TK": of_patches(chosen_A2), "topk_weights_TK": of_patches(weights_A2)}
 
     def logits(self, hidden_BSD: jax.Array, task_B: jax.Array) -> jax.Array:
-        """Float32 [B, Y] of the mean of an image's patches, -inf where a class is another task's."""
+        """Float32 [B, Y] of the mean of an image's patches, -inf where an output is another task's."""
         with jax.named_scope("heads"):
             mean_BD = hidden_BSD.astype(jnp.float32).mean(axis=1)
             heads = [self.heads[task][...].astype(jnp.float32) for task in self.tasks]
             # One product a head: another task changes no bit of a task's logits.
             logits_BY = jnp.concatenate([jnp.dot(mean_BD, head_DY) for head_DY in heads], axis=1)
-            owner_Y = np.repeat(np.arange(len(self.num_classes), dtype=np.int32), self.num_classes)
+            owner_Y = np.repeat(np.arange(len(self.head_sizes), dtype=np.int32), self.head_sizes)
             return jnp.where(task_B[:, None] == owner_Y, logits_BY, -jnp.inf)

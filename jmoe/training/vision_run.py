@@ -72,6 +72,9 @@ def state_from_run(trainer: VisionTrainer, tasks: tuple[ImageTask, ...]) -> Trai
     for task in tasks:
         if (known := run.tasks.get(task.name)) is not None:
             path = config.tasks[task.name].path
+            for name in ("head", "embedding_size"):
+                now, then = getattr(config.tasks[task.name], name), getattr(known, name)
+                check(now == then, f"tasks.{task.name}.{name}", now, f"must be {then} {where}")
             check(path == known.path, f"tasks.{task.name}.path", path, f"must be {known.path} as {where}")
             same = list(task.classes) == run.classes[task.name]
             check(same, f"tasks.{task.name}.source", config.tasks[task.name].source, f"must have the classes {where}")

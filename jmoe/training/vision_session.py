@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jmoe.config import VisionTrainConfig, check
-from jmoe.data.image_batches import ImageBatch, held_out_batches
+from jmoe.data.image_batches import ImageBatch, held_out_batches, train_images
 from jmoe.data.images import ImageTask
 from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.distributed import AskedSignal, from_rank_0
@@ -124,10 +124,17 @@ class VisionSession(Session):
         doing = status(f"evaluating on {images:,} held-out images", say)
         sums_3A = np.zeros((3, len(self.corpus)))
         sharding = NamedSharding(self.mesh, BATCH)
+        sizes, compared = (devices, -(-EVALUATION_IMAGES // devices)), np.flatnonzero(self.trainer.compares)
+
+        def put(batch: ImageBatch) -> Any:
+            place = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])  # noqa: E731
+            return jax.tree.map(place, batch)
+
         with self.watchdog.waiting_for("evaluation after step", step), doing:
-            for batch in held_out_batches(self.corpus, devices, -(-EVALUATION_IMAGES // devices)):
-                put = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])  # noqa: E731
-                sums_3A += np.asarray(self.trainer.evaluate(state, [jax.tree.map(put, batch)])[0])
+            train = train_images(self.corpus, compared.tolist(), *sizes) if compared.size else iter(())
+            means = self.trainer.class_means(state, map(put, train))
+            for batch in held_out_batches(self.corpus, *sizes):
+                sums_3A += np.asarray(self.trainer.evaluate(state, [put(batch)], means)[0])
         nll_A, accuracy_A = sums_3A[0] / sums_3A[2], sums_3A[1] / sums_3A[2]
         names = [task.name for task in self.corpus]
         loss, accuracy = dict(zip(names, nll_A.tolist())), dict(zip(names, accuracy_A.tolist()))

@@ -1,17 +1,21 @@
 """Training several image tasks at once: one `shard_map` over the mesh, from images to the updated state.
 
-Legend: R devices, M micro-batches, B images of a micro-batch, Y classes of all tasks, A tasks, N layers routed per
-token, E experts.
+Legend: R devices, M micro-batches, B images of a micro-batch, G of a step, Y outputs of all heads, C features of all
+embeddings, K classes of all tasks, A tasks, N layers routed per token, E experts.
 
 The layout says which images of which tasks a device has. Parameters are gathered once, a device adds up the gradients
 of its micro-batches, as many as the layout gives it, and the sum is reduced once. Every image's loss is divided by what
 its task has on all devices, so that no layout changes the loss.
+
+Images of a task with a contrastive head are compared with all of the task's in the step: embeddings are computed first
+and gathered, every device has the loss of all of them and its gradient, and the gradient of its own images' embeddings
+is what their micro-batch is differentiated with (as GradCache, arXiv:2101.06983).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -22,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
+from jmoe.layers.contrastive import contrastive_losses, similarities, unit
 from jmoe.layers.moe import ExpertParallel
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, path_names, shardings
@@ -36,6 +41,16 @@ from jmoe.training.task_layouts import copies_line
 from jmoe.training.update import finish_step, over_devices
 
 Metrics = dict[str, Any]
+
+
+class Contrast(NamedTuple):
+    """What comparing all images of a step says of this device's, [M, B, ...] or [B, ...]."""
+
+    gradient: jax.Array  # of the loss with respect to the embedding, [C]
+    loss: jax.Array
+    is_right: jax.Array  # 1.0 where the nearest other image is of the same class
+
+
 OF_TASKS = ("heads", "path_logits")  # parameters below these have a node for each task
 
 
@@ -55,7 +70,8 @@ class ShardedVision(ShardedModel):
         config = self._config
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange)
         paths = [task.path for task in config.tasks.values()]
-        return VisionTransformer(config.model, self.num_classes, paths, parallel, rngs=nnx.Rngs(config.seed))
+        sizes = {name: config.tasks[name].head_size(count) for name, count in self.num_classes.items()}
+        return VisionTransformer(config.model, sizes, paths, parallel, rngs=nnx.Rngs(config.seed))
 
     def gather_all(self, params: Any) -> Any:
         """Gather the parameters of all layers and outside them, in the dtype of their use; experts stay in parts."""
@@ -77,7 +93,13 @@ class VisionTrainer:
         self.model = model = ShardedVision(config, num_classes, mesh)
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
-        self._offsets = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
+        tasks = [config.tasks[name] for name in num_classes]
+        sizes = [task.head_size(count) for task, count in zip(tasks, num_classes.values(), strict=True)]
+        self._outputs = np.cumsum([0, *sizes])[:-1].astype(np.int32)  # where each task's begin
+        self._classes = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
+        self.compares = np.array([task.head == "contrastive" for task in tasks])  # tasks that do, by number
+        self._embeds = np.repeat(self.compares, sizes)  # outputs that are embeddings
+        self._temperature = np.array([task.contrastive_temperature for task in tasks], np.float32)
         self.micro_batch = layout.micro_batch // config.gradient_accumulation_steps
         self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
         state = model.state_specs
@@ -90,7 +112,9 @@ class VisionTrainer:
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
         active = {layout.tasks[share.task].name for shares in layout.shares for share in shares}
         self._active = [name for name in config.tasks if name in active]
-        self._evaluate = jax.jit(sharded(self._evaluate_local, in_specs=(state, BATCH), out_specs=REPLICATED))
+        in_specs = (state, BATCH, REPLICATED)
+        self._evaluate = jax.jit(sharded(self._evaluate_local, in_specs=in_specs, out_specs=REPLICATED))
+        self._class_sums = jax.jit(sharded(self._class_sums_local, in_specs=(state, BATCH), out_specs=REPLICATED))
 
     @property
     def notes(self) -> list[str]:
@@ -144,11 +168,13 @@ class VisionTrainer:
         """
         gathered, scatter = jax.vjp(self.model.gather_all, state.params)
         draw = self._draw(state.step)
+        contrast = self._contrast(gathered, state, batch, draw, full_capacity=full_capacity)
         loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
 
         def one(index: Any) -> tuple[Any, Metrics]:
-            part = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch)
-            (_, metrics), grads = loss_and_gradients(gathered, state.router_bias, part, draw)
+            (_, metrics), grads = loss_and_gradients(
+                gathered, state.router_bias, _micro_batch(batch, index), draw, _at(contrast, index)
+            )
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
         counts = [images // self.micro_batch for images in self.layout.images]
@@ -156,9 +182,7 @@ class VisionTrainer:
             grads, metrics = one(0)
         else:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
-            own: Any = counts[0]  # a device goes as often as it has images, and waits for others in the reduction only
-            if len(set(counts)) > 1:
-                own = jnp.asarray(counts, jnp.int32)[lax.axis_index(ALL)]
+            own = _of_device(counts)  # a device goes as often as it has images, and waits for others in reductions only
             grads, metrics = lax.fori_loop(0, own, lambda i, sums: jax.tree.map(jnp.add, sums, one(i)), zeros)
         (reduced,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, gathered))
         return reduced, metrics
@@ -173,20 +197,81 @@ class VisionTrainer:
         key = jax.random.fold_in(jax.random.key(config.seed), step)
         return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
 
+    def _contrast(
+        self, params: Any, state: TrainState, batch: ImageBatch, draw: PathDraw | None, *, full_capacity: bool
+    ) -> Contrast | None:
+        """Return what comparing all images of the step says of this device's; None if no task does that."""
+        shares = self.layout.shares
+        compares = [any(self.compares[share.task] for share in own) for own in shares]
+        if not any(compares):
+            return None
+        options = {"train": True, "full_capacity": full_capacity, "draw": draw}
+        if self.config.layout == "even":
+            compares = [True] * len(compares)  # devices may exchange tokens, and take equal steps
+        counts = [compares[d] * images // self.micro_batch for d, images in enumerate(self.layout.images)]
+
+        def embed(index: Any, z_MBC: jax.Array) -> jax.Array:
+            logits_BY, _ = self._forward(params, state.router_bias, _micro_batch(batch, index), **options)
+            return z_MBC.at[index].set(self._embeddings(logits_BY))
+
+        with jax.named_scope("contrast"):
+            labels_MB = batch.label[0]
+            zeros = jnp.zeros((*labels_MB.shape, int(self._embeds.sum())), jnp.float32)
+            z_MBC = lax.fori_loop(0, _of_device(counts), embed, zeros)
+            own = z_MBC, batch.task[0], labels_MB, batch.weight[0]
+            every = [lax.all_gather(a, ALL) if self.model.mesh.size > 1 else a[None] for a in own]
+            z_GC, task_G, label_G, weight_G = (a.reshape(-1, *a.shape[3:]) for a in every)
+            tasks = self.config.tasks.values()
+            share_A = np.array([task.loss_weight / task.batch_size for task in tasks], np.float32) * self.compares
+            weight_G = weight_G * jnp.asarray(self.compares)[task_G].astype(jnp.float32)
+            share_G, temperature_G = jnp.asarray(share_A)[task_G], jnp.asarray(self._temperature)[task_G]
+
+            def total(z_GC: jax.Array) -> Any:
+                loss_G, is_right_G = contrastive_losses(z_GC, task_G, label_G, weight_G, temperature_G)
+                return (loss_G * share_G).sum(), (loss_G, is_right_G)
+
+            gradient_GC, (loss_G, is_right_G) = jax.grad(total, has_aux=True)(z_GC)
+            device = lax.axis_index(ALL) if self.model.mesh.size > 1 else 0
+            parts = (a.reshape(*every[0].shape[:3], *a.shape[1:]) for a in (gradient_GC, loss_G, is_right_G))
+            return Contrast(*(part[device] for part in parts))
+
+    def _embeddings(self, logits_BY: jax.Array) -> jax.Array:
+        """Return [B, C] of length 1, 0 where a feature is another task's; zeros of tasks that have classes."""
+        own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
+        return unit(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
+
     def loss_local(
-        self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None, *, full_capacity: bool
+        self,
+        params: Any,
+        router_bias: Any,
+        batch: ImageBatch,
+        draw: PathDraw | None,
+        contrast: Contrast | None,
+        *,
+        full_capacity: bool,
     ) -> tuple[jax.Array, Metrics]:
-        """Return a micro-batch's part of the loss, and what it consists of."""
+        """Return a micro-batch's part of the loss, and what it consists of.
+
+        What it compares has that of `contrast`, as value and as gradient.
+        """
         config, tasks = self.config, self.config.tasks
         options = {"train": True, "full_capacity": full_capacity, "remat": config.remat == "layer", "draw": draw}
-        nll_B, correct_B, stats = self._nll(params, router_bias, batch, **options)
+        logits_BY, stats = self._forward(params, router_bias, batch, **options)
+        nll_B, correct_B = self._nll(logits_BY, batch)
         with jax.named_scope("loss"):
+            compared = jnp.zeros((), jnp.float32)
+            if contrast is not None:
+                compares_B = jnp.asarray(self.compares)[batch.task]
+                nll_B = jnp.where(compares_B, contrast.loss, nll_B)
+                correct_B = jnp.where(compares_B, contrast.is_right, correct_B)
+                compared = (self._embeddings(logits_BY) * contrast.gradient).sum()
+                compared = compared - lax.stop_gradient(compared)  # a gradient without a value
             images_A = np.array([task.batch_size for task in tasks.values()], np.float32)
             weights_A = np.array([task.loss_weight for task in tasks.values()], np.float32)
             of_task_AB = batch.task == np.arange(len(tasks), dtype=np.int32)[:, None]
             loss_A = jnp.where(of_task_AB, nll_B * batch.weight, 0.0).sum(axis=1) / images_A
             correct_A = jnp.where(of_task_AB, correct_B * batch.weight, 0.0).sum(axis=1) / images_A
-            loss = (loss_A * weights_A).sum()
+            loss = (loss_A * weights_A).sum() + compared
         metrics: Metrics = {
             "loss": loss,
             "task_loss": {name: loss_A[number] for number, name in enumerate(tasks) if name in self._active},
@@ -209,15 +294,13 @@ class VisionTrainer:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
         return self.model.merge(params, router_bias)(pixels, batch.task, dtype=self.model.dtype, **options)
 
-    def _nll(self, params: Any, router_bias: Any, batch: ImageBatch, **options: Any) -> Any:
-        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B], statistics)."""
-        logits_BY, stats = self._forward(params, router_bias, batch, **options)
-        label_B = batch.label + jnp.asarray(self._offsets)[batch.task]
-        log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
-        is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)
-        nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)
-        correct_B = (jnp.argmax(logits_BY, axis=1).astype(jnp.int32) == label_B).astype(jnp.float32)
-        return nll_B, correct_B, stats
+    def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
+        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B]); of tasks with classes.
+
+        Images of others get something finite.
+        """
+        label_B = jnp.where(jnp.asarray(self.compares)[batch.task], 0, batch.label)
+        return _classified(logits_BY, label_B + jnp.asarray(self._outputs)[batch.task])
 
     # Measuring
 
@@ -234,7 +317,9 @@ class VisionTrainer:
         def gradients_local(params: Any, router_bias: Any, batch: ImageBatch) -> jax.Array:
             own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
             loss = partial(self.loss_local, full_capacity=False)
-            grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part, self._draw(jnp.int32(0)))
+            draw = self._draw(jnp.int32(0))
+            contrast = self._sample_contrast(own, router_bias, part, draw) if self.compares.any() else None
+            grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part, draw, contrast)
             return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]).sum()[None]
 
         params = jax.jit(sharded(gather_local, in_specs=(spec,), out_specs=BATCH))(state)
@@ -246,20 +331,64 @@ class VisionTrainer:
         seconds = np.median(rounds[1:], axis=0) / sizes  # the first round compiles
         return [float(value) for value in seconds]
 
+    def _sample_contrast(self, params: Any, router_bias: Any, batch: ImageBatch, draw: PathDraw | None) -> Contrast:
+        """Return something to differentiate a micro-batch of one task with; embeddings are computed as in a step."""
+
+        def embed() -> jax.Array:
+            return self._embeddings(self._forward(params, router_bias, batch, train=True, draw=draw)[0])
+
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed))
+        z_BC = lax.cond(jnp.asarray(self.compares)[batch.task[0]], embed, lambda: nothing)
+        return Contrast(lax.stop_gradient(z_BC), batch.weight, batch.weight)
+
     # Without gradients
 
-    def _evaluate_local(self, state: TrainState, batch: ImageBatch) -> jax.Array:
-        part = jax.tree.map(lambda a: a[0, 0], batch)
-        nll_B, correct_B, _ = self._nll(
-            self.model.gather_all(state.params), state.router_bias, part, full_capacity=True
-        )
+    def _class_sums_local(self, state: TrainState, batch: ImageBatch) -> jax.Array:
+        """Return [K, C], the sum of the embeddings of each class's images."""
+        part = _micro_batch(batch, 0)
+        params = self.model.gather_all(state.params)
+        logits_BY, _ = self._forward(params, state.router_bias, part, full_capacity=True)
+        class_B = part.label + jnp.asarray(self._classes)[part.task]
+        of_class_KB = class_B == jnp.arange(sum(self.model.num_classes.values()), dtype=jnp.int32)[:, None]
+        weight_KB = jnp.where(of_class_KB, part.weight, 0.0)
+        return lax.psum(jnp.dot(weight_KB, self._embeddings(logits_BY)), ALL)
+
+    def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
+        """Return [K, C], in the direction of the mean embedding of each class of the tasks that compare images.
+
+        batches: of training images of these tasks. `evaluate` takes the means.
+        """
+        shape = sum(self.model.num_classes.values()), int(self._embeds.sum())
+        sums = np.zeros(shape, np.float32)
+        for batch in batches:
+            sums += np.asarray(self._class_sums(state, batch))
+        return jnp.asarray(sums)
+
+    def _evaluate_local(self, state: TrainState, batch: ImageBatch, means_KC: jax.Array) -> jax.Array:
+        part = _micro_batch(batch, 0)
+        params = self.model.gather_all(state.params)
+        logits_BY, _ = self._forward(params, state.router_bias, part, full_capacity=True)
+        nll_B, correct_B = self._nll(logits_BY, part)
+        if self.compares.any():
+            owner_K = np.repeat(np.arange(len(self.compares), dtype=np.int32), list(self.model.num_classes.values()))
+            z_BC, temperature_B = self._embeddings(logits_BY), jnp.asarray(self._temperature)[part.task]
+            near_BK = jnp.where(part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf)
+            compared = _classified(near_BK, part.label + jnp.asarray(self._classes)[part.task])
+            compares_B = jnp.asarray(self.compares)[part.task]
+            nll_B, correct_B = (jnp.where(compares_B, *pair) for pair in zip(compared, (nll_B, correct_B), strict=True))
         of_task_AB = part.task == np.arange(len(self.config.tasks), dtype=np.int32)[:, None]
         values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * part.weight
         return lax.psum(jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1), ALL)
 
-    def evaluate(self, state: TrainState, batches: Sequence[Any]) -> list[jax.Array]:
-        """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones, images, by task."""
-        return [jax.block_until_ready(self._evaluate(state, batch)) for batch in batches]
+    def evaluate(
+        self, state: TrainState, batches: Sequence[Any], class_means: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """Return float32 [3, A] of each batch: summed negative log-likelihood in nats, right ones, images, by task.
+
+        An image of a task that compares images is of the class whose mean is nearest.
+        """
+        means = self.class_means(state, []) if class_means is None else class_means
+        return [jax.block_until_ready(self._evaluate(state, batch, means)) for batch in batches]
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return the expert that each task takes in each layer routed by task, as learned or as given."""
@@ -283,3 +412,27 @@ class VisionTrainer:
 
     def close(self) -> None:
         """End nothing: there are no threads."""
+
+
+def _micro_batch(batch: ImageBatch, index: Any) -> ImageBatch:
+    """Return one of this device's micro-batches."""
+    part: ImageBatch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch)
+    return part
+
+
+def _at(contrast: Contrast | None, index: Any) -> Contrast | None:
+    part: Contrast | None = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast)
+    return part
+
+
+def _of_device(values: Sequence[int]) -> Any:
+    """Return this device's value, a number where all have the same."""
+    return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[lax.axis_index(ALL)]
+
+
+def _classified(logits_BY: jax.Array, label_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (negative log-likelihood in nats [B], 1.0 where the label has the largest logit [B])."""
+    log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
+    is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)
+    nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)
+    return nll_B, (jnp.argmax(logits_BY, axis=1).astype(jnp.int32) == label_B).astype(jnp.float32)

@@ -74,6 +74,6 @@ def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
     saved_run(tmp_path / "run")
     extract_task(tmp_path / "run", tmp_path / "out", "digits")
     described = json.loads((tmp_path / "out" / "model.json").read_text())
-    (tmp_path / "out" / "model.json").write_text(json.dumps(described | {"classes": ["only"]}))
+    (tmp_path / "out" / "model.json").write_text(json.dumps(described | {"head_size": 1}))
     with pytest.raises(ValueError, match=r"heads.digits.* has shape \(16, 2\): must be \(16, 1\)"):
         load_task_model(tmp_path / "out")
