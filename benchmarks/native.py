@@ -5,7 +5,7 @@
 Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds: each call takes others
 of `--bytes`. A round has one call of every row, beside a plain read by as many threads as there are cores and the same
 product by XLA; medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the
-experts that the tokens chose.
+experts that the tokens chose, as they are stored.
 """
 
 if __name__ == "__main__":
@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import argparse
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from benchmarks.lib import report
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import HostSlots
 from kernels_pallas import native
+from kernels_pallas.compressed import FORMATS
 from kernels_pallas.matmul import dot
 
 ROWS = (1, 2, 8, 32)
@@ -64,16 +66,25 @@ def products(rows: int, dtype: Any, total: int) -> tuple[Call, Call, int]:
     return lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), num_bytes
 
 
-def experts(name: str, tokens: int, dtype: Any, total: int) -> tuple[Call, Call, int]:
-    """Return (native, XLA's, bytes read) of a layer's experts, which lie anywhere among many slots."""
+def experts(name: str, tokens: int, kind: str, total: int) -> tuple[Call, Call, int]:
+    """Return (native, XLA's, bytes read) of a layer's experts, which lie anywhere among many slots.
+
+    kind: of the weights: a dtype, which the tokens have too, or a compressed format, of bfloat16 tokens.
+    """
     hidden, inner, num_experts, k = EXPERTS[name]
-    stored = np.dtype(np.uint16 if dtype == jnp.bfloat16 else np.float32)
-    fields = {"w_up": ((hidden, 2 * inner), stored), "w_down": ((inner, hidden), stored)}
-    expert_bytes = 3 * hidden * inner * stored.itemsize
+    shapes = {"w_up": (hidden, 2 * inner), "w_down": (inner, hidden)}
+    if kind in FORMATS:
+        dtype: Any = jnp.bfloat16
+        fields = {n: field for name, shape in shapes.items() for n, field in FORMATS[kind].fields(name, shape).items()}
+    else:
+        dtype = jnp.dtype(kind)
+        stored = np.dtype(np.uint16 if dtype == jnp.bfloat16 else np.float32)
+        fields = {name: (shape, stored) for name, shape in shapes.items()}
+    expert_bytes = sum(math.prod(shape) * stored.itemsize for shape, stored in fields.values())
     num_slots = total // expert_bytes // 2
     rng = np.random.default_rng(0)
     both = [HostSlots(num_slots, fields, native=is_native) for is_native in (True, False)]
-    record = {field: np.zeros(shape, stored) for field, (shape, _) in fields.items()}
+    record = {field: np.zeros(shape, stored) for field, (shape, stored) in fields.items()}
     for slots, slot in itertools.product(both, range(num_slots)):
         slots.write(slot, record)
     idx_TK = np.stack([rng.permutation(num_experts)[:k] for _ in range(tokens)]).astype(np.int32)
@@ -99,10 +110,11 @@ def main() -> None:
     native.load()
     read, read_bytes = plain_read(a.bytes // 4)
     rows = []
-    for dtype, count in itertools.product((jnp.bfloat16, jnp.float32), ROWS):
-        for name, make in {f"{INNER} x {COLUMNS}": products, **dict.fromkeys(EXPERTS, experts)}.items():
-            about = (name,) if name in EXPERTS else ()
-            ours, theirs, num_bytes = make(*about, count, dtype, a.bytes)
+    for kind, count in itertools.product(("bfloat16", "float32", *FORMATS), ROWS):
+        names = (*EXPERTS,) if kind in FORMATS else (f"{INNER} x {COLUMNS}", *EXPERTS)
+        for name in names:
+            made = experts(name, count, kind, a.bytes) if name in EXPERTS else products(count, jnp.dtype(kind), a.bytes)
+            ours, theirs, num_bytes = made
             for call in (ours, theirs, read):
                 seconds(call)
             rounds = [(seconds(ours), seconds(theirs), seconds(read)) for _ in range(a.rounds)]
@@ -110,7 +122,7 @@ def main() -> None:
                 [n / s / 1e9 for s in times]
                 for n, times in zip((num_bytes, num_bytes, read_bytes), zip(*rounds, strict=True), strict=True)
             )
-            row = {"what": name, "dtype": jnp.dtype(dtype).name, "rows": count}
+            row = {"what": name, "weights": kind, "rows": count}
             row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
             row |= {"read_gb_per_s": report.median(plain, 1), "of_read": report.ratio(mine, plain)}
             rows.append(report.progress(row | {"of_xla": report.ratio(mine, xla)}))
