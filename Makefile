@@ -44,7 +44,7 @@ serve: $(STAMP)
 decode: $(STAMP)
 	@test -d runs/tiny/checkpoints || { echo 'There is no model yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
 	@rm -rf runs/tiny/hf
-	$(BIN)/python -m jmoe.deploy.export runs/tiny runs/tiny/hf
+	$(BIN)/python -m jmoe.deploy.merge runs/tiny runs/tiny/hf
 	$(BIN)/python -m jmoe.inference.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
 
 test: lint

@@ -27,7 +27,7 @@ say = partial(print, flush=True)
 
 def run(arguments: Sequence[str]) -> None:
     """Serve the model that the command line names, until a signal ends it; of several processes the first one does."""
-    from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.lockstep import Follower, join
     from jmoe.serving.middleware import read_api_keys
 
@@ -35,8 +35,8 @@ def run(arguments: Sequence[str]) -> None:
     api_keys = read_api_keys(config.api_key_file)
     with contextlib.ExitStack() as stack:
         role = None if config.dry_run else stack.enter_context(join(config.distributed) or contextlib.nullcontext())
-        exported = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
-        check(exported, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.export makes one")
+        merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
+        check(merged, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one")
         folder = stack.enter_context(hugging_face_folder(config.model, say))
         if isinstance(role, Follower):
             follow(config, folder, role)

@@ -338,7 +338,7 @@ async def ready(url: str, server: subprocess.Popen[bytes], timeout_s: float) -> 
 def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     """All requests at once, in the engine that `serve.py` would make."""
     from jmoe.command_line import parse_serve
-    from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.engine import Engine
 
     config = parse_serve(a.engine)

@@ -1,4 +1,4 @@
-"""A run exported as a Hugging Face folder; what it says then, and a run that goes on from it, as users start them."""
+"""A run merged as a Hugging Face folder; what it says then, and a run that goes on from it, as users start them."""
 
 import json
 from pathlib import Path
@@ -12,17 +12,17 @@ from tests.train_runs import SHORT, Run, TrainRuns, evaluations
 
 
 @pytest.mark.slow
-def test_export_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     def run(*arguments: Any) -> str:
         done = run_python(arguments, env=runs.environment())
         assert done.returncode == 0, done.stderr[-3000:]
         return str(done.stdout)
 
-    first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "exported"
+    first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "merged"
     few = ("--num-steps", "2", "--optimizer.learning-rate", "0.01")
     warning = "warning: optimizer.warmup_steps = 5: all of the run's num_steps = 2 are warm-up"
     assert warning in runs.finish(first, *few, data=runs.text)
-    assert "step 2 of" in run("-m", "jmoe.deploy.export", first, folder)
+    assert "step 2 of" in run("-m", "jmoe.deploy.merge", first, folder)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in folder.iterdir()} == names
     assert json.loads((folder / "config.json").read_text())["model_type"] == "mixtral"
@@ -40,7 +40,7 @@ def test_export_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) 
     assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)  # it starts where the first run ended
     assert after < before
 
-    run("-m", "jmoe.deploy.export", second, tmp_path / "tuned")
+    run("-m", "jmoe.deploy.merge", second, tmp_path / "tuned")
     tokens = np.arange(20, dtype=np.int32)[None]
     logits = [np.asarray(jmoe.load_pretrained(path)(tokens)) for path in (folder, tmp_path / "tuned")]
     assert logits[0].shape == (1, 20, 512) and np.abs(logits[0] - logits[1]).max() > 1e-3
@@ -48,7 +48,7 @@ def test_export_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) 
 
 def test_mistakes(tmp_path: Path, run_python: Run) -> None:
     for arguments, message in (
-        (["-m", "jmoe.deploy.export", tmp_path, tmp_path / "out"], "has no checkpoint in"),
+        (["-m", "jmoe.deploy.merge", tmp_path, tmp_path / "out"], "has no checkpoint in"),
         (["train.py", "tiny", "--init-from", tmp_path], "config.json: is missing"),
         (
             ["train.py", "tiny", "--init-from", tmp_path, "--model.hidden_size=64", "--model.router.jitter-noise", "0"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import serve
-from jmoe.deploy.exported import hugging_face_folder
+from jmoe.deploy.merged import hugging_face_folder
 from jmoe.inference import generate
 from tests.http_servers import START_LIMIT_S, start_server
 from tests.model_configs import CHECKPOINTS
@@ -108,36 +108,36 @@ def trained(runs: TrainRuns, run_python: Run) -> Path:
 
 def copied(trained: Path, tmp_path: Path) -> Path:
     """A copy of the run from which nothing was served yet."""
-    return shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("exported"))
+    return shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("merged"))
 
 
 def test_servers_that_start_at_once(trained: Path, runs: TrainRuns, start_python: Start, tmp_path: Path) -> None:
-    """Three of one run: one exports it, the others wait for that, and none fails."""
+    """Three of one run: one merges it, the others wait for that, and none fails."""
     output_dir = copied(trained, tmp_path)
-    (output_dir / "exported" / "partial-of-one-that-was-killed").mkdir(parents=True)
+    (output_dir / "merged" / "partial-of-one-that-was-killed").mkdir(parents=True)
     logs = [tmp_path / f"log-{i}" for i in range(3)]
     command = ["serve.py", output_dir, "--dry-run"]
     processes = [start_python(command, log, env=runs.environment()) for log in logs]
     for process, log in zip(processes, logs, strict=True):
         assert process.wait(START_LIMIT_S) == 0, log.read_text()
-        assert f"step 5 of {output_dir} is in {output_dir / 'exported' / 'step-5'}" in log.read_text()
-    assert sorted(path.name for path in (output_dir / "exported").iterdir()) == ["export.lock", "step-5"]
+        assert f"step 5 of {output_dir} is in {output_dir / 'merged' / 'step-5'}" in log.read_text()
+    assert sorted(path.name for path in (output_dir / "merged").iterdir()) == ["merge.lock", "step-5"]
 
 
-def test_an_export_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None:
+def test_a_merge_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None:
     """A newer one removes older ones, but none that a server may still read experts from."""
     output_dir = copied(trained, tmp_path)
-    exports = output_dir / "exported"
+    merges = output_dir / "merged"
     for step in (3, 4):
-        (exports / f"step-{step}").mkdir(parents=True)
-    in_use = os.open(exports / "step-3", os.O_RDONLY)
+        (merges / f"step-{step}").mkdir(parents=True)
+    in_use = os.open(merges / "step-3", os.O_RDONLY)
     fcntl.flock(in_use, fcntl.LOCK_SH)
     with hugging_face_folder(output_dir, print) as folder:
-        assert sorted(path.name for path in exports.glob("step-*")) == ["step-3", "step-5"]
+        assert sorted(path.name for path in merges.glob("step-*")) == ["step-3", "step-5"]
         written = contents(folder)
         with hugging_face_folder(output_dir, print) as again:
-            assert again == folder == exports / "step-5"
-            assert contents(again) == written, "exported once"
+            assert again == folder == merges / "step-5"
+            assert contents(again) == written, "merged once"
         other = os.open(folder, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +169,7 @@ def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None:
-    """Its newest checkpoint, exported once, with the tokenizer that it was trained with."""
+    """Its newest checkpoint, merged once, with the tokenizer that it was trained with."""
     output_dir, env = copied(trained, tmp_path), runs.environment()
     unfinished = output_dir / "checkpoints" / "6.orbax-checkpoint-tmp" / "state"  # the run may still go on
     unfinished.mkdir(parents=True)
@@ -189,5 +189,5 @@ def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None
             server.kill()
         assert f"step 5 of {output_dir}" in server.log.read_text()
     assert contents(output_dir / "checkpoints") == checkpoints, "nothing written, nothing cleaned up"
-    assert sorted(path.name for path in (output_dir / "exported").iterdir()) == ["export.lock", "step-5"]
-    assert json.loads((output_dir / "exported" / "step-5" / "config.json").read_text())["vocab_size"] == 512
+    assert sorted(path.name for path in (output_dir / "merged").iterdir()) == ["merge.lock", "step-5"]
+    assert json.loads((output_dir / "merged" / "step-5" / "config.json").read_text())["vocab_size"] == 512

@@ -99,9 +99,9 @@ def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     assert shard.read_bytes() == before["data/train-00000.bin"]
 
     (output_dir / "data" / "tokenizer.json").write_bytes(before["data/tokenizer.json"].replace(b"import", b"impor_"))
-    done = run_python(["-m", "jmoe.deploy.export", output_dir, tmp_path / "exported"], runs.environment())
+    done = run_python(["-m", "jmoe.deploy.merge", output_dir, tmp_path / "merged"], runs.environment())
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == before["data/tokenizer.json"]
+    assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == before["data/tokenizer.json"]
 
 
 @pytest.mark.slow

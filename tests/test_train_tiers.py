@@ -66,7 +66,7 @@ def test_a_checkpoint_of_host_memory_is_an_ordinary_one(runs: TrainRuns, on_host
     assert all(abs(ours[step] - expected[step]) <= 1e-5 * expected[step] for step in expected)
 
 
-def test_a_run_on_nvme_is_served_exported_and_moved(
+def test_a_run_on_nvme_is_served_merged_and_moved(
     runs: TrainRuns, on_host: Path, tmp_path: Path, run_python: Run
 ) -> None:
     """The weights are those of the run in host memory, and so is what the run does when it goes on on the device."""
@@ -74,9 +74,9 @@ def test_a_run_on_nvme_is_served_exported_and_moved(
     runs.finish(run, *NVME, *LENGTH)
     served = run_python(["serve.py", run, "--dry-run"], runs.environment(), timeout=200)
     assert served.returncode == 0, served.stderr
-    exported = run_python(["-m", "jmoe.deploy.export", on_host, tmp_path / "model"], runs.environment(), timeout=200)
-    assert exported.returncode == 0, exported.stderr
-    folders = [tmp_path / "model", run / "exported" / f"step-{STEPS}"]
+    merged = run_python(["-m", "jmoe.deploy.merge", on_host, tmp_path / "model"], runs.environment(), timeout=200)
+    assert merged.returncode == 0, merged.stderr
+    folders = [tmp_path / "model", run / "merged" / f"step-{STEPS}"]
     ours, theirs = (folder / "model.safetensors" for folder in folders)
     assert ours.read_bytes() == theirs.read_bytes()
 

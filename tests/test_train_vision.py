@@ -7,7 +7,7 @@ import pytest
 
 from jmoe.command_line import parse_train
 from jmoe.configs import PRESETS
-from jmoe.deploy.export import export_run
+from jmoe.deploy.merge import merge_run
 from jmoe.run.metrics import read_events, read_metrics
 from tests.train_runs import Run, TrainRuns
 
@@ -54,7 +54,7 @@ def test_a_run_resumes_and_ends_with_a_table_and_a_picture(run_python: Run, runs
     final = [read_events(tmp_path / name / "metrics.jsonl")[-1] for name in ("again", "whole")]
     assert final[0] == final[1]
     with pytest.raises(ValueError, match="learned image tasks: must be a run of a language model"):
-        export_run(tmp_path / "whole", tmp_path / "exported")
+        merge_run(tmp_path / "whole", tmp_path / "merged")
 
 
 def test_the_plan_draws_who_runs_where(run_python: Run) -> None:

@@ -135,8 +135,8 @@ def train(a: argparse.Namespace, folder: Path) -> None:
     command = [sys.executable, "train.py", "tiny"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-    export = [sys.executable, "-m", "jmoe.deploy.export", run, folder]
-    subprocess.run(export, cwd=ROOT, check=True, stdout=sys.stderr)
+    merge = [sys.executable, "-m", "jmoe.deploy.merge", run, folder]
+    subprocess.run(merge, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 def texts(a: argparse.Namespace, name: str, folder: Path, sizes: dict[str, int]) -> tuple[list[list[int]], list[Texts]]:

@@ -51,7 +51,7 @@ def main() -> None:
     """Say what the model makes of the prompt."""
     a = arguments()
     from jmoe.config.engine import EngineConfig
-    from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.engine import Engine
     from jmoe.inference.sampling_params import SamplingParams
 

@@ -64,7 +64,7 @@ def main() -> None:
     """Write the table, and say what is in it."""
     a = _arguments()
     from jmoe.config.engine import EngineConfig
-    from jmoe.deploy.exported import hugging_face_folder
+    from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.engine import Engine
     from jmoe.inference.path_table import TableHeader
     from jmoe.models.lazy_checkpoint import LazyCheckpoint

@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "gpt_moe": "GptMoeForCausalLM",  # jmoe's own: transformers has no decoder like it
 }
 # Read and written alike, under the names that `ModelConfig` has too.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -245,6 +246,30 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
     }
 
 
+def _gpt_moe(fields: _Fields) -> dict[str, Any]:
+    """GPT with experts: LayerNorm, exact GELU, learned positions, biases; the field names are those of transformers."""
+    fields.only("hidden_act", "gelu")
+    sizes, choices = fields.integers(_SIZES), fields.integer("num_experts_per_tok", default=1)
+    return sizes | {
+        "num_key_value_heads": fields.integer("num_key_value_heads", default=sizes["num_attention_heads"]),
+        "head_dim": fields.optional_integer("head_dim"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "num_experts": fields.integer("num_experts"),
+        "num_experts_per_tok": choices,
+        "mlp_only_layers": fields.listed("mlp_only_layers"),
+        "hidden_act": "gelu",
+        "norm": "layernorm",
+        "norm_eps": fields.number("layer_norm_eps", 1e-5),
+        "position": "learned",
+        "attention_bias": fields.flag("attention_bias", True),
+        "mlp_bias": fields.flag("mlp_bias", True),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
+        "initializer_range": fields.number("initializer_range", 0.02),
+        "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False), 0.01),
+    }
+
+
 _READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
@@ -252,6 +277,7 @@ _READERS: dict[str, Callable[[_Fields], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "gpt_moe": _gpt_moe,
 }
 
 
@@ -315,12 +341,9 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
     experts = {"router_aux_loss_coef": coef, "output_router_logits": False}
     windowed = experts | head_dim | {"num_local_experts": config.num_experts, "sliding_window": config.sliding_window}
     divided = {"norm_topk_prob": _normalises(config)}
+    dense_layers = {"mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]}
     qwen = experts | head_dim | divided | _same(config, "moe_intermediate_size", "num_experts", "sliding_window")
-    qwen |= {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"],
-        "use_sliding_window": config.sliding_window is not None,
-    }
+    qwen |= dense_layers | {"decoder_sparse_step": 1, "use_sliding_window": config.sliding_window is not None}
     qwen2_types = types if config.sliding_window else ("full_attention",) * config.num_hidden_layers
     return {
         "mixtral": windowed,
@@ -342,20 +365,26 @@ def _own_fields(config: ModelConfig) -> dict[str, dict[str, Any]]:
             **_same(config, "attention_bias", "q_lora_rank", "rope_interleave", *_LATENT_SIZES),
         },
         "gpt_oss": windowed | {"attention_bias": config.attention_bias, "layer_types": list(types)},
+        "gpt_moe": experts
+        | head_dim
+        | divided
+        | dense_layers
+        | _same(config, "moe_intermediate_size", "num_experts", "attention_bias", "mlp_bias"),
     }
 
 
 def _written(config: ModelConfig, family: str) -> dict[str, Any]:
     """The `config.json` of the decoder if it is of this family; what the family does not have is left out."""
     all_experts = family in ("mixtral", "olmoe", "gpt_oss")
+    act_and_norm = {"hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_parameters": _rope_parameters(config)}
+    if family == "gpt_moe":
+        act_and_norm = {"hidden_act": "gelu", "layer_norm_eps": config.norm_eps}
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         **_same(config, *_SIZES, "num_key_value_heads", "num_experts_per_tok"),
         "intermediate_size": config.moe_intermediate_size if all_experts else config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": _rope_parameters(config),
+        **act_and_norm,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
         "bos_token_id": None,  # not known here; a family's own would be wrong
@@ -383,13 +412,17 @@ def _canonical(config: ModelConfig) -> dict[str, Any]:
         del values["layer_types"]
     if "dense" not in config.layer_kinds:
         del values["intermediate_size"]
+    if config.position == "learned":
+        del values["rope_theta"]
+    if config.attention_bias:
+        del values["qkv_bias"]
     for name in ("capacity_factor", "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers"):
         del values[name]
     return values
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """A `config.json` of the first family that computes what this decoder computes.
+    """Return a `config.json` of the first family that computes what this decoder computes.
 
     Raises `ValueError` with the options that the nearest family does not have.
     """

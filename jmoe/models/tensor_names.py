@@ -46,7 +46,9 @@ def stacked(name: str, *, interleaved: bool = False) -> Source:
 
 OUTSIDE = {
     "embedding": plain("model.embed_tokens.weight"),
+    "positions": plain("model.embed_positions.weight"),
     "norm.scale": plain("model.norm.weight"),
+    "norm.bias": plain("model.norm.bias"),
     "head": linear("lm_head.weight"),
 }
 # Below model.layers.{layer}; a family's own names replace these.
@@ -101,6 +103,16 @@ FAMILIES: dict[str, dict[str, Source]] = {
         "moe.experts.b_up": stacked("mlp.experts.gate_up_proj_bias", interleaved=True),
         "moe.experts.w_down": stacked("mlp.experts.down_proj"),
         "moe.experts.b_down": stacked("mlp.experts.down_proj_bias"),
+    },
+    "gpt_moe": {
+        "attention_norm.bias": plain("input_layernorm.bias"),
+        "feed_forward_norm.bias": plain("post_attention_layernorm.bias"),
+        "mlp.w_up": linear("mlp.up_proj.weight"),
+        "mlp.b_up": plain("mlp.up_proj.bias"),
+        "mlp.b_down": plain("mlp.down_proj.bias"),
+        "moe.experts.w_up": linear("mlp.experts.{expert}.up_proj.weight"),
+        "moe.experts.b_up": plain("mlp.experts.{expert}.up_proj.bias"),
+        "moe.experts.b_down": plain("mlp.experts.{expert}.down_proj.bias"),
     },
 }
 

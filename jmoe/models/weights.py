@@ -21,7 +21,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names, stack_dims
 from jmoe.models.mxfp4 import BLOCK, dequantised
 from jmoe.models.safetensors_io import DTYPES, NewTensor, StoredTensor, TensorReader, read_headers
-from jmoe.models.tensor_names import FAMILIES, LAYER, Source, source_of
+from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, source_of
 from kernels_pallas.compressed import FP8
 
 Names = tuple[str, ...]
@@ -300,7 +300,9 @@ def load_arrays(folder: Path, config: ModelConfig, family: str, shapes: Any, dty
 def _order(parameter: Parameter, family: str) -> tuple[int, int]:
     """Return the parameter's place in transformers' order: embeddings, layers, norm, head."""
     if not parameter.layers:
-        return {"embedding": 0, "norm.scale": 2, "head": 3}[".".join(parameter.path)], 0
+        outside = list(OUTSIDE)
+        at = outside.index(".".join(parameter.path))
+        return (0 if at < outside.index("norm.scale") else 2), at
     return 1, list(LAYER | FAMILIES[family]).index(".".join(parameter.path[1:]))
 
 

@@ -20,7 +20,7 @@ from test_finetune import config_of as pretrained_config
 from test_streamed_step import CONFIG, batch
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
-from jmoe.deploy.export import saved_parameters
+from jmoe.deploy.merge import saved_parameters
 from jmoe.models.weights import StoredExperts, flat
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.run.checkpoint import Checkpoints
@@ -101,7 +101,7 @@ def test_experts_move_to_other_tiers(
 
 
 @pytest.mark.parametrize("before", TIERS)
-def test_an_export_reads_experts_one_by_one(trained: Callable[[str], tuple[Path, TrainState]], before: str) -> None:
+def test_a_merge_reads_experts_one_by_one(trained: Callable[[str], tuple[Path, TrainState]], before: str) -> None:
     folder, expected = trained(before)
     with ExpertsOnDevices() as count, Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
         arrays = saved_parameters(checkpoints, 3, TrainConfig(model=CONFIG.model))

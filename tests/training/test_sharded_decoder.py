@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, TrainConfig
-from jmoe.deploy.export import export_run
+from jmoe.deploy.merge import merge_run
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.pretrained import load_pretrained
 from jmoe.run.checkpoint import Checkpoints
@@ -179,14 +179,14 @@ def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("embedding", ["columns", "rows"])
-def test_export_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
+def test_merge_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     """A run's checkpoint as a Hugging Face folder holds the table in order; another run starts from it in parts."""
-    ours, run_dir, folder = program(EIGHT, embedding), tmp_path / "run", tmp_path / "exported"
+    ours, run_dir, folder = program(EIGHT, embedding), tmp_path / "run", tmp_path / "merged"
     config = TrainConfig(model=dataclasses.replace(MODEL, tie_word_embeddings=True), init_from=str(folder))
     saved = steps(ONE, "replicated", True)[1]
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         checkpoints.save(2, ours.save_state(from_host(saved, ours)), {}, config.to_json())
-    export_run(run_dir, folder)
+    merge_run(run_dir, folder)
     decoder = load_pretrained(folder).decoder
     np.testing.assert_array_equal(decoder.embedding[...], saved.params["embedding"])
 

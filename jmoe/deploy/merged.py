@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jmoe.config import CheckpointConfig
-from jmoe.deploy.export import export_run
+from jmoe.deploy.merge import merge_run
 from jmoe.memory.record_store import locked
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.status import status
 
-EXPORTED = "exported"
-LOCK = "export.lock"
+MERGED = "merged"
+LOCK = "merge.lock"
 LOCK_LIMIT_S = 3600.0  # another process may just write a large model
 
 
@@ -23,9 +23,9 @@ LOCK_LIMIT_S = 3600.0  # another process may just write a large model
 def hugging_face_folder(
     path: str | os.PathLike[str], say: Callable[[str], None], name: str = "model"
 ) -> Iterator[Path]:
-    """Yield the folder itself, or the newest checkpoint of a run, exported once, which stays until the block ends.
+    """Yield the folder itself, or the newest checkpoint of a run, merged once, which stays until the block ends.
 
-    say: takes lines about the export. name: of the option that the folder is named by, for messages. Raises
+    say: takes lines about the merge. name: of the option that the folder is named by, for messages. Raises
     `ValueError` if the folder is neither.
     """
     folder = Path(path).expanduser()
@@ -38,57 +38,57 @@ def hugging_face_folder(
         step = checkpoints.latest_step()
     if step is None:
         raise ValueError(f"{name} = {str(path)!r}: the run has no checkpoint yet")
-    exports = folder / EXPORTED
-    exported = exports / f"step-{step}"
-    use = _in_use(exported)  # also where nothing may be written
+    merges = folder / MERGED
+    merged = merges / f"step-{step}"
+    use = _in_use(merged)  # also where nothing may be written
     if use is None:
-        exports.mkdir(exist_ok=True)
-        with status(f"exporting step {step} of {folder}", say), locked(exports, LOCK_LIMIT_S, LOCK):
-            if not exported.is_dir():  # another process may have exported it meanwhile
-                exported = _export(folder, exports)
-            use = _in_use(exported)
+        merges.mkdir(exist_ok=True)
+        with status(f"merging step {step} of {folder}", say), locked(merges, LOCK_LIMIT_S, LOCK):
+            if not merged.is_dir():  # another process may have merged it meanwhile
+                merged = _merge(folder, merges)
+            use = _in_use(merged)
     assert use is not None, "nobody removes it without the lock"
-    say(f"{exported.name.replace('-', ' ')} of {folder} is in {exported}")
+    say(f"{merged.name.replace('-', ' ')} of {folder} is in {merged}")
     try:
-        yield exported
+        yield merged
     finally:
         os.close(use)
 
 
-def _in_use(exported: Path) -> int | None:
-    """Keep an exported step from being removed until the descriptor is closed; None if it is not there."""
+def _in_use(merged: Path) -> int | None:
+    """Keep a merged step from being removed until the descriptor is closed; None if it is not there."""
     try:
-        use = os.open(exported, os.O_RDONLY | os.O_DIRECTORY)
+        use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
     fcntl.flock(use, fcntl.LOCK_SH)  # waits for who is removing it
-    if exported.is_dir() and os.path.samestat(os.fstat(use), exported.stat()):
+    if merged.is_dir() and os.path.samestat(os.fstat(use), merged.stat()):
         return use
     os.close(use)
     return None
 
 
-def _export(run_dir: Path, exports: Path) -> Path:
+def _merge(run_dir: Path, merges: Path) -> Path:
     """Write the newest checkpoint of a run and remove older ones that nobody uses; the lock is held."""
-    for leftover in exports.glob("partial-*"):  # of a process that died
+    for leftover in merges.glob("partial-*"):  # of a process that died
         shutil.rmtree(leftover)
-    partial = exports / f"partial-{secrets.token_hex(4)}"
-    exported = exports / f"step-{export_run(run_dir, partial)}"
-    for older in exports.glob("step-*"):
+    partial = merges / f"partial-{secrets.token_hex(4)}"
+    merged = merges / f"step-{merge_run(run_dir, partial)}"
+    for older in merges.glob("step-*"):
         _remove_unused(older)
-    if exported.is_dir():  # a newer step than was looked for, exported before
+    if merged.is_dir():  # a newer step than was looked for, merged before
         shutil.rmtree(partial)
     else:
-        partial.rename(exported)
-    return exported
+        partial.rename(merged)
+    return merged
 
 
-def _remove_unused(exported: Path) -> None:
-    """Delete an exported step unless a process serves from it."""
-    use = os.open(exported, os.O_RDONLY | os.O_DIRECTORY)
+def _remove_unused(merged: Path) -> None:
+    """Delete a merged step unless a process serves from it."""
+    use = os.open(merged, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(BlockingIOError):
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(exported)
+            shutil.rmtree(merged)
     finally:
         os.close(use)

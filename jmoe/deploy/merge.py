@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.export RUN_DIR OUT_DIR."""
+"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.merge RUN_DIR OUT_DIR."""
 
 import argparse
 import dataclasses
@@ -58,7 +58,7 @@ def saved_parameters(
     return arrays
 
 
-def export_run(run_dir: Path, out_dir: Path) -> int:
+def merge_run(run_dir: Path, out_dir: Path) -> int:
     """Write the newest checkpoint of a run, with its tokenizer, as a folder that transformers loads; the step.
 
     Raises `ValueError` naming the folder if there is no checkpoint, or the options that no Hugging Face family has.
@@ -92,11 +92,11 @@ def export_run(run_dir: Path, out_dir: Path) -> int:
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.merge", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")
     options = parser.parse_args(arguments)
-    step = export_run(options.run_dir, options.out_dir)
+    step = merge_run(options.run_dir, options.out_dir)
     print(f"step {step} of {options.run_dir} is in {options.out_dir}")
 
 
@@ -105,4 +105,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:
-        sys.exit(f"export: {error}")
+        sys.exit(f"merge: {error}")
