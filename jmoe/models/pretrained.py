@@ -135,7 +135,7 @@ def decoder_of(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array]) ->
 
 
 def load_pretrained(path: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None) -> LanguageModel:
-    """The model in a Hugging Face folder: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3 or gpt-oss.
+    """Return the model in a folder: Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss or jmoe's GPT-MoE.
 
     dtype: float32 or bfloat16, to keep the parameters and compute in; None: parameters as stored (MXFP4 weights as
     bfloat16), computing in float32. mesh: of `make_mesh`, to split the parameters over its devices; None: on the
