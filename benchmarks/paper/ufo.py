@@ -120,7 +120,7 @@ class Training:
         import jax
 
         sums_3A = np.zeros((3, len(self.tasks)))
-        for batch in held_out_batches(self.tasks, self.mesh.size, EVALUATION_IMAGES):
+        for batch in held_out_batches(self.tasks, self.trainer.homes, self.mesh.size, EVALUATION_IMAGES):
             sums_3A += np.asarray(self.trainer.evaluate(self.state, [jax.tree.map(self.place, batch)])[0])
         return list(map(float, sums_3A[1] / sums_3A[2]))
 

@@ -122,26 +122,36 @@ class ImageBatches:
         """End nothing: nothing is read ahead."""
 
 
-def held_out_batches(tasks: Sequence[ImageTask], num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
+Homes = Sequence[Sequence[int]]  # of each task, by number: the devices that may have its images
+
+
+def held_out_batches(
+    tasks: Sequence[ImageTask], homes: Homes, num_devices: int, micro_batch: int
+) -> Iterator[ImageBatch]:
     """Yield all held-out images of all tasks once, [num_devices, 1, micro_batch, ...] at a time."""
-    yield from _all_images({number: task.held_out for number, task in enumerate(tasks)}, num_devices, micro_batch)
+    splits = {number: task.held_out for number, task in enumerate(tasks)}
+    yield from _all_images(splits, homes, num_devices, micro_batch)
 
 
 def train_images(
-    tasks: Sequence[ImageTask], numbers: Sequence[int], num_devices: int, micro_batch: int
+    tasks: Sequence[ImageTask], numbers: Sequence[int], homes: Homes, num_devices: int, micro_batch: int
 ) -> Iterator[ImageBatch]:
     """Yield all training images of the tasks of these numbers once, as they are, as `held_out_batches` does."""
-    yield from _all_images({number: tasks[number].train for number in numbers}, num_devices, micro_batch)
+    yield from _all_images({number: tasks[number].train for number in numbers}, homes, num_devices, micro_batch)
 
 
-def _all_images(splits: Mapping[int, Split], num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
+def _all_images(splits: Mapping[int, Split], homes: Homes, num_devices: int, micro_batch: int) -> Iterator[ImageBatch]:
     pixels = np.concatenate([split.pixels for split in splits.values()])
     labels = np.concatenate([split.labels for split in splits.values()])
     counts = [len(split.labels) for split in splits.values()]
     numbers = np.repeat(np.array(list(splits), np.int32), counts)
-    rows = num_devices * micro_batch
-    for start in range(0, len(labels), rows):
-        part = slice(start, start + rows)
-        arrays = pixels[part], numbers[part], labels[part], np.ones(len(labels[part]), np.float32)
-        padded = [np.pad(a, ((0, rows - len(a)), *((0, 0),) * (a.ndim - 1))) for a in arrays]
-        yield ImageBatch(*(a.reshape(num_devices, 1, micro_batch, *a.shape[1:]) for a in padded))
+    own: list[list[int]] = [[] for _ in range(num_devices)]  # rows of each device
+    for number in splits:
+        task_rows = np.flatnonzero(numbers == number)
+        for device, part in zip(homes[number], np.array_split(task_rows, len(homes[number])), strict=True):
+            own[device] += part.tolist()
+    for start in range(0, max(map(len, own)), micro_batch):
+        some = [rows[start : start + micro_batch] for rows in own]
+        index = np.array([rows + [0] * (micro_batch - len(rows)) for rows in some])
+        weight = np.array([[1.0] * len(rows) + [0.0] * (micro_batch - len(rows)) for rows in some], np.float32)
+        yield ImageBatch(*(a[:, None] for a in (pixels[index], numbers[index], labels[index], weight)))

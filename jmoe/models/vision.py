@@ -6,6 +6,7 @@ Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import LayerKind, VisionModelConfig
+from jmoe.config import LayerKind, RouterConfig, VisionModelConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
@@ -57,7 +58,8 @@ class VisionTransformer(nnx.Module):
 
     head_sizes: of each task, in the order of their numbers: its classes, or the features of its embedding. paths:
     [tasks, layers routed by task], the expert that each task takes, or may take where paths are learned, as a logit a
-    layer says in `path_logits`. Patches see all of their image; their mean goes to the heads.
+    layer says in `path_logits`. task_experts: of each layer routed by task, as many as there are slots for them on a
+    device; 0: all. Patches see all of their image; their mean goes to the heads.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class VisionTransformer(nnx.Module):
         paths: Sequence[Sequence[int]],
         parallel: ExpertParallel | None = None,
         *,
+        task_experts: int = 0,
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.tasks, self.head_sizes = config, tuple(head_sizes), tuple(head_sizes.values())
@@ -77,8 +80,13 @@ class VisionTransformer(nnx.Module):
         self.patch_bias = nnx.Param(jnp.zeros(d))
         self.row_positions, self.column_positions = (normal(rngs, (side, d), std) for _ in range(2))
 
+        self.task_experts = task_experts or config.num_experts
+        no_router = RouterConfig(aux_loss_coef=0.0)
+        some = {"num_experts": self.task_experts, "num_experts_per_tok": 1, "router": no_router}
+        of_task = replace(config, **some) if config.task_layers else config
+
         def stack(kind: LayerKind) -> Any:
-            make = lambda rngs: Block(config, kind, parallel, rngs=rngs)  # noqa: E731
+            make = lambda rngs: Block(of_task if kind == "task" else config, kind, parallel, rngs=rngs)  # noqa: E731
             return stack_layers(make, kinds.count(kind), rngs) if kind in kinds else None
 
         self.dense_layers, self.moe_layers, self.task_layers = stack("dense"), stack("moe"), stack("task")
@@ -106,11 +114,13 @@ class VisionTransformer(nnx.Module):
         full_capacity: bool = False,
         remat: bool = False,
         draw: PathDraw | None = None,
+        slot_NE: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (logits [B, Y], -inf where an output is another task's; `MoEStats` with a leading [N], or None).
 
         pixels: in [0, 1]. task: int32. draw: samples the paths that are learned; None: each task takes the likelier
-        expert. Runs inside `shard_map` or on one device.
+        expert. slot_NE: where this device has each expert of the layers routed by task; None: expert e in slot e. Runs
+        inside `shard_map` or on one device.
         """
         x_BSD = self.embed(pixels_BPPC, dtype)
         graphs, states = {}, {}
@@ -122,7 +132,7 @@ class VisionTransformer(nnx.Module):
             index = used[kind]
             options = {"dtype": dtype, "train": train, "full_capacity": full_capacity}
             if kind == "task":  # how many images go to an expert is no surprise: there is room for all of them
-                options |= {"choices": self.choices(index, task_B, draw), "full_capacity": True}
+                options |= {"choices": self.choices(index, task_B, draw, slot_NE), "full_capacity": True}
             state = jax.tree.map(lambda w, index=index: w[index], states[kind])
             apply_block = ApplyBlock(graphs, lambda params: params, remat, options)
             x_BSD, layer_stats = apply_block(kind, state, None, None, x_BSD)
@@ -131,13 +141,17 @@ class VisionTransformer(nnx.Module):
         stacked_stats = jax.tree.map(lambda *layers: jnp.stack(layers), *stats) if stats else None
         return self.logits(self.norm(x_BSD, dtype), task_B), stacked_stats
 
-    def choices(self, layer: int, task_B: jax.Array, draw: PathDraw | None) -> dict[str, jax.Array]:
+    def choices(
+        self, layer: int, task_B: jax.Array, draw: PathDraw | None = None, slot_NE: jax.Array | None = None
+    ) -> dict[str, jax.Array]:
         """Return the experts of every patch in the layer of this number, of those routed by task, and their weights.
 
         Where paths are learned, in training: the shared expert and the task's own, the one drawn with weight 1 and the
         other with 0, whose gradients are those of the softmax.
         """
-        own_A, num_patches = jnp.asarray(np.asarray(self.paths, np.int32)[:, layer]), self.config.num_patches
+        num_patches, own = self.config.num_patches, np.asarray(self.paths, np.int32)[:, layer]
+        slot_E = jnp.arange(self.config.num_experts, dtype=jnp.int32) if slot_NE is None else slot_NE[layer]
+        own_A, shared_A = slot_E[own], slot_E[np.full_like(own, SHARED_EXPERT)]
 
         def of_patches(values_AK: jax.Array) -> jax.Array:
             return jnp.repeat(values_AK[task_B], num_patches, axis=0)
@@ -145,9 +159,8 @@ class VisionTransformer(nnx.Module):
         if self.path_logits is None:
             return {"topk_idx_TK": of_patches(own_A[:, None])}
         logits_A = jnp.stack([self.path_logits[task][...][layer] for task in self.tasks])
-        shared_A = jnp.full_like(own_A, SHARED_EXPERT)
         if draw is None:
-            none_A, one_A = jnp.full_like(own_A, self.config.num_experts), jnp.ones_like(logits_A)
+            none_A, one_A = jnp.full_like(own_A, self.task_experts), jnp.ones_like(logits_A)
             chosen_A2 = jnp.stack([jnp.where(logits_A > 0, own_A, shared_A), none_A], axis=1)
             weights_A2 = jnp.stack([one_A, 0 * one_A], axis=1)
         else:

@@ -78,10 +78,10 @@ def state_from_run(trainer: VisionTrainer, tasks: tuple[ImageTask, ...]) -> Trai
             check(path == known.path, f"tasks.{task.name}.path", path, f"must be {known.path} as {where}")
             same = list(task.classes) == run.classes[task.name]
             check(same, f"tasks.{task.name}.source", config.tasks[task.name].source, f"must have the classes {where}")
-    state = trainer.init()
+    state = trainer.save_state(trainer.init())
     own = {
         kind: {name: run.params[kind].get(name, drawn) for name, drawn in state.params[kind].items()}
         for kind in OF_TASKS
         if kind in state.params
     }
-    return dataclasses.replace(state, params=run.params | own, router_bias=run.router_bias)
+    return trainer.load_state(dataclasses.replace(state, params=run.params | own, router_bias=run.router_bias))

@@ -23,6 +23,7 @@ from jmoe.status import status
 from jmoe.training.packing import agreed, moved
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
+from jmoe.training.task_experts import same_slots
 from jmoe.training.task_layouts import LayoutController
 from jmoe.training.vision_run import state_from_run
 from jmoe.training.vision_step import VisionTrainer
@@ -85,7 +86,7 @@ class VisionSession(Session):
                 first = jax.process_index() * each
                 self.batches.deal(layout, first, first + each)
                 self.trainer = VisionTrainer(trainer.config, trainer.model.num_classes, mesh, layout)
-                if mesh is not self.mesh:
+                if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
                     state = moved(state, trainer, self.trainer)
                 self.mesh = mesh
             reasons += self.trainer.notes
@@ -131,9 +132,11 @@ class VisionSession(Session):
             return jax.tree.map(place, batch)
 
         with self.watchdog.waiting_for("evaluation after step", step), doing:
-            train = train_images(self.corpus, compared.tolist(), *sizes) if compared.size else iter(())
+            train = (
+                train_images(self.corpus, compared.tolist(), self.trainer.homes, *sizes) if compared.size else iter(())
+            )
             means = self.trainer.class_means(state, map(put, train))
-            for batch in held_out_batches(self.corpus, *sizes):
+            for batch in held_out_batches(self.corpus, self.trainer.homes, *sizes):
                 sums_3A += np.asarray(self.trainer.evaluate(state, [put(batch)], means)[0])
         nll_A, accuracy_A = sums_3A[0] / sums_3A[2], sums_3A[1] / sums_3A[2]
         names = [task.name for task in self.corpus]

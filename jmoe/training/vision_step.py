@@ -28,8 +28,9 @@ from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.contrastive import contrastive_losses, similarities, unit
 from jmoe.layers.moe import ExpertParallel
+from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, path_names, shardings
+from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, STACK_PATHS, is_expert, path_names, shardings, split_over
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
@@ -37,6 +38,7 @@ from jmoe.training.gradient_reduction import reduce_gradients_local, squared_nor
 from jmoe.training.packing import ROUNDS, timed_s
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
+from jmoe.training.task_experts import ExpertSlots, expert_slots, task_experts_of, with_task_experts
 from jmoe.training.task_layouts import copies_line
 from jmoe.training.update import finish_step, over_devices
 
@@ -59,19 +61,86 @@ def _trees(state: TrainState) -> tuple[Any, Any, Any]:
 
 
 class ShardedVision(ShardedModel):
-    """The vision transformer as a pure function of nested dicts of this device's parameters."""
+    """The vision transformer as a pure function of nested dicts of this device's parameters.
 
-    def __init__(self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh) -> None:
-        self._config, self.num_classes = config, num_classes
+    slots: where experts of layers routed by task lie in training; None: as they are saved, all of a layer side by side.
+    """
+
+    def __init__(
+        self,
+        config: VisionTrainConfig,
+        num_classes: Mapping[str, int],
+        mesh: Mesh,
+        slots: ExpertSlots | None = None,
+    ) -> None:
+        self._config, self.num_classes, self.slots = config, num_classes, slots
         super().__init__(config, mesh, {})
+        self._saved_specs = self.specs
+        if slots is not None:
+            experts = jax.tree.map(self._split_dim, task_experts_of(self.shapes))
+            self._split_dims = experts
+            split = jax.tree.map(lambda dim: REPLICATED if dim < 0 else split_over(ALL, dim), experts)
+            self._saved_specs = with_task_experts(self.specs, split)
+            self.specs = with_task_experts(self.specs, jax.tree.map(lambda _: split_over(ALL, 1), experts))
+
+    def _split_dim(self, shape: Any) -> int:
+        """Return the dimension in which devices split an expert that is saved; -1: each has all of it."""
+        return next((dim for dim in range(2, shape.ndim) if shape.shape[dim] % self.mesh.size == 0), -1)
 
     def build(self) -> VisionTransformer:
-        """Draw the model's parameters."""
+        """Draw the model's parameters, as many experts as a device has."""
+        return self._build(0 if self.slots is None else self.slots.num_slots)
+
+    def _build(self, task_experts: int) -> VisionTransformer:
         config = self._config
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange)
         paths = [task.path for task in config.tasks.values()]
         sizes = {name: config.tasks[name].head_size(count) for name, count in self.num_classes.items()}
-        return VisionTransformer(config.model, sizes, paths, parallel, rngs=nnx.Rngs(config.seed))
+        rngs = nnx.Rngs(config.seed)
+        return VisionTransformer(config.model, sizes, paths, parallel, task_experts=task_experts, rngs=rngs)
+
+    # Experts of layers routed by task: as training has them, and as they are saved
+
+    def fresh_state(self) -> TrainState:
+        """Draw step 0, in the form that is saved."""
+        split: Any = nnx.split(self._build(0), nnx.Param, RouterBias)
+        return TrainState.at_step_0(nnx.to_pure_dict(split[1]), nnx.to_pure_dict(split[2]))
+
+    def initial_state(self) -> TrainState:
+        """Draw step 0, in the form that training uses."""
+        return self.from_saved(self.fresh_state())
+
+    @property
+    def saved_shape(self) -> TrainState:
+        """Return what a checkpoint holds, the same whatever the mesh and the layout."""
+        place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
+        specs, specs_now = self._saved_specs, self.state_specs
+        saved = TrainState(specs, specs, specs, specs_now.router_bias, specs_now.step)
+        shape: TrainState = jax.tree.map(place, jax.eval_shape(self.fresh_state), shardings(saved, self.mesh))
+        return shape
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Bring a state into the form in which it is saved."""
+        return (
+            state if self.slots is None else state.map(partial(self._moved, self.slots.to_saved_local, to_saved=True))
+        )
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Bring a saved state into the form in which it is used."""
+        return (
+            state
+            if self.slots is None
+            else state.map(partial(self._moved, self.slots.from_saved_local, to_saved=False))
+        )
+
+    def _moved(self, move: Callable[[jax.Array, int], jax.Array], tree: Any, *, to_saved: bool) -> Any:
+        """Return parameters or moments with experts of layers routed by task as `move` brings them."""
+        dims, used = self._split_dims, jax.tree.map(lambda _: split_over(ALL, 1), self._split_dims)
+        saved = task_experts_of(self._saved_specs)
+        in_specs, out_specs = (used, saved) if to_saved else (saved, used)
+        body = lambda experts: jax.tree.map(move, experts, dims)  # noqa: E731
+        program = jax.shard_map(body, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
+        return with_task_experts(tree, jax.jit(program)(task_experts_of(tree)))
 
     def gather_all(self, params: Any) -> Any:
         """Gather the parameters of all layers and outside them, in the dtype of their use; experts stay in parts."""
@@ -90,7 +159,12 @@ class VisionTrainer:
 
     def __init__(self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout) -> None:
         self.config, self.layout = config, layout
-        self.model = model = ShardedVision(config, num_classes, mesh)
+        self.slots = expert_slots(config, layout)
+        self.model = model = ShardedVision(config, num_classes, mesh, self.slots)
+        every = tuple(range(mesh.size))
+        self.homes = (
+            [every] * len(config.tasks) if self.slots is None else list(self.slots.homes)
+        )  # can evaluate a task
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
         tasks = [config.tasks[name] for name in num_classes]
@@ -130,13 +204,25 @@ class VisionTrainer:
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
-            grads = reduce_gradients_local(grads, self.model)
+            grads, squares = self._reduced_local(grads)
             metrics = over_devices(num_devices, metrics)
-        squares = over_devices(num_devices, squared_norms_local(grads, self.model))
+        squares = over_devices(num_devices, squares)
         dropless = self.config.model.capacity_factor is None and "dropped" in metrics
         overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
         new, metrics = finish_step(self.config, state, grads, squares, metrics, overflow)
         return self._with_ended(state, new), metrics
+
+    def _reduced_local(self, grads: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Return gradients summed over the devices that have the same, and this device's part of their squared norms."""
+        if self.slots is None:
+            grads = reduce_gradients_local(grads, self.model)
+            return grads, squared_norms_local(grads, self.model)
+        with jax.named_scope("experts_of_tasks"):
+            experts = self.slots.reduced_local(task_experts_of(grads))
+        rest = reduce_gradients_local(with_task_experts(grads, {}), self.model)
+        squares = squared_norms_local(rest, self.model)
+        squares |= {"task_layers": squares["task_layers"] + self.slots.squares_local(experts)}
+        return with_task_experts(rest, experts), squares
 
     def _with_ended(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the new state, with old heads of tasks that have ended, and old experts that only these name."""
@@ -149,12 +235,17 @@ class VisionTrainer:
             for name in some:
                 ends_NE[np.arange(len(ends_NE)), paths[name]] = ended
 
+        if self.slots is not None:
+            of_slot = np.maximum(self.slots.experts_RNS, 0)
+            ends_RNS = ends_NE[np.arange(len(ends_NE))[:, None], of_slot] & (self.slots.experts_RNS >= 0)
+        ends = jnp.asarray(ends_NE) if self.slots is None else self.slots.of_device(ends_RNS)
+
         def kept(path: Any, was: jax.Array, now: jax.Array) -> jax.Array:
             names = path_names(path)
             if names[0] in OF_TASKS:
                 return now if names[1] in self._active else was
             if names[0] == "task_layers" and is_expert(path):
-                return jnp.where(ends_NE.reshape(*ends_NE.shape, *[1] * (now.ndim - 2)), was, now)
+                return jnp.where(ends.reshape(*ends.shape, *[1] * (now.ndim - 2)), was, now)
             return now
 
         trees = (jax.tree_util.tree_map_with_path(kept, *pair) for pair in zip(_trees(old), _trees(new), strict=True))
@@ -292,6 +383,7 @@ class VisionTrainer:
 
     def _forward(self, params: Any, router_bias: Any, batch: ImageBatch, **options: Any) -> Any:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
+        options |= {} if self.slots is None else {"slot_NE": self.slots.slots_local()}
         return self.model.merge(params, router_bias)(pixels, batch.task, dtype=self.model.dtype, **options)
 
     def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
@@ -404,8 +496,12 @@ class VisionTrainer:
     def load_state(
         self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
     ) -> TrainState:
-        """Return the state as training uses it, which is how it is saved."""
-        return saved
+        """Return the state as training uses it, and free what that does not share with the saved one."""
+        state = self.model.from_saved(saved)
+        if self.slots is not None:
+            for tree in (saved.params, saved.m, saved.v):
+                jax.tree.map(lambda w: w.delete(), task_experts_of(tree))
+        return state
 
     def expert_stats(self) -> None:
         """Return nothing: no expert moves between tiers."""

@@ -61,8 +61,10 @@ def train(trainer: VisionTrainer, batches: ImageBatches, steps: int) -> tuple[Tr
 def accuracies(trainer: VisionTrainer, state: TrainState, tasks: tuple[ImageTask, ...]) -> np.ndarray:
     devices = trainer.model.mesh.size
     compared = np.flatnonzero(trainer.compares).tolist()
-    means = trainer.class_means(state, [put(b, trainer) for b in train_images(tasks, compared, devices, 8)])
-    held_out = [put(batch, trainer) for batch in held_out_batches(tasks, devices, 8)]
+    means = trainer.class_means(
+        state, [put(b, trainer) for b in train_images(tasks, compared, trainer.homes, devices, 8)]
+    )
+    held_out = [put(batch, trainer) for batch in held_out_batches(tasks, trainer.homes, devices, 8)]
     sums = np.sum([np.asarray(v, np.float64) for v in trainer.evaluate(state, held_out, means)], axis=0)
     return sums[1] / sums[2]
 

@@ -46,7 +46,7 @@ def run(shape: tuple[int, int, int], steps: int = 4, **changes: Any) -> tuple[np
             state, metrics = trainer.step(state, batch, full_capacity=True)
         assert metrics["ok"]
         losses.append([float(metrics["task_loss"][name]) for name in CONFIG.tasks])
-    held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, trainer.model.mesh.size, 8)]
+    held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, trainer.homes, trainer.model.mesh.size, 8)]
     return np.array(losses), sum(np.asarray(values, np.float64) for values in trainer.evaluate(state, held_out))
 
 
