@@ -63,7 +63,7 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
     lines = done.stdout.splitlines()
     assert " MB  glyphs 0:64" in lines[0]
     assert " MB  digits 0:32 + fonts 0:16 + photographs 0:16" in lines[1]
-    assert lines[2].startswith("every device also keeps copies of the experts of tasks that it does not run")
+    assert lines[2].startswith("every device has room for 3 of 4 experts in each of 2 layers: ")
     few = ("train.py", "ufo-tiny", "--plan", "--mesh.data", "2", "--machine.device-bytes", "3000000")
     done = run_python(few, {}, timeout=120)
     assert done.returncode == 1 and not done.stdout

@@ -82,8 +82,9 @@ class VisionTransformer(nnx.Module):
 
         self.task_experts = task_experts or config.num_experts
         no_router = RouterConfig(aux_loss_coef=0.0)
-        some = {"num_experts": self.task_experts, "num_experts_per_tok": 1, "router": no_router}
-        of_task = replace(config, **some) if config.task_layers else config
+        of_task = config
+        if config.task_layers:
+            of_task = replace(config, num_experts=self.task_experts, num_experts_per_tok=1, router=no_router)
 
         def stack(kind: LayerKind) -> Any:
             make = lambda rngs: Block(of_task if kind == "task" else config, kind, parallel, rngs=rngs)  # noqa: E731

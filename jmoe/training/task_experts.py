@@ -2,14 +2,13 @@
 
 Legend: R devices, N layers routed by task, E experts of a layer, S slots of a device in a layer, A tasks.
 
-One program runs on all devices, so that each has an array of the same shape: S slots a layer, as many as the device that
-needs most. What a device does not need of them is padding: its values stay 0, and so do its gradients. An expert that
-several devices need has a copy on each; gradients are summed over these devices alone, so that copies stay equal.
+One program runs on all devices, so that each has an array of the same shape: S slots a layer, as many as the device
+that needs most. What a device does not need of them is padding: its values stay 0, and so do its gradients. An expert
+that several devices need has a copy on each; gradients are summed over these devices alone, so that copies stay equal.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,9 +146,9 @@ class ExpertSlots:
 
 def same_slots(one: ExpertSlots | None, other: ExpertSlots | None) -> bool:
     """Return whether all experts lie in the same places."""
-    return one is other or (
-        one is not None and other is not None and np.array_equal(one.experts_RNS, other.experts_RNS)
-    )
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one.experts_RNS, other.experts_RNS)
 
 
 def task_experts_of(tree: Any) -> Any:
@@ -179,20 +178,15 @@ def expert_slots(config: VisionTrainConfig, layout: Layout) -> ExpertSlots | Non
         for needed, expert in zip(needs[device], path, strict=True):
             needed |= {expert, SHARED_EXPERT} if config.model.learn_paths else {expert}
 
-    homes: list[tuple[int, ...]] = []
-    for number, path in enumerate(paths):
-        homes.append(layout.devices_of(number))
+    homes = [layout.devices_of(number) for number in range(len(paths))]
+    for number in sorted(range(len(paths)), key=lambda number: not homes[number]):  # ended tasks come last
+        homes[number] = homes[number] or (min(range(devices), key=lambda d: sum(map(len, needs[d]))),)
         for device in homes[number]:
-            add(device, path)
-    for number, path in enumerate(paths):
-        if not homes[number]:
-            homes[number] = (min(range(devices), key=lambda d: sum(map(len, needs[d]))),)
-            add(homes[number][0], path)
+            add(device, paths[number])
     for layer in range(num_layers):
-        named = Counter(expert for needed in needs for expert in needed[layer])
-        for expert in range(num_experts):
-            if not named[expert]:
-                min(needs, key=lambda needed: len(needed[layer]))[layer].add(expert)
+        named = {expert for needed in needs for expert in needed[layer]}
+        for expert in sorted(set(range(num_experts)) - named):
+            min(needs, key=lambda needed: len(needed[layer]))[layer].add(expert)
     num_slots = max(len(needed) for device in needs for needed in device)
     experts = np.full((devices, num_layers, num_slots), NONE, np.int32)
     for device, needed in enumerate(needs):

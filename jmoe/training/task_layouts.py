@@ -11,7 +11,9 @@ from dataclasses import replace
 import jax
 
 from jmoe.config import VisionTrainConfig, check
+from jmoe.models.vision import SHARED_EXPERT
 from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
+from jmoe.training.task_experts import expert_slots
 
 LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
 STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
@@ -26,25 +28,54 @@ def own_experts(config: VisionTrainConfig) -> dict[str, int]:
     }
 
 
+def unnamed_experts(config: VisionTrainConfig) -> int:
+    """Return how many experts no task's path names, in all layers routed by task."""
+    always = {SHARED_EXPERT} if config.model.learn_paths else set()
+    named = [always.union(experts) for experts in zip(*(task.path for task in config.tasks.values()), strict=True)]
+    return sum(config.model.num_experts - len(experts) for experts in named)
+
+
+def expert_bytes(config: VisionTrainConfig) -> int:
+    """Return the bytes of an expert with its optimizer state, gradient and copy in the dtype of its use."""
+    return config.model.expert_parameters * (STATE_BYTES + GRADIENT_BYTES + _cast_bytes(config))
+
+
+def _cast_bytes(config: VisionTrainConfig) -> int:
+    return 2 if config.compute_dtype == "bfloat16" else 0  # a copy in the dtype of use
+
+
+def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
+    """Return what a device needs for all that has not to do with layers routed by task."""
+    model, mesh = config.model, config.mesh
+    in_use_bytes = GRADIENT_BYTES + _cast_bytes(config)
+    routed = model.num_experts * (model.num_moe_layers + len(model.task_layers))
+    dense = model.num_parameters()[0] - routed * model.expert_parameters
+    parts = num_devices if config.comm.shard_dense else 1
+    by_token = model.num_experts * model.num_moe_layers * expert_bytes(config)
+    return (
+        dense * in_use_bytes
+        + -(-dense * STATE_BYTES // parts)
+        + by_token // (mesh.expert_inter * max(1, mesh.expert_intra))
+    )
+
+
 def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
     """Return what a device has, and needs for what tasks share; and bytes of each task's own experts there.
 
     Counted are parameters with their gradients and optimizer state. A task's head is counted nowhere, since classes are
-    not known before images are read, and activations are not.
+    not known before images are read, and activations are not. An expert that several tasks name counts on all devices.
     """
     model, mesh = config.model, config.mesh
-    cast_bytes = 2 if config.compute_dtype == "bfloat16" else 0  # a copy in the dtype of use
-    in_use_bytes = GRADIENT_BYTES + cast_bytes
-    expert_bytes = model.expert_parameters * (STATE_BYTES + in_use_bytes)
     groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide all experts, whoever runs what
-    counts = own_experts(config) if groups == 1 else dict.fromkeys(config.tasks, 0)
-    experts = model.num_experts * (model.num_moe_layers + len(model.task_layers))
-    dense = model.num_parameters()[0] - experts * model.expert_parameters
-    parts = num_devices if config.comm.shard_dense else 1
-    shared = dense * in_use_bytes + -(-dense * STATE_BYTES // parts)
-    shared += (experts - sum(counts.values())) * expert_bytes // groups
-    own = {name: count * expert_bytes for name, count in counts.items()}
-    return DeviceMemory(config.machine.device().device_bytes or None, shared), own
+    apart = groups == 1 and config.layout == "elastic"
+    own, unnamed = own_experts(config), unnamed_experts(config)
+    everywhere = model.num_experts * len(model.task_layers)
+    if apart:
+        everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
+    one = expert_bytes(config)
+    shared = bytes_for_all(config, num_devices) + everywhere * one // groups
+    own_bytes = {name: count * one if apart else 0 for name, count in own.items()}
+    return DeviceMemory(config.machine.device().device_bytes or None, shared), own_bytes
 
 
 def layout_of(
@@ -127,15 +158,23 @@ def plan_lines(config: VisionTrainConfig) -> list[str]:
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     config = replace(config, layout="elastic") if groups == 1 else config
     layout = layout_of(config, max(1, mesh.data) * groups)
-    return [*layout.lines(), *filter(None, [copies_line(config, layout)])]
+    return [*layout.lines(), *filter(None, [slots_line(config, layout)])]
 
 
-def copies_line(config: VisionTrainConfig, layout: Layout) -> str:
-    """Return what a device keeps in fact, where that is more than its own tasks need; "" where it is not."""
-    every = layout.shared_bytes + sum(task.num_bytes for task in layout.tasks)
-    if every == min(layout.num_bytes):
+def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
+    """Return what each device keeps in fact: in every layer routed by task as much as the one that needs most."""
+    slots = expert_slots(config, layout)
+    num_slots = config.model.num_experts if slots is None else slots.num_slots
+    experts = num_slots * len(config.model.task_layers)
+    return bytes_for_all(config, len(layout.shares)) + experts * expert_bytes(config)
+
+
+def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
+    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits them."""
+    slots = expert_slots(config, layout)
+    if slots is None:
         return ""
-    limit = config.machine.device().device_bytes
-    more = f", more than machine.device_bytes = {limit}" if 0 < limit < every else ""
-    kept = "every device also keeps copies of the experts of tasks that it does not run"
-    return f"{kept}: {size_text(every)} in all{more}"
+    kept, limit = kept_bytes(config, layout), config.machine.device().device_bytes
+    more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
+    of = f"{slots.num_slots} of {slots.num_experts} experts in each of {len(config.model.task_layers)} layers"
+    return f"every device has room for {of}: {size_text(kept)} in all{more}"

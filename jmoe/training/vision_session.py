@@ -132,11 +132,10 @@ class VisionSession(Session):
             return jax.tree.map(place, batch)
 
         with self.watchdog.waiting_for("evaluation after step", step), doing:
-            train = (
-                train_images(self.corpus, compared.tolist(), self.trainer.homes, *sizes) if compared.size else iter(())
-            )
+            homes, numbers = self.trainer.homes, compared.tolist()
+            train = train_images(self.corpus, numbers, homes, *sizes) if numbers else iter(())
             means = self.trainer.class_means(state, map(put, train))
-            for batch in held_out_batches(self.corpus, self.trainer.homes, *sizes):
+            for batch in held_out_batches(self.corpus, homes, *sizes):
                 sums_3A += np.asarray(self.trainer.evaluate(state, [put(batch)], means)[0])
         nll_A, accuracy_A = sums_3A[0] / sums_3A[2], sums_3A[1] / sums_3A[2]
         names = [task.name for task in self.corpus]

@@ -39,7 +39,7 @@ from jmoe.training.packing import ROUNDS, timed_s
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
 from jmoe.training.task_experts import ExpertSlots, expert_slots, task_experts_of, with_task_experts
-from jmoe.training.task_layouts import copies_line
+from jmoe.training.task_layouts import slots_line
 from jmoe.training.update import finish_step, over_devices
 
 Metrics = dict[str, Any]
@@ -77,11 +77,13 @@ class ShardedVision(ShardedModel):
         super().__init__(config, mesh, {})
         self._saved_specs = self.specs
         if slots is not None:
-            experts = jax.tree.map(self._split_dim, task_experts_of(self.shapes))
-            self._split_dims = experts
-            split = jax.tree.map(lambda dim: REPLICATED if dim < 0 else split_over(ALL, dim), experts)
+            dims = jax.tree.map(self._split_dim, task_experts_of(self.shapes))
+            split = jax.tree.map(lambda dim: REPLICATED if dim < 0 else split_over(ALL, dim), dims)
+            own = jax.tree.map(lambda _: split_over(ALL, 1), dims)
             self._saved_specs = with_task_experts(self.specs, split)
-            self.specs = with_task_experts(self.specs, jax.tree.map(lambda _: split_over(ALL, 1), experts))
+            self.specs = with_task_experts(self.specs, own)
+            self._to_saved = self._mover(slots.to_saved_local, dims, own, split)
+            self._from_saved = self._mover(slots.from_saved_local, dims, split, own)
 
     def _split_dim(self, shape: Any) -> int:
         """Return the dimension in which devices split an expert that is saved; -1: each has all of it."""
@@ -121,26 +123,21 @@ class ShardedVision(ShardedModel):
 
     def to_saved(self, state: TrainState) -> TrainState:
         """Bring a state into the form in which it is saved."""
-        return (
-            state if self.slots is None else state.map(partial(self._moved, self.slots.to_saved_local, to_saved=True))
-        )
+        return state if self.slots is None else state.map(partial(self._moved, self._to_saved))
 
     def from_saved(self, state: TrainState) -> TrainState:
         """Bring a saved state into the form in which it is used."""
-        return (
-            state
-            if self.slots is None
-            else state.map(partial(self._moved, self.slots.from_saved_local, to_saved=False))
-        )
+        return state if self.slots is None else state.map(partial(self._moved, self._from_saved))
 
-    def _moved(self, move: Callable[[jax.Array, int], jax.Array], tree: Any, *, to_saved: bool) -> Any:
-        """Return parameters or moments with experts of layers routed by task as `move` brings them."""
-        dims, used = self._split_dims, jax.tree.map(lambda _: split_over(ALL, 1), self._split_dims)
-        saved = task_experts_of(self._saved_specs)
-        in_specs, out_specs = (used, saved) if to_saved else (saved, used)
+    @staticmethod
+    def _moved(program: Callable[[Any], Any], tree: Any) -> Any:
+        return with_task_experts(tree, program(task_experts_of(tree)))
+
+    def _mover(self, move: Callable[[jax.Array, int], jax.Array], dims: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Return the program that brings experts of layers routed by task from one form into the other."""
         body = lambda experts: jax.tree.map(move, experts, dims)  # noqa: E731
         program = jax.shard_map(body, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
-        return with_task_experts(tree, jax.jit(program)(task_experts_of(tree)))
+        return jax.jit(program, out_shardings=shardings(out_specs, self.mesh))
 
     def gather_all(self, params: Any) -> Any:
         """Gather the parameters of all layers and outside them, in the dtype of their use; experts stay in parts."""
@@ -161,10 +158,8 @@ class VisionTrainer:
         self.config, self.layout = config, layout
         self.slots = expert_slots(config, layout)
         self.model = model = ShardedVision(config, num_classes, mesh, self.slots)
-        every = tuple(range(mesh.size))
-        self.homes = (
-            [every] * len(config.tasks) if self.slots is None else list(self.slots.homes)
-        )  # can evaluate a task
+        everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
+        self.homes = everywhere if self.slots is None else self.slots.homes  # devices that can evaluate each task
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
         tasks = [config.tasks[name] for name in num_classes]
@@ -192,10 +187,10 @@ class VisionTrainer:
 
     @property
     def notes(self) -> list[str]:
-        """The layout, where devices differ, and what they keep besides."""
+        """The layout, where devices differ, and what each of them keeps."""
         if len(set(self.layout.shares)) == 1 or self.config.layout != "elastic":
             return []
-        return [*self.layout.lines(), *filter(None, [copies_line(self.config, self.layout)])]
+        return [*self.layout.lines(), *filter(None, [slots_line(self.config, self.layout)])]
 
     # A step
 
@@ -213,7 +208,7 @@ class VisionTrainer:
         return self._with_ended(state, new), metrics
 
     def _reduced_local(self, grads: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Return gradients summed over the devices that have the same, and this device's part of their squared norms."""
+        """Return gradients summed over devices that have the same parameter, and a part of their squared norms."""
         if self.slots is None:
             grads = reduce_gradients_local(grads, self.model)
             return grads, squared_norms_local(grads, self.model)

@@ -78,6 +78,11 @@ def test_other_images_are_refused(tasks: list[ImageTask]) -> None:
 
 
 def test_every_held_out_image_is_evaluated_once(tasks: list[ImageTask]) -> None:
-    rows = [row for batch in held_out_batches(tasks, 2, 2) for row in flat(batch)]
-    assert len(rows) == sum(len(task.held_out.labels) for task in tasks)
-    assert {row[1] for row in rows} == {0, 1}
+    for homes in ([(0, 1), (0, 1)], [(1,), (0, 1)]):
+        batches = list(held_out_batches(tasks, homes, 2, 2))
+        rows = [row for batch in batches for row in flat(batch)]
+        assert len(rows) == len(set(rows)) == sum(len(task.held_out.labels) for task in tasks)
+        assert {row[1] for row in rows} == {0, 1}
+        for number, devices in enumerate(homes):
+            used = [np.any((batch.task == number) & (batch.weight > 0), axis=(1, 2)) for batch in batches]
+            assert np.flatnonzero(np.any(used, axis=0)).tolist() == list(devices)

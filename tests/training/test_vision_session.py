@@ -78,8 +78,9 @@ def test_a_measured_load_changes_the_layout_and_no_loss(
     assert "layout before step 2: the busiest device has 1.50 x the mean load: another layout makes its step" in said
 
 
-def own_parts(state: Any, task: str, expert: int) -> Any:
+def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
     """Copies of a task's head and of an expert, with their moments."""
+    state = run.trainer.save_state(state)
     host = on_host({"params": state.params, "m": state.m, "v": state.v})
     return {
         name: (
@@ -95,12 +96,12 @@ def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: 
     run = session(tmp_path, 4, tasks=tasks)
     state, first = train(run, 1)
     assert counts(run) == [1, 1, 1, 1]
-    kept, other = own_parts(state, "middle", 1), own_parts(state, "other", 3)
+    kept, other = own_parts(run, state, "middle", 1), own_parts(run, state, "other", 3)
     state, losses = train(run, 3, state)
     assert counts(run) == [2, 0, 1, 1]
     assert [step.keys() for step in losses] == 2 * [CLASSES.keys() - {"middle"}]
-    assert differing(kept, own_parts(state, "middle", 1)) == []
-    assert differing(other, own_parts(state, "other", 3)) != []
+    assert differing(kept, own_parts(run, state, "middle", 1)) == []
+    assert differing(other, own_parts(run, state, "other", 3)) != []
     assert_near(first + losses, train(session(tmp_path, 1, tasks=tasks), 3)[1])
 
 
