@@ -78,6 +78,8 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             if max(profile_from, start) == step < profile_to:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
             state = run.pack(step, state)
+            if progress is not None:
+                progress.runs_on(run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step))
             begun, programs = time.perf_counter(), compiled.count
             doing = status("compiling the training step", say) if step == start else contextlib.nullcontext()
             with run.watchdog.waiting_for("step", step), doing:

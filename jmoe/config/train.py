@@ -235,6 +235,10 @@ class TrainConfig:
         """Return the run with `packing` times the experts on a device."""
         return dataclasses.replace(self, comm=dataclasses.replace(self.comm, packing=packing))
 
+    def tokens_until(self, step: int) -> int:
+        """Return the tokens of all steps before this one."""
+        return step * self.batch_size * self.sequence_length
+
     def evaluates_after(self, steps: int) -> bool:
         """Return whether the held-out loss is measured after so many steps, neither none nor all of the run."""
         every = self.evaluation.every_steps

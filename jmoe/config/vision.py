@@ -240,6 +240,11 @@ class VisionTrainConfig(TrainConfig):
         constraint = "must be (1, 1) with layout = 'elastic': devices that exchange tokens take equal steps"
         check(alone, "mesh.(expert_inter, expert_intra)", shape, constraint)
 
+    def tokens_until(self, step: int) -> int:
+        """Return the patches of all steps before this one; tasks that end have none from then on."""
+        images = sum(task.batch_size * min(step, task.num_steps or step) for task in self.tasks.values())
+        return images * self.sequence_length
+
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
         """Return the mesh's shape; see `TrainConfig.check_devices`. Elastic layouts divide what they are given."""
         if self.layout == "even":

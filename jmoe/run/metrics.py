@@ -403,7 +403,7 @@ def progress_line(config: TrainConfig, mesh: Mesh) -> ProgressLine:
     """Return the progress line of a run on `mesh`."""
     return ProgressLine(
         num_steps=config.num_steps,
-        tokens_per_step=config.batch_size * config.sequence_length,
+        tokens_per_step=config.tokens_until(1),
         flops_per_token=config.model.flops_per_token(config.sequence_length),
         num_devices=mesh.size,
         device_kind=mesh.devices.flat[0].device_kind,
@@ -414,8 +414,9 @@ class ProgressLine:
     """Step, loss, tokens/s, MFU, dropped tokens and the time left: one live line on a terminal, plain lines elsewhere.
 
     Plain lines come at this process's first step, every `every_s` seconds, and at the last step. Rates are medians of
-    the last `RATE_STEPS` steps without this process's first one, which compiles; tokens and FLOPs are those of all
-    devices together. MFU is shown only where `peak_flops` knows the device.
+    the last `RATE_STEPS` steps without this process's first one, which compiles, and without those before a change of
+    devices or tasks; tokens and FLOPs are those of all devices together. MFU is shown only where `peak_flops` knows the
+    device.
     """
 
     def __init__(
@@ -431,9 +432,9 @@ class ProgressLine:
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._num_steps, self._tokens_per_step, self._every_s = num_steps, tokens_per_step, every_s
-        peak = peak_flops(device_kind)
-        self._mfu_per_token_s = flops_per_token / (num_devices * peak) if peak else None
+        self._num_devices, self._flops_per_token, self._peak = num_devices, flops_per_token, peak_flops(device_kind)
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
+        self._compiles = True  # the next step
         self._steps_seen = 0
         self._shown_s = -math.inf
         self._live: Live | None = None
@@ -443,11 +444,18 @@ class ProgressLine:
             self._live.start()
             self._console.show_cursor(True)  # rich hides it, and a SIGKILL would leave it hidden
 
+    def runs_on(self, num_devices: int, tokens_per_step: int) -> None:
+        """Say what the next step runs on; where that is new, rates are those of the steps that follow it."""
+        if (num_devices, tokens_per_step) != (self._num_devices, self._tokens_per_step):
+            self._num_devices, self._tokens_per_step, self._compiles = num_devices, tokens_per_step, True
+            self._step_s.clear()
+
     def update(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
         """Show a finished step; step_s: its seconds, without evaluation and saving."""
         self._steps_seen += 1
-        if self._steps_seen > 1:
+        if not self._compiles:
             self._step_s.append(step_s)
+        self._compiles = False
         last = step + 1 >= self._num_steps
         now_s = time.monotonic()
         wait_s = REFRESH_S if self._live else self._every_s
@@ -485,8 +493,9 @@ class ProgressLine:
             typical_s = max(median(self._step_s), 1e-9)
             tokens_per_s = self._tokens_per_step / typical_s
             parts.append(f"{tokens_per_s:,.0f} tokens/s")
-            if self._mfu_per_token_s is not None:
-                parts.append(f"MFU {100 * tokens_per_s * self._mfu_per_token_s:.1f} %")
+            if self._peak is not None:
+                mfu = tokens_per_s * self._flops_per_token / (self._num_devices * self._peak)
+                parts.append(f"MFU {100 * mfu:.1f} %")
         else:
             parts.append(f"compiled and run in {step_s:.1f} s")
         parts.append(f"dropped {100 * dropped_fraction:.2f} %")

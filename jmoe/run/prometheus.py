@@ -51,7 +51,7 @@ class RunMetrics:
 
     def __init__(self, config: TrainConfig, run: str) -> None:
         self._config, self._output_dir = config, Path(config.output_dir)
-        self._step_tokens = config.batch_size * config.sequence_length
+        self._tokens_until = config.tokens_until
         self._metrics: dict[str, _Metric] = {}
         self._labels = {"run": run}
         self._lock = threading.Lock()  # all values of a step appear at once
@@ -99,7 +99,7 @@ class RunMetrics:
     def resume(self, steps: int) -> None:
         """Note how many steps were done when this process began, and look up how often others did before."""
         restarts = read_overview(self._output_dir).restarts
-        self._set(steps=steps, tokens=steps * self._step_tokens, restarts=restarts)
+        self._set(steps=steps, tokens=self._tokens_until(steps), restarts=restarts)
 
     def note_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Note a step that is done; record: as it is in metrics.jsonl."""
@@ -110,7 +110,7 @@ class RunMetrics:
             known |= {name: tiers[key] for key, name, _ in TIER_COUNTERS}
             known |= {"tier_hit_rate": tiers["hit_rate"]} if "hit_rate" in tiers else {}
         done = step + 1
-        self._set(**known, steps=done, tokens=done * self._step_tokens, last_step_timestamp_seconds=time.time())
+        self._set(**known, steps=done, tokens=self._tokens_until(done), last_step_timestamp_seconds=time.time())
 
     def note_save(self, seconds: float) -> None:
         """Note for how long a save has kept the steps waiting."""

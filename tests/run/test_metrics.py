@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.metrics import (
     EXPERT_LOAD_VALUES_PER_STEP,
     MetricsLog,
@@ -402,6 +403,31 @@ def test_mfu_where_the_peak_is_known() -> None:
     assert " | loss nan | 791,200 tokens/s | MFU 40.0 % | dropped 0.00 % | ETA 1:44" in stream.getvalue()
     line.close()
     line.close()
+
+
+def test_rates_follow_a_change_of_devices_and_tasks() -> None:
+    """Half of the devices with a quarter of the tokens: the step that compiles for them counts for no rate."""
+    stream = io.StringIO()
+    line = progress(stream, num_steps=1000, device_kind="NVIDIA H200")
+    line.runs_on(2, 2048)
+    for step in range(2):
+        line.update(step, loss=1.0, step_s=0.5, dropped_fraction=0.0)
+    line.runs_on(1, 512)
+    line.update(2, loss=1.0, step_s=30.0, dropped_fraction=0.0)
+    line.runs_on(1, 512)
+    line.update(3, loss=1.0, step_s=512 * 1e9 / (0.3 * 989e12), dropped_fraction=0.0)
+    lines = stream.getvalue().splitlines()
+    assert " | 4,096 tokens/s | " in lines[1]
+    assert lines[2] == "step 2 (0 %) | loss 1.0000 | compiled and run in 30.0 s | dropped 0.00 %"
+    assert " | 296,700 tokens/s | MFU 30.0 % | " in lines[3]
+    line.close()
+
+
+def test_tokens_are_those_of_the_tasks_that_take_part() -> None:
+    fonts = dataclasses.replace(ufo_tiny.tasks["fonts"], num_steps=10)
+    config = dataclasses.replace(ufo_tiny, layout="elastic", tasks=ufo_tiny.tasks | {"fonts": fonts})
+    assert [config.tokens_until(step) for step in (0, 10, 12)] == [0, 10 * 128 * 16, (12 * 112 + 10 * 16) * 16]
+    assert ufo_tiny.tokens_until(12) == 12 * 128 * 16
 
 
 @pytest.fixture
