@@ -29,7 +29,7 @@ NONE = -1  # an empty slot
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertSlots:
+class TaskSlots:
     """Which expert is in each slot, [R, N, S], in rising order, then `NONE`; homes: [A], devices with all of a path."""
 
     experts_RNS: NDArray[np.int32]
@@ -144,7 +144,7 @@ class ExpertSlots:
         return lax.fori_loop(0, self.num_experts, put, empty)
 
 
-def same_slots(one: ExpertSlots | None, other: ExpertSlots | None) -> bool:
+def same_slots(one: TaskSlots | None, other: TaskSlots | None) -> bool:
     """Return whether all experts lie in the same places."""
     if one is None or other is None:
         return one is other
@@ -162,7 +162,7 @@ def with_task_experts(tree: Any, experts: Any) -> Any:
     return tree | {"task_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
-def expert_slots(config: VisionTrainConfig, layout: Layout) -> ExpertSlots | None:
+def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
     """Return where the experts of layers routed by task lie; None where all devices have all, or a part by the mesh.
 
     A device has what the paths of its tasks name. A task that no device runs, since it has ended, keeps its path on the
@@ -192,4 +192,4 @@ def expert_slots(config: VisionTrainConfig, layout: Layout) -> ExpertSlots | Non
     for device, needed in enumerate(needs):
         for layer, own in enumerate(needed):
             experts[device, layer, : len(own)] = sorted(own)
-    return ExpertSlots(experts, num_experts, tuple(homes))
+    return TaskSlots(experts, num_experts, tuple(homes))

@@ -13,7 +13,7 @@ import jax
 from jmoe.config import VisionTrainConfig, check
 from jmoe.models.vision import SHARED_EXPERT
 from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
-from jmoe.training.task_experts import expert_slots
+from jmoe.training.task_experts import task_slots
 
 LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
 STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
@@ -163,7 +163,7 @@ def plan_lines(config: VisionTrainConfig) -> list[str]:
 
 def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     """Return what each device keeps in fact: in every layer routed by task as much as the one that needs most."""
-    slots = expert_slots(config, layout)
+    slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
     experts = num_slots * len(config.model.task_layers)
     return bytes_for_all(config, len(layout.shares)) + experts * expert_bytes(config)
@@ -171,7 +171,7 @@ def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
 
 def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
     """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits them."""
-    slots = expert_slots(config, layout)
+    slots = task_slots(config, layout)
     if slots is None:
         return ""
     kept, limit = kept_bytes(config, layout), config.machine.device().device_bytes

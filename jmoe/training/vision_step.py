@@ -38,7 +38,7 @@ from jmoe.training.gradient_reduction import reduce_gradients_local, squared_nor
 from jmoe.training.packing import ROUNDS, timed_s
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
-from jmoe.training.task_experts import ExpertSlots, expert_slots, task_experts_of, with_task_experts
+from jmoe.training.task_experts import TaskSlots, task_experts_of, task_slots, with_task_experts
 from jmoe.training.task_layouts import slots_line
 from jmoe.training.update import finish_step, over_devices
 
@@ -71,7 +71,7 @@ class ShardedVision(ShardedModel):
         config: VisionTrainConfig,
         num_classes: Mapping[str, int],
         mesh: Mesh,
-        slots: ExpertSlots | None = None,
+        slots: TaskSlots | None = None,
     ) -> None:
         self._config, self.num_classes, self.slots = config, num_classes, slots
         super().__init__(config, mesh, {})
@@ -156,7 +156,7 @@ class VisionTrainer:
 
     def __init__(self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout) -> None:
         self.config, self.layout = config, layout
-        self.slots = expert_slots(config, layout)
+        self.slots = task_slots(config, layout)
         self.model = model = ShardedVision(config, num_classes, mesh, self.slots)
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
         self.homes = everywhere if self.slots is None else self.slots.homes  # devices that can evaluate each task

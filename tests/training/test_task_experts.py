@@ -16,7 +16,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
-from jmoe.training.task_experts import NONE, expert_slots, same_slots, task_experts_of, with_task_experts
+from jmoe.training.task_experts import NONE, same_slots, task_experts_of, task_slots, with_task_experts
 from jmoe.training.task_layouts import kept_bytes, layout_of
 from jmoe.training.vision_step import ShardedVision, VisionTrainer
 from tests.arrays import differing, on_host
@@ -36,7 +36,7 @@ ELASTIC = dataclasses.replace(
 
 
 def slots_of(num_devices: int, config: VisionTrainConfig = TINY, step: int = 0) -> Any:
-    return expert_slots(config, layout_of(config, num_devices, step=step))
+    return task_slots(config, layout_of(config, num_devices, step=step))
 
 
 def sharded(num_devices: int) -> ShardedVision:
@@ -115,7 +115,7 @@ def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
     state_bytes = sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     experts = [leaf for tree in (state.params, state.m, state.v) for leaf in jax.tree.leaves(task_experts_of(tree))]
     expert_bytes = sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in experts)
-    slots = expert_slots(config, layout)
+    slots = task_slots(config, layout)
     assert slots is not None and slots.num_slots < 4
     assert expert_bytes == 12 * 2 * slots.num_slots * config.model.expert_parameters
     every = sum(4 * np.prod(leaf.shape) for leaf in leaves) - sum(4 * np.prod(leaf.shape) for leaf in experts)
