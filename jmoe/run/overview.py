@@ -43,12 +43,22 @@ class RankSign:
 
 
 @dataclass(frozen=True)
+class SnapshotSign:
+    """The newest step whose snapshots are in this host's memory, and the ranks whose shards these are."""
+
+    step: int
+    ranks: tuple[int, ...]
+    age_s: float
+
+
+@dataclass(frozen=True)
 class RunOverview:
     """A run as its folder shows it; None is what nothing there tells.
 
     starting: a supervisor is about to start its processes. running: a process of it holds the folder. ended: all
     steps are done and saved. stopped: no process is left, and every step is saved. dead: no process is left, and steps
-    have to be done again. steps: done, of `num_steps`. tiers: of process 0 since its start.
+    have to be done again. steps: done, of `num_steps`. snapshot: in the memory of this host alone. tiers: of process 0
+    since its start.
     """
 
     folder: str
@@ -64,6 +74,7 @@ class RunOverview:
     step_age_s: float | None
     checkpoint: int | None
     checkpoint_age_s: float | None
+    snapshot: SnapshotSign | None
     restarts: int
     last_end: str
     ranks: tuple[RankSign, ...]
@@ -89,9 +100,10 @@ def read_overview(folder: Path) -> RunOverview:
     num_steps = config.get("num_steps")
     done = how_far.step + 1
     state, why = _state(folder, _Seen(config, events, ranks, now), done, num_steps, checkpoint)
+    run = str(_json(folder / IDENTITY).get("run", folder.resolve().name))
     return RunOverview(
         folder=str(folder),
-        run=str(_json(folder / IDENTITY).get("run", folder.resolve().name)),
+        run=run,
         state=state,
         why=why,
         attempt=starts[-1].get("attempt") if starts else None,
@@ -103,6 +115,7 @@ def read_overview(folder: Path) -> RunOverview:
         step_age_s=None if not steps else _age(_time_of(folder / METRICS), now),
         checkpoint=checkpoint,
         checkpoint_age_s=_age(checkpoint_time, now),
+        snapshot=_snapshot(config, run, now),
         restarts=max(len(starts) - 1, resumes),
         last_end=ends[-1] if ends else "",
         ranks=ranks,
@@ -198,6 +211,21 @@ def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, 
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
+def _snapshot(config: dict[str, Any], run: str, now: float) -> SnapshotSign | None:
+    """Return what `run/snapshots.py` has written into this host's memory."""
+    memory_dir = config.get("checkpoint", {}).get("memory_dir")
+    times: dict[int, dict[int, float]] = {}
+    for path in Path(memory_dir).absolute().glob(f"jmoe-{run}/*-of-*") if memory_dir else ():
+        step, _, rank = path.name.partition("-of-")
+        moment = _time_of(path)
+        if step.isdigit() and rank.isdigit() and moment is not None:
+            times.setdefault(int(step), {})[int(rank)] = moment
+    if not times:
+        return None
+    newest = times[max(times)]
+    return SnapshotSign(max(times), tuple(sorted(newest)), max(0.0, now - max(newest.values())))
+
+
 # Files, any of which may be half-written
 
 
@@ -265,6 +293,10 @@ def lines(run: RunOverview) -> Iterator[str]:
         yield f"loss          {run.loss:.4f}"
     saved = "none yet" if run.checkpoint is None else f"step {run.checkpoint:,}{_ago(run.checkpoint_age_s)}"
     yield f"checkpoint    {saved}"
+    if run.snapshot is not None:
+        ranks = ", ".join(map(str, run.snapshot.ranks))
+        age = _ago(run.snapshot.age_s)
+        yield f"in memory     step {run.snapshot.step:,}{age}; on this host the shards of process {ranks}"
     end = f"; the last attempt that ended: {run.last_end}" if run.last_end else ""
     yield f"restarts      {run.restarts}{end}"
     for sign in run.ranks:

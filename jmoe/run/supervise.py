@@ -142,6 +142,7 @@ class Supervisor:
         self._forget_torn()
         decision = restarts.after(ending, now)
         checkpoint = f"checkpoint {now.checkpoint}" if now.checkpoint >= 0 else "the start"
+        checkpoint += " or a newer snapshot" if self._train.checkpoint.memory_dir is not None else ""
         why = ending.why or "stopped by a signal that was not the supervisor's"
         if isinstance(decision, str):
             self._say(f"{why}; {decision}")

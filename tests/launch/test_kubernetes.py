@@ -51,6 +51,17 @@ def arguments_of(job: dict[str, Any], rank: int) -> list[str]:
     return [re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], argument) for argument in container["args"]]
 
 
+@pytest.mark.parametrize("name", ["train-job.yaml", "serve.yaml"])
+def test_kubernetes_would_take_it(name: str) -> None:
+    """Every field by the newest schema; that of a JobSet is not among them."""
+    validator = pytest.importorskip("kubernetes_validate")
+    for document in documents(name).values():
+        validator.validate(document, validator.latest_version(), strict=True)
+    unknown = documents(name)["Service"] | {"metadata": {"name": "x", "lables": {}}}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(unknown, validator.latest_version(), strict=True)
+
+
 @pytest.mark.parametrize("name", ["train-job.yaml", "train-jobset.yaml"])
 def test_the_parts_of_a_training_job_fit_together(name: str) -> None:
     job, rank_0 = job_of(name)

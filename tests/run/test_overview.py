@@ -201,6 +201,23 @@ def test_tiers_are_shown(folder: Path) -> None:
     assert "hit rate 75.0 %, NVMe 3.00 GB read, 2.00 GB written, host memory 5.00 GB, 1.5 s waited" in line
 
 
+def test_snapshots_in_this_hosts_memory_are_shown(folder: Path, tmp_path: Path) -> None:
+    """The newest step's, whole files alone, of this run alone."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"checkpoint": {"memory_dir": str(tmp_path / "memory")}}))
+    assert read_overview(folder).snapshot is None
+    for name in ("3-of-0", "3-of-2", "6-of-2", "6-of-0", "9-of-0.new"):
+        path = tmp_path / "memory" / "jmoe-mine-1a2b" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "memory" / "jmoe-other-1a2b").mkdir()
+    (tmp_path / "memory" / "jmoe-other-1a2b" / "12-of-0").touch()
+    overview = read_overview(folder)
+    assert overview.snapshot is not None
+    assert (overview.snapshot.step, overview.snapshot.ranks) == (6, (0, 2))
+    assert "in memory     step 6, 0 s ago; on this host the shards of process 0, 2" in list(lines(overview))
+
+
 def test_a_whole_run_without_jax(runs: TrainRuns, run_python: Run) -> None:
     """The program, on what a real run has left."""
     folder, _ = runs.reference

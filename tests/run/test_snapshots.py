@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.config.tiers import TiersConfig
 from jmoe.run import snapshots
+from jmoe.run.overview import read_overview
 from jmoe.run.snapshot_file import (
     check_whole,
     file_bytes,
@@ -340,6 +341,8 @@ def test_a_killed_run_goes_on_from_memory(runs: TrainRuns, tmp_path: Path, start
     process.wait_until(lambda: len(losses(run)) > 8)
     process.kill_now()
     newest, steps = in_memory(memory)[-1], len(losses(run)) + 5
+    seen = read_overview(run).snapshot
+    assert seen is not None and (seen.step, seen.ranks) == (newest, (0,))
     assert newest >= 6 and committed(run) == []
     screen = runs.finish(run, *options, "--num-steps", steps)
     assert f"resuming from step {newest} of {memory}" in screen
