@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig, check, differences
-from kernels_pallas.compressed import FP8
+from jmoe.models.stored_formats import check_quantization
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
@@ -289,26 +289,12 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     kind = hf.get("model_type")
     check(kind in list(_READERS), "model_type", kind, f"must be one of {', '.join(_READERS)}")
     assert isinstance(kind, str)
-    _check_quantization(hf.get("quantization_config") or {}, kind)
+    check_quantization(hf.get("quantization_config"), kind)
     config = ModelConfig(**_READERS[kind](_Fields(hf)))
     # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes it 1
     unlike = config.num_experts_per_tok == 1 and config.router.norm_topk_prob
     check(not unlike, "num_experts_per_tok", 1, "is not supported where weights are divided by their sum")
     return config
-
-
-def _check_quantization(fields: Any, kind: str) -> None:
-    """Refuse weights in other formats than MXFP4 of gpt-oss and FP8 in blocks of 128 x 128."""
-    if not fields:
-        return
-    fields = fields if isinstance(fields, dict) else {"quant_method": fields}
-    method = fields.get("quant_method")
-    known = "must be mxfp4" if kind == "gpt_oss" else "must be fp8"
-    check(method == ("mxfp4" if kind == "gpt_oss" else "fp8"), "quantization_config.quant_method", method, known)
-    if method == "fp8":
-        size, number = fields.get("weight_block_size"), fields.get("fmt", "e4m3")
-        check(size == [FP8.block] * 2, "quantization_config.weight_block_size", size, "must be [128, 128]")
-        check(number == "e4m3", "quantization_config.fmt", number, "must be e4m3")
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:

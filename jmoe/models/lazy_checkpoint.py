@@ -70,7 +70,7 @@ class LazyCheckpoint(Closing):
     """A checkpoint whose experts are read on demand; a context manager.
 
     dtype: of all weights; None: as stored. expert_dtype: of the experts' matrices, a name of `FORMATS`, or `wide` for
-    that of all weights; None: that too, but what is stored as MXFP4 or FP8 stays so. Raises `ValueError` as
+    that of all weights; None: that too, but what is stored in one of these stays so. Raises `ValueError` as
     `load_pretrained` does, before memory is filled.
     """
 
@@ -89,6 +89,7 @@ class LazyCheckpoint(Closing):
         self._reader = TensorReader()
         self._loader = Loader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
+        self._stored_formats: dict[Names, Format | None] = {}
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self._format_on_disk(stored)
         for name, p in self._experts.items():
@@ -102,7 +103,8 @@ class LazyCheckpoint(Closing):
         matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
             return MXFP4
-        return FP8 if all(map(self._loader.is_fp8, matrices)) else None
+        kinds = {self._loader.kept_format(p) for p in matrices}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def opened_again(self) -> "LazyCheckpoint":
         """Return the checkpoint as it is in its folder now, with files of its own."""
@@ -183,8 +185,9 @@ class LazyCheckpoint(Closing):
     def fill_expert(self, layer: int, expert: int, views: dict[str, np.ndarray]) -> None:
         """Read an expert of a layer with experts into arrays of `expert_fields`."""
         for name, parameter in self._experts.items():
-            if self.expert_format is FP8 and len(parameter.matrix) == 2 and self._loader.is_fp8(parameter):
-                views[name][...], views[name + SCALES][...] = self._loader.fp8(parameter, layer, expert)
+            is_kept = self.expert_format is not None and self._is_kept(parameter)
+            if is_kept and len(parameter.matrix) == 2:
+                views[name][...], views[name + SCALES][...] = self._loader.kept(parameter, layer, expert)
                 continue
             whole = (slice(None),) * len(parameter.matrix)
             at = (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
@@ -193,6 +196,12 @@ class LazyCheckpoint(Closing):
                 views[name][...], views[name + SCALES][...] = compress(part, self.expert_format)
             else:
                 views[name][...] = part.view(views[name].dtype)
+
+    def _is_kept(self, parameter: Parameter) -> bool:
+        """Return whether the experts' format is the one that this parameter is stored in."""
+        if parameter.path not in self._stored_formats:
+            self._stored_formats[parameter.path] = self._loader.kept_format(parameter)
+        return self._stored_formats[parameter.path] is self.expert_format
 
     def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
         """Everything but the experts, on the default device."""

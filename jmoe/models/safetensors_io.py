@@ -26,6 +26,9 @@ DTYPES: dict[str, Any] = {
     "BF16": np.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
 }
 MAX_HEADER_BYTES = 100_000_000

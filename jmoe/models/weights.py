@@ -20,12 +20,12 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names, stack_dims
 from jmoe.models.mxfp4 import BLOCK, dequantised
-from jmoe.models.safetensors_io import DTYPES, NewTensor, StoredTensor, TensorReader, read_headers
+from jmoe.models.safetensors_io import DTYPES, STAGING_BYTES, NewTensor, StoredTensor, TensorReader, read_headers
+from jmoe.models.stored_formats import format_of_matrix, rows_of
 from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, source_of
-from kernels_pallas.compressed import FP8
+from kernels_pallas.compressed import Format
 
 Names = tuple[str, ...]
-FP8_SCALES = "_scale_inv"  # what the name of a FP8 tensor's scales ends with
 ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
@@ -92,13 +92,13 @@ def parameters(shapes: Any, config: ModelConfig, family: str) -> list[Parameter]
 
 
 def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -> list[StoredTensor]:
-    """The stored tensor, with its scales if it is FP8, or its MXFP4 blocks and scales."""
+    """The stored tensor, those of a compressed matrix, or the blocks and scales of gpt-oss' MXFP4."""
+    if (form := format_of_matrix(stored, piece.name, piece.shape)) is not None:
+        return form.tensors(stored, piece.name, piece.shape)
     if piece.name in stored:
         tensor = stored[piece.name]
         if tensor.shape != piece.shape:
             raise tensor.wrong(f"has shape {list(tensor.shape)}, must have {list(piece.shape)}")
-        if tensor.dtype == "F8_E4M3":
-            return [tensor, _scales_of(stored, tensor)]
         if tensor.dtype not in FLOAT_DTYPES:
             raise tensor.wrong(f"has dtype {tensor.dtype}, must have one of {', '.join(FLOAT_DTYPES)}")
         return [tensor]
@@ -118,17 +118,6 @@ def _check_tensor(stored: dict[str, StoredTensor], piece: Piece, folder: Path) -
     return [blocks, scales]
 
 
-def _scales_of(stored: dict[str, StoredTensor], tensor: StoredTensor) -> StoredTensor:
-    """Return the tensor of a FP8 matrix's scales, one for 128 x 128 weights."""
-    name = tensor.name + FP8_SCALES
-    if name not in stored:
-        raise tensor.wrong(f"is F8_E4M3, which needs its scales in {name!r}")
-    scales, shape = stored[name], tuple(-(-size // FP8.block) for size in tensor.shape)
-    if scales.dtype != "F32" or scales.shape != shape or len(shape) != 2:
-        raise scales.wrong(f"is {scales.dtype}{list(scales.shape)}, must be F32{list(shape)}")
-    return scales
-
-
 def check_tensors(
     wanted: list[Parameter], stored: dict[str, StoredTensor], folder: Path, config: ModelConfig, dtype: Any
 ) -> dict[Names, np.dtype]:
@@ -140,7 +129,7 @@ def check_tensors(
         for piece in parameter.pieces():
             tensors = _check_tensor(stored, piece, folder)
             used |= {tensor.name for tensor in tensors}
-            kinds["BF16" if len(tensors) == 2 else tensors[0].dtype] = tensors[0]
+            kinds["BF16" if len(tensors) > 1 else tensors[0].dtype] = tensors[0]
         if dtype is not None:
             dtypes[parameter.path] = np.dtype(np.float32 if parameter.path[-1] == KEPT_FLOAT32 else dtype)
         elif len(kinds) > 1:
@@ -238,33 +227,32 @@ class Loader:
             else:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
 
-    def is_fp8(self, parameter: Parameter) -> bool:
-        """Return whether its tensors are FP8 with scales."""
-        return all(p.name in self._stored and self._stored[p.name].dtype == "F8_E4M3" for p in parameter.pieces())
+    def kept_format(self, parameter: Parameter) -> Format | None:
+        """Return the format in which its matrices are stored, where all can be kept in it to the bit."""
+        forms = [(p.name, format_of_matrix(self._stored, p.name, p.shape)) for p in parameter.pieces()]
+        kinds = {None if form is None else form.kept(self._stored, name) for name, form in forms}
+        return kinds.pop() if len(kinds) == 1 else None
 
-    def fp8(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an expert's matrix as stored: E4M3 bits [rows, columns], float32 scales [rows / 128, columns]."""
-        rows, columns = parameter.matrix
-        values = np.empty((rows, columns), np.uint8)
-        scales = np.empty((-(-rows // FP8.block), columns), np.float32)
+    def kept(self, parameter: Parameter, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return an expert's matrix in its `kept_format`, as `kernels_pallas/compressed.py` says."""
+        kind = self.kept_format(parameter)
+        assert kind is not None
+        (values_shape, values_dtype), (scales_shape, scales_dtype) = kind.fields("", parameter.matrix).values()
+        values, scales = np.empty(values_shape, values_dtype), np.empty(scales_shape, scales_dtype)
         for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):
-            first, end = piece.columns
-            for a, b, part in self._reader.chunks(self._stored[piece.name], 0, end - first):
-                _transpose_into(values[:, first + a : first + b], part.view(np.uint8))
-            scales[:, first:end] = self._scales(piece, 0, end - first).T
+            form = format_of_matrix(self._stored, piece.name, piece.shape)
+            assert form is not None
+            part = form.kept_columns(self._read, self._stored, piece.name, piece.shape, kind)
+            values[:, slice(*piece.columns)], scales[:, slice(*piece.columns)] = part
         return values, scales
 
-    def _scales(self, piece: Piece, start: int, end: int) -> np.ndarray:
-        """Return the scales [rows, columns / 128] of rows start..end of a FP8 tensor."""
-        stored, block = self._stored[piece.name + FP8_SCALES], FP8.block
-        parts = [part.copy() for _, _, part in self._reader.chunks(stored, start // block, -(-end // block))]
-        return np.repeat(np.concatenate(parts), block, axis=0)[start % block :][: end - start]
+    def _read(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
+        return np.concatenate([rows.copy() for _, _, rows in self._reader.chunks(tensor, start, end)])
 
     def _rows(self, piece: Piece, start: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        if piece.name in self._stored and self._stored[piece.name].dtype == "F8_E4M3":
-            for a, b, part in self._reader.chunks(self._stored[piece.name], start, end):
-                wide = part.astype(np.float32)  # before the next read overwrites it
-                yield a, b, wide * np.repeat(self._scales(piece, a, b), FP8.block, axis=1)[:, : wide.shape[1]]
+        if (form := format_of_matrix(self._stored, piece.name, piece.shape)) is not None:
+            step = max(1, STAGING_BYTES // 4 // piece.shape[1])
+            yield from rows_of(form, self._read, self._stored, piece.name, (start, end), step)
             return
         if piece.name in self._stored:
             yield from self._reader.chunks(self._stored[piece.name], start, end)

@@ -1,6 +1,7 @@
 """Engines with compressed experts against a model whose weights were widened by the formats' definitions."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors
 from kernels_pallas.compressed import FORMATS, compress
-from tests.fp8_checkpoint import write_fp8_checkpoint
+from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.kernels.test_compressed import read
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -93,23 +95,37 @@ def test_mxfp4_is_kept_as_it_is_stored() -> None:
     assert kept_bytes - experts * biases == (wide_bytes - experts * biases) / 32 * 4.25
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
-def test_fp8_is_kept_as_it_is_stored(native: str, tmp_path: Path) -> None:
-    """A byte a weight and its scales; nothing but the order of sums differs from weights made wide."""
-    write_fp8_checkpoint("deepseek_v3", tmp_path / "fp8", tmp_path / "wide")
+@pytest.mark.parametrize(("kind", "native"), [*((kind, "auto") for kind in QUANTIZATION), ("fp8", "off")])
+def test_what_is_stored_compressed_is_kept(kind: str, native: str, tmp_path: Path) -> None:
+    """Its own bytes on every tier; nothing but the order of sums differs from weights made wide."""
+    name = "deepseek_v3" if kind == "fp8" else "qwen3_moe"
+    write_compressed_checkpoint(kind, name, tmp_path / "compressed", tmp_path / "wide")
     with tiny_engine(tmp_path / "wide", policy="resident", native="off") as wide:
         expected, wide_bytes = wide.generate(PROMPTS, **OPTIONS), wide.stats().device_expert_bytes
-    with LazyCheckpoint(tmp_path / "fp8") as checkpoint:
-        kept = [(shape, dtype) for shape, dtype in checkpoint.expert_fields.values()]
-        kept_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept)
-        kept_bytes *= checkpoint.config.num_experts * checkpoint.config.num_moe_layers
+    with LazyCheckpoint(tmp_path / "compressed") as checkpoint:
+        assert checkpoint.expert_format is FORMATS[kind.partition(" ")[0]]
+        kept_bytes = checkpoint.expert_bytes * checkpoint.config.num_experts * checkpoint.config.num_moe_layers
     for policy in ({"policy": "resident"}, {"policy": "ring", "ring_slots": 1}):
-        with tiny_engine(tmp_path / "fp8", native=native, **policy) as engine:
+        with tiny_engine(tmp_path / "compressed", native=native, **policy) as engine:
             found = engine.generate(PROMPTS, **OPTIONS)
             if policy["policy"] == "resident":
                 assert engine.stats().device_expert_bytes == kept_bytes < 0.3 * wide_bytes
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-4)
+
+
+def test_scales_that_would_be_rounded_are_not_kept(tmp_path: Path) -> None:
+    """Experts are made wide, exactly."""
+    write_compressed_checkpoint("int4", "qwen3_moe", tmp_path / "int4", tmp_path / "wide")
+    stored, tensors = read_headers(tmp_path / "int4"), []
+    with TensorReader() as reader:
+        for name, t in stored.items():
+            x = np.concatenate([rows.copy() for _, _, rows in reader.chunks(t, 0, math.prod(t.shape[:-1]))])
+            x = x.astype(np.float32) if name.endswith("weight_scale") else x
+            tensors.append(NewTensor(name, x.dtype, t.shape, partial(np.asarray, x)))
+    write_safetensors(tmp_path / "int4", tensors, 1 << 30)
+    with LazyCheckpoint(tmp_path / "int4") as checkpoint:
+        assert checkpoint.expert_format is None
 
 
 def test_bad_formats() -> None:

@@ -11,6 +11,7 @@ import pytest
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig
 from jmoe.configs import PRESETS
 from jmoe.models.huggingface import hf_config, model_config
+from tests.compressed_checkpoint import compressed_tensors
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -121,6 +122,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
+def packed(layout: str, **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | weights
+    return {"quantization_config": compressed_tensors(layout, **weights)}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -138,7 +144,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be between 1 and num_experts = 4"),
         ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported, only 1.0"),
         ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = 'awq'"),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "= 'mxfp4': must be fp8"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "= 'mxfp4': must be fp8 or compressed-tensors"),
         ("mixtral", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3': is not"),
         ("mixtral", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         ("mixtral", {"rope_parameters": {"full_attention": {}}}, "must be one flat table for all layers"),
@@ -170,6 +176,16 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             "quantization_config.fmt = 'e5m2': must be e4m3",
         ),
         ("gpt_oss", {"quantization_config": FP8}, "quant_method = 'fp8': must be mxfp4"),
+        ("deepseek_v3", {"quantization_config": FP8 | {"expert_dtype": "fp4"}}, "expert_dtype = 'fp4': must be fp8"),
+        (
+            "mixtral",
+            packed("nvfp4-pack-quantized"),
+            "format = 'nvfp4-pack-quantized': must be pack-quantized",
+        ),
+        ("mixtral", packed("pack-quantized", num_bits=3), "weights.num_bits = 3: must be 4 or 8 with format = 'pack-"),
+        ("mixtral", packed("pack-quantized", symmetric=False), "group_0.weights.symmetric = False: must be True"),
+        ("mixtral", packed("pack-quantized", actorder="group"), "group_0.weights.actorder = 'group': must be None"),
+        ("mixtral", packed("mxfp4-pack-quantized"), "group_0.weights.type = 'int': must be 'float'"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported, only 7.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0: is not supported"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window = None: is needed by layer_types"),

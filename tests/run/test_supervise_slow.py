@@ -92,8 +92,8 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
             counts[number.name] += 1
             wait_for_end(attempt)
     before = len(resumes(run))
-    supervisor.wait_until(lambda: len(resumes(run)) > before or len(losses(run)) > 10, 900)
-    stop(supervisor)
+    supervisor.wait_until(lambda: len(resumes(run)) > before if committed(run) else len(losses(run)) > 10, 900)
+    stop(supervisor)  # a signal while all start would end them at once
     ends = events(run, "end")
     repeated = [event["step"] + 1 - max(0, event["checkpoint"]) for event in ends]
     print(f"\nexperts on {kind} (seed {SEED}): {dict(counts)}, {len(ends)} attempts, {losses(run)[-1][0] + 1} steps")

@@ -1,0 +1,246 @@
+"""Matrices that checkpoints store compressed: which tensors one consists of, its rows, and how an expert keeps it.
+
+Legend: N outputs (rows of a stored matrix), K inputs, G inputs under one scale.
+
+- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` float32 [N / 128, K / 128].
+- compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32 [N, K / 8] of 4-bit or [N, K / 4] of 8-bit integers
+  with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
+- `int-quantized`: `W` int8 [N, K], `W_scale` [N, K / G].
+- `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first, `W_scale` uint8 [N, K / 32].
+
+Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not kept.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.config import check
+from jmoe.models.safetensors_io import StoredTensor
+from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, Format
+
+Stored = Mapping[str, StoredTensor]
+ReadRows = Callable[[StoredTensor, int, int], np.ndarray]  # rows [n, elements of a row] that nothing overwrites
+SCALE_DTYPES = ("BF16", "F16", "F32")
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+# fields of a compressed-tensors configuration and what they must be, where they are given
+_WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "symmetric": (True,),
+    "dynamic": (False, None),
+    "actorder": (None, False),
+    "zp_dtype": (None,),
+    "block_structure": (None,),
+    "strategy": ("group", "channel"),
+}
+
+
+class StoredFormat(ABC):
+    """A way of storing a matrix [N, K] in several tensors."""
+
+    suffixes: ClassVar[tuple[str, ...]]  # of its name, what the tensors are called
+
+    def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+        """Return the matrix's tensors; `ValueError` naming file and tensor where one is missing or wrong."""
+        found = [stored[name + suffix] for suffix in self.suffixes if name + suffix in stored]
+        for suffix in self.suffixes:
+            if name + suffix not in stored:
+                raise found[0].wrong(f"needs {name + suffix!r}, which is missing")
+        if len(shape) != 2:
+            raise found[0].wrong(f"is compressed, which is not supported for a tensor of shape {list(shape)}")
+        for tensor, (dtypes, shapes) in zip(found, self.expected(*shape), strict=True):
+            if tensor.dtype not in dtypes or tensor.shape not in shapes:
+                more = " or with more groups of equal size" if len(shapes) > 1 else ""
+                wanted = f"{' or '.join(dtypes)} {list(shapes[0])}{more}"
+                raise tensor.wrong(f"is {tensor.dtype} {list(tensor.shape)}, must be {wanted}")
+        return found
+
+    @abstractmethod
+    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        """Return (dtypes, shapes) that each tensor may have."""
+
+    @abstractmethod
+    def kept(self, stored: Stored, name: str) -> Format | None:
+        """Return the format in which the matrix can be kept to the bit."""
+
+    @abstractmethod
+    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (values as `kept` has them, but by rows [n, K / values a byte]; scales as stored [n, groups])."""
+
+    @abstractmethod
+    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Return float32 [n, K] of what `codes` gives."""
+
+    def kept_columns(
+        self, read: ReadRows, stored: Stored, name: str, shape: tuple[int, ...], kind: Format
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (values [K / values a byte, N], scales [K / block, N]) of the whole matrix in `kind`, its `kept`."""
+        values, scales = self.codes(read, stored, name, 0, shape[0])
+        repeats = -(-shape[1] // kind.block) // scales.shape[1]
+        return values.T, np.repeat(scales, repeats, axis=1).T.view(kind.scales)
+
+
+class Fp8Blocks(StoredFormat):
+    """E4M3 values under float32 scales of 128 x 128."""
+
+    suffixes = ("", "_scale_inv")
+
+    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        return [(("F8_E4M3",), [(n, k)]), (("F32",), [(-(-n // FP8.block), -(-k // FP8.block))])]
+
+    def kept(self, stored: Stored, name: str) -> Format | None:
+        return FP8
+
+    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        scales = read(stored[name + "_scale_inv"], start // FP8.block, -(-end // FP8.block))
+        by_row = np.repeat(scales, FP8.block, axis=0)[start % FP8.block :][: end - start]
+        return read(stored[name], start, end).view(np.uint8), by_row
+
+    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        numbers: np.ndarray = values.view(jnp.float8_e4m3fn).astype(np.float32)
+        return numbers * np.repeat(scales, FP8.block, axis=1)[:, : numbers.shape[1]]
+
+
+class _Integers(StoredFormat):
+    """Integers under scales of whole rows or of groups of inputs. Kept where scales are bfloat16."""
+
+    bits: int
+
+    def kept(self, stored: Stored, name: str) -> Format | None:
+        scales, inputs = stored[name + "_scale"], self.inputs(stored, name)
+        group = inputs // scales.shape[1]
+        fits = inputs % BLOCK == 0 and group % BLOCK == 0 and scales.dtype == "BF16"
+        return (INT4 if self.bits == 4 else INT8) if fits else None
+
+    @abstractmethod
+    def inputs(self, stored: Stored, name: str) -> int:
+        """Return K."""
+
+    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        numbers = values.astype(np.float32)
+        if self.bits == 4:
+            pairs = np.stack([values & 15, values >> 4], axis=-1).reshape(values.shape[0], -1)
+            numbers = pairs.astype(np.float32) - 8
+        return numbers * np.repeat(scales.astype(np.float32), numbers.shape[1] // scales.shape[1], axis=1)
+
+
+def _scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
+    return [(n, groups) for groups in range(1, k + 1) if k % groups == 0]
+
+
+class PackedIntegers(_Integers):
+    """Integers of 4 or 8 bits in words of 32."""
+
+    suffixes = ("_packed", "_scale", "_shape")
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        words = -(-k * self.bits // 32)
+        return [(("I32",), [(n, words)]), (SCALE_DTYPES, _scale_shapes(n, k)), (("I32", "I64"), [(2,)])]
+
+    def inputs(self, stored: Stored, name: str) -> int:
+        return stored[name + "_packed"].shape[1] * 32 // self.bits
+
+    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        packed = read(stored[name + "_packed"], start, end).view(np.uint8)
+        values = packed if self.bits == 4 else (packed ^ 128).view(np.int8)
+        return values, read(stored[name + "_scale"], start, end)
+
+
+class Int8Values(_Integers):
+    """Integers of 8 bits, one a byte."""
+
+    suffixes = ("", "_scale")
+    bits = 8
+
+    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        return [(("I8",), [(n, k)]), (SCALE_DTYPES, _scale_shapes(n, k))]
+
+    def inputs(self, stored: Stored, name: str) -> int:
+        return stored[name].shape[1]
+
+    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        return read(stored[name], start, end), read(stored[name + "_scale"], start, end)
+
+
+class PackedMxfp4(StoredFormat):
+    """E2M1 values, two a byte, under powers of two."""
+
+    suffixes = ("_packed", "_scale")
+
+    def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        return [(("U8",), [(n, k // 2)]), (("U8",), [(n, k // BLOCK)])]
+
+    def kept(self, stored: Stored, name: str) -> Format | None:
+        return MXFP4
+
+    def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        return read(stored[name + "_packed"], start, end), read(stored[name + "_scale"], start, end)
+
+    def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        numbers = np.stack([_E2M1[values & 15], _E2M1[values >> 4]], axis=-1).reshape(values.shape[0], -1)
+        return numbers * np.repeat(np.ldexp(np.float32(1), scales.astype(np.int32) - 127), BLOCK, axis=1)
+
+
+def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
+    """Return the format of a stored matrix; None: it is one tensor of plain numbers, or there is none."""
+    if name in stored:
+        return {"F8_E4M3": Fp8Blocks(), "I8": Int8Values()}.get(stored[name].dtype)
+    packed = stored.get(name + "_packed")
+    if packed is None:
+        return None
+    if packed.dtype == "U8":
+        return PackedMxfp4()
+    is_wider = len(packed.shape) == len(shape) == 2 and packed.shape[1] == -(-shape[1] // 4)
+    return PackedIntegers(8 if is_wider else 4)
+
+
+def rows_of(
+    form: StoredFormat, read: ReadRows, stored: Stored, name: str, span: tuple[int, int], step: int
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield (first, past the last, float32 rows) of a part of a matrix, some rows at a time."""
+    for first in range(*span, step):
+        last = min(first + step, span[1])
+        yield first, last, form.wide(*form.codes(read, stored, name, first, last))
+
+
+def check_quantization(fields: Any, kind: str) -> None:
+    """Refuse a `quantization_config` that says something else than the formats above, or gpt-oss' MXFP4."""
+    if not fields:
+        return
+    fields = fields if isinstance(fields, dict) else {"quant_method": fields}
+    method, known = fields.get("quant_method"), ("mxfp4",) if kind == "gpt_oss" else ("fp8", "compressed-tensors")
+    prefix = "quantization_config."
+    check(method in known, prefix + "quant_method", method, f"must be {' or '.join(known)}")
+    if method == "fp8":
+        size, number = fields.get("weight_block_size"), fields.get("fmt", "e4m3")
+        check(size == [FP8.block] * 2, prefix + "weight_block_size", size, f"must be [{FP8.block}, {FP8.block}]")
+        check(number == "e4m3", prefix + "fmt", number, "must be e4m3")
+        experts = fields.get("expert_dtype", "fp8")
+        check(experts == "fp8", prefix + "expert_dtype", experts, "must be fp8")
+    if method == "compressed-tensors":
+        _check_compressed_tensors(fields, prefix)
+
+
+def _check_compressed_tensors(fields: dict[str, Any], prefix: str) -> None:
+    formats = {"pack-quantized": "int", "int-quantized": "int", "mxfp4-pack-quantized": "float"}
+    chosen = fields.get("format")
+    check(chosen in formats, prefix + "format", chosen, f"must be {', '.join(formats)}")
+    groups = fields.get("config_groups")
+    check(isinstance(groups, dict), prefix + "config_groups", groups, "must be a table")
+    assert isinstance(groups, dict)
+    for name, group in groups.items():
+        weights, at = (group or {}).get("weights") or {}, f"{prefix}config_groups.{name}.weights."
+        bits, number = weights.get("num_bits"), weights.get("type", "int")
+        usable = {"pack-quantized": (4, 8), "int-quantized": (8,), "mxfp4-pack-quantized": (4,)}[str(chosen)]
+        known = f"must be {' or '.join(map(str, usable))} with format = {chosen!r}"
+        check(bits in usable, at + "num_bits", bits, known)
+        check(number == formats[str(chosen)], at + "type", number, f"must be {formats[str(chosen)]!r}")
+        for field, allowed in _WEIGHT_FIELDS.items():
+            value = weights.get(field, allowed[0])
+            check(value in allowed, at + field, value, f"must be {' or '.join(map(str, allowed))}")

@@ -1,0 +1,106 @@
+"""Checkpoints with compressed matrices, and those whose float32 weights are what their values and scales mean.
+
+Numbers are drawn first and packed one by one, by the formats' definitions alone.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.models.huggingface import model_config
+from jmoe.models.pretrained import abstract_decoder
+from jmoe.models.safetensors_io import NewTensor, write_safetensors
+from jmoe.models.weights import parameters
+from tests.model_configs import CHECKPOINTS
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # what such checkpoints leave as it is
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# hidden size, expert's: for fp8 more than one block each way, the last with fewer weights
+SIZES = {"fp8": (160, 136), "int4": (160, 96), "int4 in 128": (256, 128), "int8": (160, 96), "int8 by row": (160, 96)}
+SIZES["mxfp4"] = (160, 96)
+
+
+def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
+    """Return a `quantization_config` as compressed-tensors writes it."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+QUANTIZATION = {
+    "fp8": FP8,
+    "int4": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+    "int4 in 128": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
+    "int8": compressed_tensors("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
+    "int8 by row": compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "mxfp4": compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+}
+
+
+def write_compressed_checkpoint(kind: str, name: str, compressed: Path, wide: Path) -> None:
+    """Write both, with random weights; name: the fixture with the rest of the configuration."""
+    hidden, inner = SIZES[kind]
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner}
+    fields = json.loads((CHECKPOINTS / name / "config.json").read_text()) | sizes
+    for folder, more in ((compressed, {"quantization_config": QUANTIZATION[kind]}), (wide, {})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(fields | more))
+    rng, config = np.random.default_rng(0), model_config(fields)
+    kept: dict[str, np.ndarray] = {}
+    widened: dict[str, np.ndarray] = {}
+    for parameter in parameters(abstract_decoder(config)[2], config, name):
+        for piece in parameter.pieces():
+            if kind == "fp8" or ".experts." in piece.name:
+                is_wide = any(word in piece.name for word in WIDE)
+            else:
+                is_wide = True
+            if is_wide:
+                values = rng.normal(1.0 if "norm" in piece.name else 0.0, 0.1, piece.shape).astype(np.float32)
+                kept[piece.name] = widened[piece.name] = values
+                continue
+            tensors, widened[piece.name] = _drawn(kind, piece.shape, rng)
+            kept |= {piece.name + suffix: tensor for suffix, tensor in tensors.items()}
+    for folder, tensors in ((compressed, kept), (wide, widened)):
+        made = [NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)) for name, x in tensors.items()]
+        write_safetensors(folder, made, 1 << 30)
+
+
+def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return (tensors by the suffix of their name, the float32 matrix that they mean)."""
+    rows, columns = shape
+    if kind == "fp8":
+        scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        values = (30 * rng.normal(size=shape)).astype(jnp.float8_e4m3fn)
+        factors = np.array([[scales[n // 128, k // 128] for k in range(columns)] for n in range(rows)])
+        return {"": values, "_scale_inv": scales}, (values.astype(np.float32) * factors).astype(np.float32)
+    if kind == "mxfp4":
+        codes = rng.integers(0, 16, shape)
+        powers = rng.integers(119, 123, (rows, columns // 32)).astype(np.uint8)
+        signed = np.array([*E2M1, *(-x for x in E2M1)], np.float32)[codes]
+        return (
+            {"_packed": _packed(codes, 4).view(np.uint8).reshape(rows, -1), "_scale": powers},
+            (signed * 2.0 ** (np.repeat(powers, 32, axis=1).astype(np.float64) - 127)).astype(np.float32),
+        )
+    bits = 4 if kind.startswith("int4") else 8
+    group = {"int4 in 128": 128, "int8 by row": columns}.get(kind, 32)
+    largest = 0.8 / 2**bits
+    scales = rng.uniform(largest / 2, largest, (rows, columns // group)).astype(jnp.bfloat16)
+    values = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), shape)
+    wide = values * np.repeat(scales.astype(np.float32), group, axis=1)
+    if kind == "int8 by row":
+        return {"": values.astype(np.int8), "_scale": scales}, wide.astype(np.float32)
+    packed = _packed(values + 2 ** (bits - 1), bits)
+    return {"_packed": packed, "_scale": scales, "_shape": np.array(shape, np.int64)}, wide.astype(np.float32)
+
+
+def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return int32 words of a row's unsigned codes, the first in the lowest bits."""
+    words = np.zeros((codes.shape[0], codes.shape[1] * bits // 32), np.uint32)
+    for column in range(codes.shape[1]):
+        word, place = divmod(column * bits, 32)
+        words[:, word] |= codes[:, column].astype(np.uint32) << place
+    return words.view(np.int32)
