@@ -122,7 +122,7 @@ def test_scales_that_would_be_rounded_are_not_kept(tmp_path: Path) -> None:
         for name, t in stored.items():
             x = np.concatenate([rows.copy() for _, _, rows in reader.chunks(t, 0, math.prod(t.shape[:-1]))])
             x = x.astype(np.float32) if name.endswith("weight_scale") else x
-            tensors.append(NewTensor(name, x.dtype, t.shape, partial(np.asarray, x)))
+            tensors.append(NewTensor(name, x.dtype, t.shape, partial(np.asarray, x.reshape(t.shape))))
     write_safetensors(tmp_path / "int4", tensors, 1 << 30)
     with LazyCheckpoint(tmp_path / "int4") as checkpoint:
         assert checkpoint.expert_format is None
