@@ -45,18 +45,18 @@ class StoredFormat(ABC):
 
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
         """Return the matrix's tensors; `ValueError` naming file and tensor where one is missing or wrong."""
-        found = [stored[name + suffix] for suffix in self.suffixes if name + suffix in stored]
+        parts = [stored[name + suffix] for suffix in self.suffixes if name + suffix in stored]
         for suffix in self.suffixes:
             if name + suffix not in stored:
-                raise found[0].wrong(f"needs {name + suffix!r}, which is missing")
+                raise parts[0].wrong(f"needs {name + suffix!r}, which is missing")
         if len(shape) != 2:
-            raise found[0].wrong(f"is compressed, which is not supported for a tensor of shape {list(shape)}")
-        for tensor, (dtypes, shapes) in zip(found, self.expected(*shape), strict=True):
+            raise parts[0].wrong(f"is compressed, which is not supported for a tensor of shape {list(shape)}")
+        for tensor, (dtypes, shapes) in zip(parts, self.expected(*shape), strict=True):
             if tensor.dtype not in dtypes or tensor.shape not in shapes:
                 more = " or with more groups of equal size" if len(shapes) > 1 else ""
                 wanted = f"{' or '.join(dtypes)} {list(shapes[0])}{more}"
                 raise tensor.wrong(f"is {tensor.dtype} {list(tensor.shape)}, must be {wanted}")
-        return found
+        return parts
 
     @abstractmethod
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:

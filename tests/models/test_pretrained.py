@@ -23,7 +23,6 @@ from jmoe.models.huggingface import model_config
 from jmoe.models.mxfp4 import dequantised
 from jmoe.models.pretrained import LanguageModel, abstract_decoder
 from jmoe.models.safetensors_io import read_headers
-from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -31,9 +30,6 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-GATE = "model.layers.2.mlp.experts.2.gate_proj.weight"
 
 
 def arrays_of(model: LanguageModel) -> dict[str, np.ndarray]:
@@ -48,52 +44,6 @@ def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         size = {"F32": 4, "BF16": 2, "U8": 1}[tensor.dtype] * int(np.prod(tensor.shape))
         found[tensor.name] = (tensor.dtype, tensor.shape, tensor.file.read_bytes()[tensor.offset :][:size])
     return found
-
-
-# ---- compressed
-
-
-@pytest.fixture(scope="module", params=[*QUANTIZATION, "deepseek_v3 fp8"])
-def compressed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint with compressed matrices, and the one with what they mean."""
-    folder = tmp_path_factory.mktemp("compressed")
-    name, _, kind = request.param.rpartition(" ") if "deepseek" in request.param else ("qwen3_moe", "", request.param)
-    write_compressed_checkpoint(kind, name, folder / "compressed", folder / "wide")
-    return folder / "compressed", folder / "wide"
-
-
-def test_compressed_weights_are_their_values_times_their_scales(compressed: tuple[Path, Path], tmp_path: Path) -> None:
-    """Bit for bit, whole and split over devices; saved, it is an ordinary checkpoint."""
-    folder, wide = compressed
-    found = jmoe.load_pretrained(folder, dtype="float32")
-    expected = arrays_of(jmoe.load_pretrained(wide))
-    jmoe.save_pretrained(found, tmp_path / "saved")
-    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
-    split = jmoe.load_pretrained(folder, dtype="float32", mesh=make_mesh((1, 1, 4), jax.devices()[:4]))
-    for model in (found, split, jmoe.load_pretrained(tmp_path / "saved")):
-        for path, array in arrays_of(model).items():
-            np.testing.assert_array_equal(array, expected[path], path)
-    assert "bfloat16" in {array.dtype.name for array in arrays_of(jmoe.load_pretrained(folder)).values()}
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("fp8", lambda h: h.pop(GATE + "_scale_inv"), "needs '.*gate_proj.weight_scale_inv', which is missing"),
-        ("fp8", lambda h: h[GATE + "_scale_inv"].update(shape=[4, 1]), r"is F32 \[4, 1\], must be F32 \[2, 2\]"),
-        ("fp8", lambda h: h[GATE + "_scale_inv"].update(dtype="I32"), r"is I32 \[2, 2\], must be F32 \[2, 2\]"),
-        ("fp8", lambda h: h.update({"x_scale_inv": h[GATE + "_scale_inv"]}), "x_scale_inv.* is unexpected"),
-        ("int4", lambda h: h.pop(GATE + "_shape"), "needs '.*weight_shape', which is missing"),
-        ("int4", lambda h: h[GATE + "_packed"].update(shape=[48, 40]), r"is I32 \[48, 40\], must be I32 \[96, 40\]"),
-        ("int4", lambda h: h[GATE + "_scale"].update(shape=[80, 6]), r"must be BF16 or F16 or F32 \[96, 1\] or with"),
-        ("int8 by row", lambda h: h[GATE + "_scale"].update(dtype="U8", shape=[192]), r"is U8 \[192\], must be BF16"),
-        ("mxfp4", lambda h: h[GATE + "_scale"].update(shape=[48, 10]), r"is U8 \[48, 10\], must be U8 \[96, 5\]"),
-    ],
-)
-def test_wrong_compressed_tensors(kind: str, change: Any, message: str, tmp_path: Path) -> None:
-    write_compressed_checkpoint(kind, "qwen3_moe", tmp_path / "good", tmp_path / "wide")
-    with pytest.raises(ValueError, match=message):
-        jmoe.load_pretrained(rewritten(tmp_path / "good", tmp_path / "bad", change))
 
 
 # ---- round trips
