@@ -1,0 +1,87 @@
+"""Decoding and prefill beside llama.cpp on the same weights, in alternation; the last line is one JSON object.
+
+    python benchmarks/peers/llamacpp.py --node FOLDER --pairs MODEL:wide:MODEL-bf16.gguf MODEL:int4:MODEL-q4_0.gguf
+
+--node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the format of its experts here
+(wide: bfloat16) and the same weights for llama.cpp. A round runs both sides of every pair, in processes of
+their own; medians, and of a round's ratios. bits: a weight's on either side, by the bytes of all weights.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+
+HERE = Path(__file__).resolve().parent
+SIZES = "--policy resident --dtype bfloat16 --batch 1 8 --new-tokens 33 --long-prompt 512 --rounds 2"
+
+
+def last_object(command: list[str], folder: Path | None = None) -> dict[str, Any]:
+    """Return the JSON object in the last line that a program prints."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
+    """Return the bits of a weight, on the average of all, here and there."""
+    with LazyCheckpoint(model, "bfloat16", "wide") as wide, LazyCheckpoint(model, "bfloat16", kind) as kept:
+        experts = wide.config.num_moe_layers * wide.config.num_experts
+        weights = (experts * wide.expert_bytes + wide.rest_bytes()) / 2
+        here = 8 * (experts * kept.expert_bytes + kept.rest_bytes()) / weights
+    return {"here": round(here, 2), "there": round(8 * Path(gguf).stat().st_size / weights, 2)}
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--node", type=Path, required=True)
+    parser.add_argument("--pairs", nargs="+", required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    a = parser.parse_args()
+    rows = [dict(zip(("model", "experts", "gguf"), pair.split(":"), strict=True)) for pair in a.pairs]
+    rounds: list[list[tuple[dict[str, Any], dict[str, Any]]]] = [[] for _ in rows]
+    for _ in range(a.rounds):
+        for row, both in zip(rows, rounds, strict=True):
+            ours = f"{HERE.parent / 'decoding.py'} --model {row['model']} --expert-dtype {row['experts']} {SIZES}"
+            here = last_object([sys.executable, *ours.split()])
+            theirs = ["node", str(HERE / "llamacpp.mjs"), str(Path(row["gguf"]).resolve()), str(a.threads), "2"]
+            both.append((here, last_object(theirs, a.node)))
+            report.progress({"experts": row["experts"]} | {k: round(v, 1) for k, v in speeds(both[-1][0]).items()})
+            report.progress({"llama.cpp": row["gguf"]} | {k: round(v, 1) for k, v in speeds(both[-1][1]).items()})
+    results = []
+    for row, both in zip(rows, rounds, strict=True):
+        here, there = ([speeds(side) for side in sides] for sides in zip(*both, strict=True))
+        result: dict[str, Any] = {"model": Path(row["model"]).name, "experts": row["experts"]}
+        result["llama_cpp"] = Path(row["gguf"]).stem.rpartition("-")[2]
+        result["bits"] = bits(row["model"], row["experts"], row["gguf"])
+        for name in here[0]:
+            mine, others = [s[name] for s in here], [s[name] for s in there]
+            result[name] = {
+                "jmoe": report.median(mine, 1),
+                "llama.cpp": report.median(others, 1),
+                "ratio": report.ratio(mine, others),
+                "rounds": [[round(x, 1) for x in pair] for pair in zip(mine, others, strict=True)],
+            }
+        results.append(result)
+    report.finish({"versions": report.versions("jax"), "rows": results})
+
+
+def speeds(side: dict[str, Any]) -> dict[str, float]:
+    """Return tokens a second: decoded by one sequence, by eight, and prefilled."""
+    decoded = side["decode_tokens_per_s"]
+    return {"one": decoded["1"], "eight": decoded["8"], "prefill_512": side["long_prefill_tokens_per_s"]}
+
+
+if __name__ == "__main__":
+    main()
