@@ -423,3 +423,18 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             return hf
     near = min(tried, key=lambda family: len(tried[family]))
     raise ValueError(f"model: no Hugging Face family has all its options; {near} differs in {'; '.join(tried[near])}")
+
+
+def changed_config(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Return a `config.json` of the same family for a decoder of other sizes; what `ModelConfig` does not know stays.
+
+    Weights that were quantized are taken to be whole. Raises `ValueError` where the family has no such decoder.
+    """
+    family = hf["model_type"]
+    known_here = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits")
+    written = {name: value for name, value in _written(config, family).items() if name not in known_here}
+    changed = {name: value for name, value in hf.items() if name != "quantization_config"} | written
+    unlike = differences(_canonical(config), _canonical(model_config(changed)))
+    if unlike:
+        raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")
+    return changed

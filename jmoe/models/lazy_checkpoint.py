@@ -189,9 +189,7 @@ class LazyCheckpoint(Closing):
             if is_kept and len(parameter.matrix) == 2:
                 views[name][...], views[name + SCALES][...] = self._loader.kept(parameter, layer, expert)
                 continue
-            whole = (slice(None),) * len(parameter.matrix)
-            at = (slice(layer, layer + 1), slice(expert, expert + 1), *whole)
-            part = self._loader.region(parameter, self._dtypes[parameter.path], at)[0, 0]
+            part = self.expert_array(name, layer, expert)
             if self.expert_format is not None and part.ndim == 2:
                 views[name][...], views[name + SCALES][...] = compress(part, self.expert_format)
             else:
@@ -203,13 +201,30 @@ class LazyCheckpoint(Closing):
             self._stored_formats[parameter.path] = self._loader.kept_format(parameter)
         return self._stored_formats[parameter.path] is self.expert_format
 
+    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Return the arrays of an expert of a layer with experts, wide, in their dtypes."""
+        return {name: self.expert_array(name, layer, expert) for name in self._experts}
+
+    def expert_array(self, name: str, layer: int, expert: int) -> np.ndarray:
+        """Return one array of an expert of a layer with experts, wide, in its dtype."""
+        p = self._experts[name]
+        at = (slice(layer, layer + 1), slice(expert, expert + 1), *(slice(None),) * len(p.matrix))
+        part: np.ndarray = self._loader.region(p, self._dtypes[p.path], at)[0, 0]
+        return part
+
+    @property
+    def expert_paths(self) -> dict[Names, np.dtype[Any]]:
+        """{path of a parameter of the experts: its dtype, wide}."""
+        return {p.path: self._dtypes[p.path] for p in self._experts.values()}
+
+    def rest_arrays(self) -> dict[Names, jax.Array]:
+        """{path: array} of everything but the experts, on the default device."""
+        return {p.path: self._loader.load(p, self._dtypes[p.path], None) for p in self._parameters if not p.experts}
+
     def load_rest(self) -> tuple[EmbedAndHead, list[Block]]:
         """Everything but the experts, on the default device."""
-        arrays: dict[Names, jax.Array] = {}
-        for p in self._parameters:
-            dtype = self._dtypes[p.path]
-            arrays[p.path] = jnp.zeros((p.shape[0], 0), dtype) if p.experts else self._loader.load(p, dtype, None)
-        return split_decoder(decoder_of(self.config, arrays))
+        none = {p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()}
+        return split_decoder(decoder_of(self.config, none | self.rest_arrays()))
 
     def load_part(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
         """Everything but the experts that one of several devices has, in host memory: see `models/tensor_parallel.py`.

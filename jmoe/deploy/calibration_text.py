@@ -1,0 +1,69 @@
+"""Text for calibration as windows of tokens: the head of it is measured on, its tail is held out."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import check
+from jmoe.data.progress import PreparingData
+from jmoe.data.text_files import check_texts, find_files, read_pieces
+from jmoe.data.tokenizer import encode_pieces, load_tokenizer
+
+HELD_OUT_SHARE = 0.25
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Windows [B, S + 1] of tokens to measure on, and others to compare models with.
+
+    held_out_bytes: of the text of those tokens of `held_out_BS` that are predicted.
+    """
+
+    calibration_BS: Tokens
+    held_out_BS: Tokens
+    held_out_bytes: int
+
+    def bits_per_byte(self, mean_loss: float) -> float:
+        """Return what a mean loss in nats a held-out token costs a byte."""
+        predicted = self.held_out_BS.shape[0] * (self.held_out_BS.shape[1] - 1)
+        return mean_loss * predicted / math.log(2) / self.held_out_bytes
+
+
+def windows_of(tokens: Tokens, length: int) -> Tokens:
+    """Return [B, length + 1]: neighbouring windows share one token; what is left at the end is left out."""
+    count = (len(tokens) - 1) // length
+    return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)])
+
+
+def read_calibration_text(
+    folder: Path, pattern: str, vocab_size: int, *, length: int, max_tokens: int
+) -> CalibrationText:
+    """Return the text of a file, folder or glob in the tokens of the model in `folder`.
+
+    max_tokens: as many are read, a quarter of them held out. Raises `ValueError` where there are too few for a window
+    of each part.
+    """
+    loaded = load_tokenizer(folder / "tokenizer.json", vocab_size)
+    report = PreparingData(lambda _: None).report
+    source = find_files(pattern, None, "text", report)
+    check(not source.is_shards, "text", pattern, "must be text, not token shards")
+    files = check_texts(source.files, ("utf-8",), report)
+    ids: list[int] = []
+    for file in sorted(files, key=lambda file: file.order):
+        for some, _ in encode_pieces(loaded, read_pieces(file, 0, file.size_bytes)):
+            ids += some
+        if len(ids) >= max_tokens:
+            break
+    tokens = np.array(ids[:max_tokens], np.int32)
+    needed = 2 * (length + 1)
+    constraint = f"has {len(tokens)} tokens: must have at least {needed}, two windows of {length} tokens"
+    check(len(tokens) >= needed, "text", pattern, constraint)
+    held_out = max(length + 1, int(HELD_OUT_SHARE * len(tokens)))
+    tail = windows_of(tokens[-held_out:], length)
+    predicted = tail[:, 1:].reshape(-1).tolist()
+    text = loaded.tokenizer.decode(predicted, skip_special_tokens=True)
+    return CalibrationText(windows_of(tokens[:-held_out], length), tail, max(1, len(text.encode())))

@@ -1,0 +1,100 @@
+"""A smaller model out of a larger one's parameters: some of its layers and experts, written expert by expert.
+
+Legend: N layers with experts that are kept, n experts of each, D hidden, F expert hidden.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import ModelConfig, check
+from jmoe.models.decoder import STACKS
+from jmoe.models.huggingface import changed_config
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.pretrained import write_pretrained
+from jmoe.models.weights import Names, StoredExperts
+
+# (name of an array, layer with experts, expert), both as the larger model counts -> the array
+ReadExpert = Callable[[str, int, int], NDArray[Any]]
+WEIGHTS = (".safetensors", ".index.json")
+
+
+def check_new_folder(folder: Path, name: str = "out") -> None:
+    """Raise `ValueError` naming the option unless the folder is empty or does not exist."""
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    check(is_new, name, str(folder), "must be an empty folder or none: nothing is written over")
+
+
+def cut_config(config: ModelConfig, layers: Sequence[int], **changes: int) -> ModelConfig:
+    """Return the decoder of some layers of another. changes: num_experts, num_experts_per_tok."""
+    kinds = [config.layer_kinds[i] for i in layers]
+    types = tuple(config.layer_types[i] for i in layers) if config.layer_types else ()
+    first = next((i for i, kind in enumerate(kinds) if kind == "moe"), 0) if config.first_k_dense_replace else 0
+    return dataclasses.replace(
+        config,
+        num_hidden_layers=len(layers),
+        layer_types=types,
+        first_k_dense_replace=first,
+        decoder_sparse_step=1,
+        mlp_only_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense" and i >= first),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def write_cut(
+    source: LazyCheckpoint,
+    out: Path,
+    config: ModelConfig,
+    layers: Sequence[int],
+    kept_Nn: NDArray[np.int64],
+    read: ReadExpert | None = None,
+) -> None:
+    """Write the decoder `config` with the layers `layers` of another and the experts `kept_Nn` of each that has some.
+
+    The router loses the rows of the others, so that its softmax is over those that stay. read: of experts, by default
+    those of the checkpoint. Files beside the weights, such as the tokenizer, are copied.
+    """
+    kinds, whole = source.config.layer_kinds, source.config
+    described = changed_config(source.fields, config)
+    at: dict[str, list[int]] = {}  # of the layers kept, in the stack of their kind
+    for kind in STACKS:
+        of_kind = [i for i, other in enumerate(kinds) if other == kind]
+        at[kind] = [of_kind.index(i) for i in layers if kinds[i] == kind]
+    moe_layers, read = at["moe"], read or source.expert_array
+    arrays: dict[Names, jax.Array | StoredExperts] = {}
+    for path, array in source.rest_arrays().items():
+        kind = next((kind for kind, stack in STACKS.items() if stack == path[0]), None)
+        if kind is not None:
+            array = array[jnp.asarray(at[kind], jnp.int32)]
+            if "router" in path:
+                array = jnp.stack([one[..., kept] for one, kept in zip(array, kept_Nn, strict=True)])
+        arrays[path] = array
+    if not at["dense"]:
+        arrays = {path: array for path, array in arrays.items() if path[0] != STACKS["dense"]}
+    for path, dtype in source.expert_paths.items():
+
+        def one(layer: int, expert: int, name: str = path[-1]) -> NDArray[Any]:
+            return read(name, moe_layers[layer], int(kept_Nn[layer, expert]))
+
+        arrays[path] = StoredExperts(one, dtype)
+    assert whole.num_moe_layers >= config.num_moe_layers == len(kept_Nn)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_pretrained(partial, config, arrays, described)
+        for file in source.folder.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
+                shutil.copyfile(file, partial / file.name)
+        if out.exists():
+            out.rmdir()  # it is empty
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

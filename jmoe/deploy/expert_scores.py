@@ -1,0 +1,68 @@
+"""What each expert is worth to a text: how often it is used, and REAP's score; which experts to keep by that.
+
+Legend: N layers with experts, E experts, n experts that are kept.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import ModelConfig, check
+from jmoe.deploy.layerwise import ExpertUse, hidden_states
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+
+ScoreKind = Literal["reap", "usage"]
+
+
+@dataclass
+class ExpertScores:
+    """Sums over the tokens of a text, [N, E]. use: tokens that chose the expert. strength: see `reap`."""
+
+    use: NDArray[np.int64]
+    strength: NDArray[np.float64]
+
+    @property
+    def reap(self) -> NDArray[np.float64]:
+        """Return the mean, over each expert's tokens, of router weight x norm of its output (arXiv:2510.13999)."""
+        mean: NDArray[np.float64] = self.strength / np.maximum(self.use, 1)
+        return mean
+
+    def of(self, kind: ScoreKind) -> NDArray[np.float64]:
+        """Return the scores [N, E] of a kind."""
+        return self.reap if kind == "reap" else self.use.astype(np.float64)
+
+    def add(self, use: ExpertUse) -> None:
+        """Count what an expert makes of its tokens."""
+        norms_R = np.linalg.norm(use.outputs_RD.astype(np.float64), axis=1)
+        self.use[use.layer, use.expert] += norms_R.size
+        self.strength[use.layer, use.expert] += float((use.weights_R * norms_R).sum())
+
+
+def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> ExpertScores:
+    """Return the scores of all experts on windows [B, S + 1] of a text; the model's experts are read one by one."""
+    shape = (checkpoint.config.num_moe_layers, checkpoint.config.num_experts)
+    scores = ExpertScores(np.zeros(shape, np.int64), np.zeros(shape))
+    hidden_states(checkpoint, windows_BS[:, :-1], scores.add)
+    return scores
+
+
+def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> None:
+    """Raise `ValueError` naming the option unless so many experts a layer can be kept."""
+    has, k, groups = config.num_experts, config.num_experts_per_tok, config.router.n_group
+    check(kept <= has, name, kept, f"must not exceed the model's num_experts = {has}")
+    check(kept >= k, name, kept, f"must be at least num_experts_per_tok = {k}")
+    check(kept % groups == 0, name, kept, f"must be a multiple of the router's n_group = {groups}")
+
+
+def best_experts(scores_NE: NDArray[np.float64], kept: int, n_group: int = 1) -> NDArray[np.int64]:
+    """Return the numbers [N, n] of each layer's best experts, ascending; ties go to the lowest number.
+
+    n_group: of neighbouring experts, of each of which equally many are kept: the router chooses among groups.
+    """
+    layers, experts = scores_NE.shape
+    by_group = scores_NE.reshape(layers, n_group, experts // n_group)
+    best = np.argsort(-by_group, axis=-1, kind="stable")[..., : kept // n_group]
+    first = np.arange(n_group)[:, None] * (experts // n_group)
+    return np.sort((best + first).reshape(layers, kept), axis=1)

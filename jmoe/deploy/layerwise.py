@@ -1,0 +1,134 @@
+"""A text through a model one layer at a time, each expert read when its tokens are there: one expert is in memory.
+
+Legend: B windows of the text, S tokens of each, T = B S, D hidden, V vocabulary, E experts, K choices, R tokens of one
+expert.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.models.block import Block, add_residual, causal
+from jmoe.models.functional import Structure, split
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from kernels_pallas.grouped_mlp import MLPWeights
+from kernels_pallas.grouped_mlp.xla import expert_mlp
+
+BATCH_TOKENS = 4096  # that attention and router run on at once
+TILE_ROWS = 512  # of an expert at once
+Floats = NDArray[np.float32]
+
+
+class ExpertUse(NamedTuple):
+    """What an expert of a layer with experts makes of the tokens that chose it.
+
+    tokens_R: which of the T they are. weights_R: what its outputs are multiplied by. outputs_RD: before that.
+    """
+
+    layer: int
+    expert: int
+    tokens_R: NDArray[np.int64]
+    weights_R: Floats
+    outputs_RD: Floats
+
+
+@partial(jax.jit, static_argnums=0)
+def _embed(structure: Structure, arrays: Any, tokens_BS: jax.Array) -> jax.Array:
+    x_BSD: jax.Array = structure.merge(arrays).embed(tokens_BS, jnp.arange(tokens_BS.shape[1]), jnp.float32)
+    return x_BSD
+
+
+@partial(jax.jit, static_argnums=0)
+def _attend(structure: Structure, arrays: Any, x_BSD: jax.Array, window: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Return x after attention and the dense or shared feed-forward; with experts also their inputs and the routing."""
+    block: Block = structure.merge(arrays)
+    x_BSD = block.attend(x_BSD, causal(window), jnp.float32)
+    if block.kind == "dense":
+        return (add_residual(x_BSD, block.feed_forward(x_BSD, jnp.float32)),)
+    h_TD, routing = block.route(x_BSD, jnp.float32)
+    return add_residual(x_BSD, block.shared(h_TD)), h_TD, routing.topk_idx_TK, routing.topk_weights_TK
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_expert(activation: str, x_RD: jax.Array, weights: MLPWeights) -> jax.Array:
+    return expert_mlp(x_RD, weights, activation).astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _losses(structure: Structure, arrays: Any, x_TD: jax.Array, labels_T: jax.Array) -> jax.Array:
+    logits_TV = structure.merge(arrays).logits(x_TD)
+    label_T1 = jnp.take_along_axis(logits_TV, labels_T[:, None], axis=1)
+    return jax.nn.logsumexp(logits_TV, axis=1) - label_T1[:, 0]
+
+
+def _outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) -> Floats:
+    arrays = {name: jnp.asarray(a) for name, a in checkpoint.expert(layer, expert).items()}
+    weights = MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))
+    padded = np.pad(h_RD, ((0, -len(h_RD) % TILE_ROWS), (0, 0)))
+    tiles = padded.reshape(-1, TILE_ROWS, h_RD.shape[1])
+    out = [np.asarray(_run_expert(checkpoint.config.hidden_act, jnp.asarray(tile), weights)) for tile in tiles]
+    return np.concatenate(out)[: len(h_RD)]
+
+
+def _batches(num_windows: int, length: int) -> list[slice]:
+    size = max(1, BATCH_TOKENS // length)
+    return [slice(i, i + size) for i in range(0, num_windows, size)]
+
+
+def hidden_states(
+    checkpoint: LazyCheckpoint, tokens_BS: NDArray[np.int32], observe: Callable[[ExpertUse], None] | None = None
+) -> Floats:
+    """Return float32 [B, S, D] before the last norm. The checkpoint must have been opened in float32.
+
+    Everything but the experts is on the device; hidden states of the whole text are in host memory. observe: called
+    once for every expert that has tokens.
+    """
+    config = checkpoint.config
+    ends, layers = checkpoint.load_rest()
+    batches = _batches(*tokens_BS.shape)
+    embed = split(ends)
+    x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
+    moe_layer = 0
+    for i, layer in enumerate(layers):
+        window = None if config.windows is None else jnp.int32(config.windows[i])
+        block = split(layer)
+        parts = [jax.device_get(_attend(*block, jnp.asarray(x[b]), window)) for b in batches]
+        x, *routed = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if not routed:
+            continue
+        h_TD, idx_TK, weights_TK = routed
+        y_TD = x.reshape(h_TD.shape)
+        for expert in range(config.num_experts):
+            tokens_R, choice_R = np.nonzero(idx_TK == expert)
+            if not tokens_R.size:
+                continue
+            use = ExpertUse(
+                moe_layer,
+                expert,
+                tokens_R,
+                weights_TK[tokens_R, choice_R],
+                _outputs(checkpoint, moe_layer, expert, h_TD[tokens_R]),
+            )
+            y_TD[tokens_R] += use.weights_R[:, None] * use.outputs_RD
+            if observe is not None:
+                observe(use)
+        moe_layer += 1
+    return x
+
+
+def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> float:
+    """Return the mean negative log-likelihood in nats of the tokens after the first of each window, [B, S + 1]."""
+    x_BSD = hidden_states(checkpoint, windows_BS[:, :-1])
+    labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_rest()[0])
+    size = x_BSD.shape[-1]
+    losses = [
+        np.asarray(_losses(*head, jnp.asarray(x_BSD[b].reshape(-1, size)), jnp.asarray(labels_BS[b].reshape(-1))))
+        for b in _batches(*labels_BS.shape)
+    ]
+    return math.fsum(np.concatenate(losses)) / labels_BS.size

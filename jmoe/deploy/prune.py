@@ -1,0 +1,125 @@
+"""A model with fewer experts: python -m jmoe.deploy.prune MODEL --out FOLDER --experts N --text FILE.
+
+Each layer keeps the N experts that a text says are worth most: by REAP's score (router weight x norm of the expert's
+output, the mean over the tokens that chose it) or by how often they are chosen. The text runs through the model layer
+by layer, so that one expert is in memory at a time. The loss on a tail of the text, which nothing was chosen by, is
+said before and after.
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from jmoe.config import check
+from jmoe.deploy.calibration_text import CalibrationText, read_calibration_text
+from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
+from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
+from jmoe.deploy.layerwise import mean_loss
+from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.similar import MergedExperts
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.runtime import end_at_once_on_interrupt
+from jmoe.status import status
+
+MAX_TOKENS = 65_536
+LENGTH = 512
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """How a model loses experts: see the module. dtype: of what is written; None: as stored."""
+
+    experts: int
+    text: str
+    score: ScoreKind = "reap"
+    merge_similar: bool = False
+    max_tokens: int = MAX_TOKENS
+    sequence_length: int = LENGTH
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What pruning did: held-out bits per byte and bytes of weights of the model before and after."""
+
+    bits_before: float
+    bits_after: float
+    bytes_before: int
+    bytes_after: int
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def calibration_text(folder: Path, options: PruneOptions) -> CalibrationText:
+    """Return the text as windows that the model has positions for; `ValueError` naming what does not fit."""
+    with LazyCheckpoint(folder, "float32", "wide") as checkpoint:
+        check_num_kept(checkpoint.config, options.experts)
+        length = min(options.sequence_length, checkpoint.max_positions)
+        vocabulary = checkpoint.config.vocab_size
+    check(length >= 2, "sequence_length", options.sequence_length, "must be at least 2")
+    return read_calibration_text(folder, options.text, vocabulary, length=length, max_tokens=options.max_tokens)
+
+
+def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]) -> Pruned:
+    """Write the model in a Hugging Face folder with fewer experts.
+
+    Raises `ValueError` naming the option before anything is computed or written.
+    """
+    check_new_folder(out)
+    text = calibration_text(folder, options)
+    with LazyCheckpoint(folder, "float32", "wide") as wide:
+        with status(f"measuring experts on {text.calibration_BS.size:,} tokens", say):
+            scores = measure_experts(wide, text.calibration_BS)
+        with status(f"held-out loss of {wide.config.num_experts} experts", say):
+            before = text.bits_per_byte(mean_loss(wide, text.held_out_BS))
+    with LazyCheckpoint(folder, options.dtype, "wide") as source, status(f"writing {out}", say):
+        config, layers = source.config, range(source.config.num_hidden_layers)
+        kept_Nn = best_experts(scores.of(options.score), options.experts, config.router.n_group)
+        small = cut_config(config, layers, num_experts=options.experts)
+        read = MergedExperts(source, kept_Nn, scores.use) if options.merge_similar else None
+        write_cut(source, out, small, layers, kept_Nn, read)
+    with LazyCheckpoint(out, "float32", "wide") as pruned, status(f"held-out loss of {options.experts} experts", say):
+        after = text.bits_per_byte(mean_loss(pruned, text.held_out_BS))
+    return Pruned(before, after, weight_bytes(folder), weight_bytes(out))
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jmoe.deploy.prune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
+    parser.add_argument("--out", required=True, type=Path, help="where the smaller model is written: no files yet")
+    parser.add_argument("--experts", required=True, type=int, help="that each layer keeps")
+    parser.add_argument("--text", required=True, help="file, folder or glob of UTF-8 text or JSONL to measure on")
+    parser.add_argument("--score", choices=("reap", "usage"), default="reap", help="what an expert is worth")
+    parser.add_argument("--merge-similar", action="store_true", help="merge dropped experts into those they are like")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of the text, a quarter of them held out")
+    parser.add_argument("--sequence-length", type=int, default=LENGTH, help="of the windows that the text is cut into")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what is written; default: as stored")
+    options = vars(parser.parse_args(arguments))
+    model, out = options.pop("model"), options.pop("out")
+    say = partial(print, flush=True)
+    check_new_folder(out)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(hugging_face_folder(model, say, "MODEL"))
+        done = prune(folder, out, PruneOptions(**options), say)
+    say(
+        f"{done.bytes_before / 1e6:,.1f} -> {done.bytes_after / 1e6:,.1f} MB of weights; held-out bits per byte "
+        f"{done.bits_before:.4f} -> {done.bits_after:.4f}; in {out}"
+    )
+
+
+if __name__ == "__main__":
+    end_at_once_on_interrupt()
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"prune: {error}")
