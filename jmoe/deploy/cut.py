@@ -64,19 +64,18 @@ def write_cut(
     kinds, whole = source.config.layer_kinds, source.config
     described = changed_config(source.fields, config)
     at: dict[str, list[int]] = {}  # of the layers kept, in the stack of their kind
-    for kind in STACKS:
+    for kind, stack in STACKS.items():
         of_kind = [i for i, other in enumerate(kinds) if other == kind]
-        at[kind] = [of_kind.index(i) for i in layers if kinds[i] == kind]
-    moe_layers, read = at["moe"], read or source.expert_array
+        at[stack] = [of_kind.index(i) for i in layers if kinds[i] == kind]
+    moe_layers, read = at[STACKS["moe"]], read or source.expert_array
     arrays: dict[Names, jax.Array | StoredExperts] = {}
     for path, array in source.rest_arrays().items():
-        kind = next((kind for kind, stack in STACKS.items() if stack == path[0]), None)
-        if kind is not None:
-            array = array[jnp.asarray(at[kind], jnp.int32)]
+        if path[0] in at:
+            array = array[jnp.asarray(at[path[0]], jnp.int32)]
             if "router" in path:
                 array = jnp.stack([one[..., kept] for one, kept in zip(array, kept_Nn, strict=True)])
         arrays[path] = array
-    if not at["dense"]:
+    if not at[STACKS["dense"]]:
         arrays = {path: array for path, array in arrays.items() if path[0] != STACKS["dense"]}
     for path, dtype in source.expert_paths.items():
 
