@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
@@ -27,6 +28,7 @@ from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
+from jmoe.inference.teacher import Teacher
 from jmoe.mesh import devices_per_host, make_mesh
 from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
@@ -39,6 +41,7 @@ from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
+from jmoe.training.distilling import DistillingTrainer
 from jmoe.training.finetune import TOKENIZER, with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
@@ -171,6 +174,15 @@ def prepare_text(
     return Source(corpus, batches, corpus.fingerprint, tokenizer, lambda: publish(corpus, cache))
 
 
+def make_text_trainer(config: TrainConfig, mesh: Mesh, run: str, stack: contextlib.ExitStack) -> Trainer:
+    """Return the trainer of a language model, with its teacher if it has one."""
+    if not config.distil.teacher:
+        return make_trainer(config, mesh, run)
+    with status(f"loading the teacher {config.distil.teacher}", say):
+        teacher = stack.enter_context(Teacher(config))
+    return DistillingTrainer(config, mesh, teacher, teacher.head_DV)
+
+
 def prepare_images(
     config: VisionTrainConfig, layout: Layout, watchdog: distributed.Watchdog, resolved: dict[str, Any]
 ) -> Source:
@@ -232,7 +244,7 @@ def run_all(config: TrainConfig) -> bool:
         else:
             of_kind, source = Session, prepare_text(config, watchdog, stack, resolved)
             stack.push(closing(source.batches.close))
-            trainer = make_trainer(packed, mesh, folder.run)
+            trainer = make_text_trainer(packed, mesh, folder.run, stack)
         stack.push(closing(trainer.close))
         for note in trainer.notes:
             say(note)

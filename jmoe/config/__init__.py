@@ -1,6 +1,7 @@
 """Every setting of jmoe and every check of a user's value. Standard library only."""
 
 from jmoe.config.checks import check as check
+from jmoe.config.distil import DistilConfig as DistilConfig
 from jmoe.config.metrics import MetricsConfig as MetricsConfig
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import LayerKind as LayerKind

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jmoe.config.checks import check, check_field, literals, not_negative, positive
+from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
@@ -171,6 +172,7 @@ class TrainConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    distil: DistilConfig = field(default_factory=DistilConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     num_steps: int = 1000
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
@@ -205,6 +207,9 @@ class TrainConfig:
         memory_dir = self.checkpoint.memory_dir
         alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
         check(alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}")
+        if self.distil.teacher:
+            check(self.tiers.on_device, "tiers", tiers, "must be device with distil.teacher")
+            check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 with distil.teacher")
         span = self.profile.span()
         ends = span is None or span[1] <= self.num_steps
         check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")

@@ -258,7 +258,7 @@ class ModelRunner:
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
         self.caches = list(caches)
-        self._ends = split(ends)
+        self.ends = split(ends)  # what embeds tokens, and what makes logits
         self._layers = [split(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
         self._moe_index = (np.cumsum([kind == "moe" for kind in config.layer_kinds]) - 1).tolist()
@@ -290,7 +290,7 @@ class ModelRunner:
         if (slots := self._native_slots(groups)) is not None:
             return self._forward_native(groups, slots)
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
-        xs = [_embed(*self._ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
+        xs = [_embed(*self.ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = []
@@ -325,7 +325,7 @@ class ModelRunner:
         """Do what `forward` does, several layers a program."""
         tables_NE = self.residency.tables_NE
         assert tables_NE is not None
-        embed, embed_arrays = self._ends
+        embed, embed_arrays = self.ends
         xs, by_group, size = [], [], LAYERS_A_PROGRAM
         for g in groups:
             x: Any = embed_arrays
@@ -400,8 +400,8 @@ class ModelRunner:
 
     def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
         """Return float32 [C, V]: the logits after every token of one row."""
-        return logits_of_row(*self._ends, x_PCD, np.int32(row))
+        return logits_of_row(*self.ends, x_PCD, np.int32(row))
 
     def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
         """Return float32 [P, V]: the logits after token `at_P` of each row."""
-        return logits_after(*self._ends, x_PCD, at_P, self.native)
+        return logits_after(*self.ends, x_PCD, at_P, self.native)

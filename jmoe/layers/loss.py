@@ -163,6 +163,44 @@ def _parallel_bwd(shard: VocabularyShard, residuals: Any, g: jax.Array) -> Any:
 parallel_cross_entropy.defvjp(_parallel_fwd, _parallel_bwd)
 
 
+def distillation_losses(
+    x_TD: jax.Array,
+    w_DV: jax.Array,
+    labels_T: jax.Array,
+    weights_T: jax.Array,
+    teacher: tuple[jax.Array, jax.Array],
+    temperature: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Return float32 (cross-entropy, divergence): sums over tokens t, each times weights[t], chunk by chunk.
+
+    The divergence is KL(softmax(teacher's logits / temperature) | softmax(x w / temperature)). teacher: (its hidden
+    states [T, H], its head [H, V]), of which no gradient is taken. Each chunk's logits are computed again for the
+    backward pass.
+    """
+    hidden_TH, head_HV = lax.stop_gradient(teacher)
+
+    @jax.checkpoint
+    def losses(w_DV: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x_CD, labels_C, weights_C, hidden_CH = chunk
+        logits_CV, wanted_CV = dot(x_CD, w_DV), dot(hidden_CH, head_HV)
+        label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
+        nll_C = jax.nn.logsumexp(logits_CV, axis=-1) - jnp.where(label_CV, logits_CV, 0).sum(axis=-1)
+        student_CV = jax.nn.log_softmax(logits_CV / temperature, axis=-1)
+        teacher_CV = jax.nn.log_softmax(wanted_CV / temperature, axis=-1)
+        divergence_C = (jnp.exp(teacher_CV) * (teacher_CV - student_CV)).sum(axis=-1)
+        return (nll_C * weights_C).sum(), (divergence_C * weights_C).sum()
+
+    def step(totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
+        nll, divergence = losses(w_DV, chunk)
+        return (totals[0] + nll, totals[1] + divergence), None
+
+    size = _chunk(labels_T.size, w_DV.shape[1])
+    chunks = tuple(a.reshape(-1, size, *a.shape[1:]) for a in (x_TD, labels_T, weights_T, hidden_TH))
+    zero = jnp.zeros((), jnp.float32)
+    totals: tuple[jax.Array, jax.Array] = lax.scan(step, (zero, zero), chunks)[0]
+    return totals
+
+
 @dataclass(frozen=True)
 class OutputHead:
     """The planned head and loss of the parameters `embedding` [V, D] and, if not tied, `head` [D, V].

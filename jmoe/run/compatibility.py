@@ -16,6 +16,8 @@ FREE = (
     "comm.",
     "data.num_threads",  # of earlier versions, as are tiers.beta and tiers.decay_every_steps
     "data.prefetch_batches",
+    "distil.policy",
+    "distil.ring_slots",
     "distributed.",
     "elastic.",
     "evaluation.",

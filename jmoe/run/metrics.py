@@ -172,7 +172,7 @@ def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, c
         "dropped_fraction": 0.0,
         "step_s": step_s,
     }
-    line |= {name: values[name] for name in ("task_loss", "task_accuracy") if name in values}
+    line |= {name: values[name] for name in ("task_loss", "task_accuracy", "divergence") if name in values}
     if compiled:
         line["compiled"] = True
     if "counts" in values:

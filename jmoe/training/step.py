@@ -69,9 +69,11 @@ class FusedTrainer:
 
     # A step
 
-    def _step_local(self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool) -> tuple[TrainState, Any]:
+    def _step_local(
+        self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
+    ) -> tuple[TrainState, Any]:
         """Take one step, unless the loss or gradient is not finite, or a dropless buffer overflows."""
-        grads, metrics = self.gradients_local(state, tokens_ABS, full_capacity=full_capacity)
+        grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity, **constants)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
             grads = reduce_gradients_local(grads, self.model)
@@ -81,32 +83,42 @@ class FusedTrainer:
         overflow = metrics["dropped"].sum() > 0 if dropless else jnp.bool_(False)
         return finish_step(self.config, state, grads, squares, metrics, overflow)
 
-    def gradients_local(self, state: TrainState, tokens_ABS: jax.Array, *, full_capacity: bool) -> tuple[Any, Metrics]:
-        """Return this device's part of the gradients, summed over accumulation steps, and of the metrics."""
-        loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
+    def gradients_local(
+        self, state: TrainState, batch: Any, *, full_capacity: bool, **constants: Any
+    ) -> tuple[Any, Metrics]:
+        """Return this device's part of the gradients, summed over accumulation steps, and of the metrics.
+
+        batch: tokens [A, B, S + 1], or what begins with them. constants: of `token_loss_local`.
+        """
+        loss = partial(self.loss_local, full_capacity=full_capacity, **constants)
+        loss_and_gradients = jax.value_and_grad(loss, has_aux=True)
         draws = self.config.model.router.draws
 
-        def one(index: jax.Array, tokens_BS: jax.Array) -> tuple[Any, Metrics]:
+        def one(index: jax.Array, part: Any) -> tuple[Any, Metrics]:
             key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
-            (_, metrics), grads = loss_and_gradients(state.params, state.router_bias, tokens_BS, key)
+            (_, metrics), grads = loss_and_gradients(state.params, state.router_bias, part, key)
             return grads, metrics
 
-        if tokens_ABS.shape[0] == 1:
-            return one(jnp.int32(0), tokens_ABS[0])
+        num_parts, first = jax.tree.leaves(batch)[0].shape[0], jax.tree.map(lambda x: x[0], batch)
+        if num_parts == 1:
+            return one(jnp.int32(0), first)
 
         def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, one(*xs)), None
 
-        steps = jnp.arange(tokens_ABS.shape[0], dtype=jnp.int32)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, steps[0], tokens_ABS[0]))
-        grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, (steps, tokens_ABS))[0]
+        steps = jnp.arange(num_parts, dtype=jnp.int32)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, steps[0], first))
+        grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, (steps, batch))[0]
         return grads_and_metrics
 
     def loss_local(
-        self, params: Any, router_bias: Any, tokens_BS: jax.Array, key: jax.Array | None, *, full_capacity: bool
+        self, params: Any, router_bias: Any, part: Any, key: jax.Array | None, *, full_capacity: bool, **constants: Any
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss, and what it consists of. key: for what the router draws."""
-        config = self.config
+        """Return this device's part of the loss, and what it consists of. key: for what the router draws.
+
+        part: tokens [B, S + 1], or what begins with them. constants: of `token_loss_local`.
+        """
+        config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         options = {"key": key, "train": True, "full_capacity": full_capacity}
         hidden, head, stats = self.model(
@@ -115,21 +127,28 @@ class FusedTrainer:
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
             weights_T = jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32)
-            nll = self.model.head.cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_T, weights_T)
+            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+            loss, parts = self.token_loss_local(hidden_TD, head, labels_T, weights_T, part, **constants)
         if stats is None:
-            return nll + 0.0, lax.stop_gradient({"loss": nll})
+            return loss + 0.0, lax.stop_gradient(parts)
         with jax.named_scope("auxiliary_losses"):
             counts_NE = lax.psum(stats.counts_E, ALL)
             balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, counts_NE)
-        metrics = {
-            "loss": nll,
+        metrics = parts | {
             "balance_loss": balance,
             "z_loss": z,
             "counts": stats.counts_E,
             "entropy": stats.entropy_sum / num_tokens,
             "dropped": stats.dropped,
         }
-        return nll + (balance + z), lax.stop_gradient(metrics)
+        return loss + (balance + z), lax.stop_gradient(metrics)
+
+    def token_loss_local(
+        self, hidden_TD: jax.Array, head: jax.Array, labels_T: jax.Array, weights_T: jax.Array, part: Any
+    ) -> tuple[jax.Array, Metrics]:
+        """Return this device's part of the loss but for the routers', and what it consists of: `loss` on the text."""
+        nll = self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_T)
+        return nll, {"loss": nll}
 
     # Without gradients
 

@@ -1,0 +1,29 @@
+"""What a run learns from beside its text: another, larger model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.config.checks import check_field, literals, positive, positive_or_none
+
+
+@dataclass(frozen=True)
+class DistilConfig:
+    """A teacher. The loss is (1 - weight) x cross-entropy + weight x temperature^2 x KL(teacher | student).
+
+    Both distributions are softmax(logits / temperature). The teacher's experts are kept as `EngineConfig.policy` says:
+    with `ring` layers pass through `ring_slots` of them, so that it need not fit the device.
+    """
+
+    teacher: str = ""  # a Hugging Face folder; "": none
+    weight: float = 0.5
+    temperature: float = 2.0
+    policy: Literal["auto", "resident", "ring"] = "auto"
+    ring_slots: int | None = None  # of policy = ring; None: as many as fit
+
+    def __post_init__(self) -> None:
+        literals(self)
+        check_field(0 < self.weight <= 1, self, "distil.weight", "must be greater than 0 and at most 1")
+        positive(self, "temperature")
+        positive_or_none(self, "ring_slots")

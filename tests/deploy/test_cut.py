@@ -1,0 +1,72 @@
+"""Some layers and experts of a model as one of its own."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from tests.deploy.gpt_moe_models import in_numpy, stored_arrays, write_model
+from tests.model_configs import CHECKPOINTS
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+TOKENS = np.random.default_rng(3).integers(0, 64, 12)
+
+
+def test_the_layers_and_experts_that_are_kept(tmp_path: Path) -> None:
+    """A numpy decoder over the larger model's tensors, renumbered by hand."""
+    write_model(tmp_path / "whole", mlp_only_layers=(1,))
+    layers, kept_Nn = (1, 2), np.array([[0, 3]])
+    with LazyCheckpoint(tmp_path / "whole") as source:
+        config = cut_config(source.config, layers, num_experts=2)
+        write_cut(source, tmp_path / "cut", config, layers, kept_Nn)
+    assert config.layer_kinds == ("dense", "moe")
+    renumbered = {}
+    for name, tensor in stored_arrays(tmp_path / "whole").items():
+        match = re.fullmatch(r"model\.layers\.(\d)\.(.*)", name)
+        if match is None:
+            renumbered[name] = tensor
+        elif int(match[1]) in layers:
+            rest = re.sub(r"experts\.3\.", "experts.1.", re.sub(r"experts\.[12]\.", "experts.x.", match[2]))
+            cut = tensor[kept_Nn[0]] if rest == "mlp.gate.weight" else tensor
+            renumbered[f"model.layers.{layers.index(int(match[1]))}.{rest}"] = cut
+    expected, _ = in_numpy(config, renumbered, TOKENS)
+    found = np.asarray(jmoe.load_pretrained(tmp_path / "cut")(TOKENS[None].astype(np.int32)))[0]
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_windows_and_first_dense_layers_follow_their_layers() -> None:
+    with LazyCheckpoint(CHECKPOINTS / "gpt_oss") as source:
+        types = source.config.layer_types
+        cut = cut_config(source.config, (1,), num_experts_per_tok=1)
+    assert cut.layer_types == types[1:2] and (cut.num_hidden_layers, cut.num_experts_per_tok) == (1, 1)
+    with LazyCheckpoint(CHECKPOINTS / "deepseek_v3") as source:
+        assert source.config.first_k_dense_replace == 1
+        last = source.config.num_hidden_layers - 1
+        assert cut_config(source.config, (0, last)).layer_kinds == ("dense", "moe")
+        assert cut_config(source.config, (last,)).layer_kinds == ("moe",)
+
+
+def test_a_family_without_such_a_decoder_is_refused(tmp_path: Path) -> None:
+    """A single expert's weight divided by itself would be 1 in transformers: nothing is written."""
+    with LazyCheckpoint(CHECKPOINTS / "mixtral") as source:
+        layers = range(source.config.num_hidden_layers)
+        kept_Nn = np.tile(np.arange(2), (len(layers), 1))
+        config = cut_config(source.config, layers, num_experts=2, num_experts_per_tok=1)
+        with pytest.raises(ValueError, match="num_experts_per_tok = 1: is not supported"):
+            write_cut(source, tmp_path / "out", config, layers, kept_Nn)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_files_is_no_new_one(tmp_path: Path) -> None:
+    check_new_folder(tmp_path)
+    check_new_folder(tmp_path / "none")
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    for folder in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match="must be an empty folder or none"):
+            check_new_folder(folder)
