@@ -11,6 +11,7 @@ from jmoe.config import check
 from jmoe.data.progress import PreparingData
 from jmoe.data.text_files import check_texts, find_files, read_pieces
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HELD_OUT_SHARE = 0.25
 Tokens = NDArray[np.int32]
@@ -67,3 +68,10 @@ def read_calibration_text(
     predicted = tail[:, 1:].reshape(-1).tolist()
     text = loaded.tokenizer.decode(predicted, skip_special_tokens=True)
     return CalibrationText(windows_of(tokens[:-held_out], length), tail, max(1, len(text.encode())))
+
+
+def text_for(model: LazyCheckpoint, pattern: str, length: int, max_tokens: int) -> CalibrationText:
+    """Return `read_calibration_text` in windows of `length` tokens, or of as many as the model has positions for."""
+    check(length >= 2, "sequence_length", length, "must be at least 2")
+    length = min(length, model.max_positions)
+    return read_calibration_text(model.folder, pattern, model.config.vocab_size, length=length, max_tokens=max_tokens)

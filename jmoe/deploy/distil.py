@@ -8,6 +8,7 @@ makes a folder of it. Further options are those of train.py.
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.config import check
+from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
-from jmoe.deploy.expert_scores import ScoreKind, best_experts, measure_experts
+from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.merged import hugging_face_folder
-from jmoe.deploy.prune import MAX_TOKENS, PruneOptions, calibration_text
+from jmoe.deploy.prune import LENGTH, MAX_TOKENS
+from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
@@ -39,7 +42,7 @@ class StudentOptions:
     top_k: int | None = None
     score: ScoreKind = "usage"
     max_tokens: int = MAX_TOKENS
-    sequence_length: int = 512
+    sequence_length: int = LENGTH
 
 
 def spread_layers(count: int, kept: int) -> list[int]:
@@ -61,10 +64,9 @@ def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callabl
         check(1 <= top_k <= options.experts, "top_k", top_k, allowed)
         layers = spread_layers(whole.num_hidden_layers, count)
         config = cut_config(whole, layers, num_experts=options.experts, num_experts_per_tok=top_k)
-        measured = PruneOptions(
-            options.experts, options.text, max_tokens=options.max_tokens, sequence_length=options.sequence_length
-        )
-        text = calibration_text(teacher, measured)
+        check_num_kept(dataclasses.replace(whole, num_experts_per_tok=top_k), options.experts)
+        changed_config(wide.fields, config)  # raises where the family has no such decoder
+        text = text_for(wide, options.text, options.sequence_length, options.max_tokens)
         with status(f"measuring the teacher's experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)
     moe_layers = [i for i, kind in enumerate(whole.layer_kinds) if kind == "moe"]
@@ -77,7 +79,10 @@ def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callabl
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are not train.py's."""
     result = argparse.ArgumentParser(
-        prog="python -m jmoe.deploy.distil", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m jmoe.deploy.distil",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what is like one of these may be an option of train.py
     )
     result.add_argument("teacher", metavar="TEACHER", help="a Hugging Face folder, or the output folder of a run")
     result.add_argument("--out", required=True, type=Path, help="the student's run; one that was stopped goes on")

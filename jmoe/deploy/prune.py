@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jmoe.config import check
-from jmoe.deploy.calibration_text import CalibrationText, read_calibration_text
+from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.layerwise import mean_loss
@@ -57,23 +56,15 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def calibration_text(folder: Path, options: PruneOptions) -> CalibrationText:
-    """Return the text as windows that the model has positions for; `ValueError` naming what does not fit."""
-    with LazyCheckpoint(folder, "float32", "wide") as checkpoint:
-        check_num_kept(checkpoint.config, options.experts)
-        length = min(options.sequence_length, checkpoint.max_positions)
-        vocabulary = checkpoint.config.vocab_size
-    check(length >= 2, "sequence_length", options.sequence_length, "must be at least 2")
-    return read_calibration_text(folder, options.text, vocabulary, length=length, max_tokens=options.max_tokens)
-
-
 def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]) -> Pruned:
     """Write the model in a Hugging Face folder with fewer experts.
 
     Raises `ValueError` naming the option before anything is computed or written.
     """
     check_new_folder(out)
-    text = calibration_text(folder, options)
+    with LazyCheckpoint(folder, options.dtype, "wide") as source:
+        check_num_kept(source.config, options.experts)
+        text = text_for(source, options.text, options.sequence_length, options.max_tokens)
     with LazyCheckpoint(folder, "float32", "wide") as wide:
         with status(f"measuring experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)

@@ -57,7 +57,7 @@ def run_config(teacher: Path, start: Path, **distil: Any) -> TrainConfig:
     """Four sequences of 16 tokens, in two accumulation steps."""
     config = TrainConfig(
         distil=DistilConfig(str(teacher), **distil),
-        optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="constant"),
+        optimizer=OptimizerConfig(learning_rate=0.001, warmup_steps=0, schedule="constant"),
         comm=CommConfig(embedding="replicated"),
         batch_size=4,
         sequence_length=16,
@@ -180,6 +180,15 @@ def test_a_student_that_cannot_be(
     with pytest.raises(ValueError, match=re.escape(message)):
         student(teacher, tmp_path / "out", text, **changes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_student_its_family_does_not_have(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / file).write_bytes((CHECKPOINTS / "mixtral" / file).read_bytes())
+    with pytest.raises(ValueError, match="num_experts_per_tok = 1: is not supported where weights are divided"):
+        student(tmp_path / "model", tmp_path / "out", text, top_k=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_settings(teacher: Path, tmp_path: Path) -> None:
