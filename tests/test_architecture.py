@@ -36,12 +36,12 @@ KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.comm
 FORBIDDEN = {"keeping", "pulled", "Arrived", "Beside", "Ahead", "Sums", "worst_case", "two_level", "levels", "settle"}
 FORBIDDEN |= {"Owned", "Ends", "Seen", "Speeds", "Meter", "Front", "meet", "start_anew", "FORGET_FROM", "STEP_SAYS"}
 FORBIDDEN |= {"found", "given"}
-THROUGH = """collectives.rows data.progress inference.mesh_programs inference.stats kernels.groups
+THROUGH = """collectives.rows data.progress inference.mesh_programs inference.stats inference.teacher kernels.groups
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
 run.checkpoint_contents run.task_report runtime serving.answer serving.errors serving.metrics serving.schemas
-serving.service serving.vocabulary training.bandwidth training.evaluation training.gradient_reduction
-training.session training.sharded_model training.update"""
+serving.service serving.vocabulary training.bandwidth training.distilling training.evaluation
+training.gradient_reduction training.session training.sharded_model training.update"""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
