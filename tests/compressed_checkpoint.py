@@ -22,7 +22,7 @@ WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # what such che
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # hidden size, expert's: for fp8 more than one block each way, the last with fewer weights
 SIZES = {"fp8": (160, 136), "int4": (160, 96), "int4 in 128": (256, 128), "int8": (160, 96), "int8 by row": (160, 96)}
-SIZES["mxfp4"] = (160, 96)
+SIZES |= {"mxfp4": (160, 96), "mxfp4 of experts": (160, 96)}
 
 
 def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
@@ -37,6 +37,7 @@ QUANTIZATION = {
     "int4 in 128": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "int8": compressed_tensors("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
     "int8 by row": compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "mxfp4 of experts": FP8,  # with expert_dtype: fp4
     "mxfp4": compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
 }
 
@@ -46,7 +47,10 @@ def write_compressed_checkpoint(kind: str, name: str, compressed: Path, wide: Pa
     hidden, inner = SIZES[kind]
     sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner}
     fields = json.loads((CHECKPOINTS / name / "config.json").read_text()) | sizes
-    for folder, more in ((compressed, {"quantization_config": QUANTIZATION[kind]}), (wide, {})):
+    described = {"quantization_config": QUANTIZATION[kind]}
+    if kind == "mxfp4 of experts":
+        described["expert_dtype"] = "fp4"
+    for folder, more in ((compressed, described), (wide, {})):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(fields | more))
     rng, config = np.random.default_rng(0), model_config(fields)
@@ -63,6 +67,8 @@ def write_compressed_checkpoint(kind: str, name: str, compressed: Path, wide: Pa
                 kept[piece.name] = widened[piece.name] = values
                 continue
             tensors, widened[piece.name] = _drawn(kind, piece.shape, rng)
+            if "scale" in tensors:
+                kept[piece.name.removesuffix("weight") + "scale"] = tensors.pop("scale")
             kept |= {piece.name + suffix: tensor for suffix, tensor in tensors.items()}
     for folder, tensors in ((compressed, kept), (wide, widened)):
         made = [NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)) for name, x in tensors.items()]
@@ -77,14 +83,15 @@ def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple
         values = (30 * rng.normal(size=shape)).astype(jnp.float8_e4m3fn)
         factors = np.array([[scales[n // 128, k // 128] for k in range(columns)] for n in range(rows)])
         return {"": values, "_scale_inv": scales}, (values.astype(np.float32) * factors).astype(np.float32)
-    if kind == "mxfp4":
+    if kind.startswith("mxfp4"):
         codes = rng.integers(0, 16, shape)
         powers = rng.integers(119, 123, (rows, columns // 32)).astype(np.uint8)
         signed = np.array([*E2M1, *(-x for x in E2M1)], np.float32)[codes]
-        return (
-            {"_packed": _packed(codes, 4).view(np.uint8).reshape(rows, -1), "_scale": powers},
-            (signed * 2.0 ** (np.repeat(powers, 32, axis=1).astype(np.float64) - 127)).astype(np.float32),
-        )
+        packed = _packed(codes, 4).view(np.uint8).reshape(rows, -1)
+        tensors = {"_packed": packed, "_scale": powers}
+        if kind == "mxfp4 of experts":
+            tensors = {"": packed.view(np.int8), "scale": powers.view(jnp.float8_e8m0fnu)}
+        return tensors, (signed * 2.0 ** (np.repeat(powers, 32, axis=1).astype(np.float64) - 127)).astype(np.float32)
     bits = 4 if kind.startswith("int4") else 8
     group = {"int4 in 128": 128, "int8 by row": columns}.get(kind, 32)
     largest = 0.8 / 2**bits

@@ -289,7 +289,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     kind = hf.get("model_type")
     check(kind in list(_READERS), "model_type", kind, f"must be one of {', '.join(_READERS)}")
     assert isinstance(kind, str)
-    check_quantization(hf.get("quantization_config"), kind)
+    check_quantization(hf.get("quantization_config"), kind, hf.get("expert_dtype"))
     config = ModelConfig(**_READERS[kind](_Fields(hf)))
     # jmoe leaves a single choice's weight undivided, so that the router learns; transformers makes it 1
     unlike = config.num_experts_per_tok == 1 and config.router.norm_topk_prob

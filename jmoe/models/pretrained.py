@@ -170,7 +170,8 @@ def save_pretrained(
     """
     check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
     described = json.loads(model.config_json) if model.config_json else hf_config(model.config)
-    described.pop("quantization_config", None)  # weights were made whole when they were loaded
+    for name in ("quantization_config", "expert_dtype"):  # weights were made whole when they were loaded
+        described.pop(name, None)
     arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
     write_pretrained(Path(path).expanduser(), model.config, arrays, described | fields, max_shard_bytes)
 

@@ -30,6 +30,7 @@ DTYPES: dict[str, Any] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 MAX_HEADER_BYTES = 100_000_000
 STAGING_BYTES = 1 << 22

@@ -7,6 +7,7 @@ Legend: N outputs (rows of a stored matrix), K inputs, G inputs under one scale.
   with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
 - `int-quantized`: `W` int8 [N, K], `W_scale` [N, K / G].
 - `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first, `W_scale` uint8 [N, K / 32].
+- `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], likewise, and E8M0 [N, K / 32] named `scale`, not `weight`.
 
 Scales of [N, 1] count for a whole row. What is kept for an expert is exact to the bit, or it is not kept.
 """
@@ -43,12 +44,17 @@ class StoredFormat(ABC):
 
     suffixes: ClassVar[tuple[str, ...]]  # of its name, what the tensors are called
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return what the tensors of the matrix are called."""
+        return tuple(name + suffix for suffix in self.suffixes)
+
     def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
         """Return the matrix's tensors; `ValueError` naming file and tensor where one is missing or wrong."""
-        parts = [stored[name + suffix] for suffix in self.suffixes if name + suffix in stored]
-        for suffix in self.suffixes:
-            if name + suffix not in stored:
-                raise parts[0].wrong(f"needs {name + suffix!r}, which is missing")
+        names = self.names(name)
+        parts = [stored[part] for part in names if part in stored]
+        for part in names:
+            if part not in stored:
+                raise parts[0].wrong(f"needs {part!r}, which is missing")
         if len(shape) != 2:
             raise parts[0].wrong(f"is compressed, which is not supported for a tensor of shape {list(shape)}")
         for tensor, (dtypes, shapes) in zip(parts, self.expected(*shape), strict=True):
@@ -172,23 +178,41 @@ class PackedMxfp4(StoredFormat):
     """E2M1 values, two a byte, under powers of two."""
 
     suffixes = ("_packed", "_scale")
+    dtypes = ("U8", "U8")  # of values and scales
+
+    def tensors(self, stored: Stored, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+        if len(shape) == 2 and shape[1] % BLOCK:
+            raise stored[self.names(name)[0]].wrong(f"needs inputs of a multiple of {BLOCK}, not {shape[1]}")
+        return super().tensors(stored, name, shape)
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        return [(("U8",), [(n, k // 2)]), (("U8",), [(n, k // BLOCK)])]
+        return [((self.dtypes[0],), [(n, k // 2)]), ((self.dtypes[1],), [(n, k // BLOCK)])]
 
     def kept(self, stored: Stored, name: str) -> Format | None:
         return MXFP4
 
     def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        return read(stored[name + "_packed"], start, end), read(stored[name + "_scale"], start, end)
+        values, scales = (read(stored[part], start, end).view(np.uint8) for part in self.names(name))
+        return values, scales
 
     def wide(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         numbers = np.stack([_E2M1[values & 15], _E2M1[values >> 4]], axis=-1).reshape(values.shape[0], -1)
         return numbers * np.repeat(np.ldexp(np.float32(1), scales.astype(np.int32) - 127), BLOCK, axis=1)
 
 
+class Fp4Experts(PackedMxfp4):
+    """The same numbers as DeepSeek-V4 names them."""
+
+    dtypes = ("I8", "F8_E8M0")
+
+    def names(self, name: str) -> tuple[str, ...]:
+        return name, name.removesuffix("weight") + "scale"
+
+
 def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
     """Return the format of a stored matrix; None: it is one tensor of plain numbers, or there is none."""
+    if name in stored and all(part in stored for part in Fp4Experts().names(name)):
+        return Fp4Experts()
     if name in stored:
         return {"F8_E4M3": Fp8Blocks(), "I8": Int8Values()}.get(stored[name].dtype)
     packed = stored.get(name + "_packed")
@@ -209,11 +233,15 @@ def rows_of(
         yield first, last, form.wide(*form.codes(read, stored, name, first, last))
 
 
-def check_quantization(fields: Any, kind: str) -> None:
-    """Refuse a `quantization_config` that says something else than the formats above, or gpt-oss' MXFP4."""
+def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None:
+    """Refuse a `quantization_config` or `expert_dtype` that is none of the formats above, nor gpt-oss' MXFP4."""
+    check(expert_dtype in (None, "fp4", "fp8"), "expert_dtype", expert_dtype, "must be fp4 or fp8")
+    fields = fields if isinstance(fields, dict) or not fields else {"quant_method": fields}
+    if expert_dtype is not None:
+        goes = (fields or {}).get("quant_method", "fp8") == "fp8" and kind != "gpt_oss"
+        check(goes, "expert_dtype", expert_dtype, "needs quantization_config.quant_method = 'fp8', or none")
     if not fields:
         return
-    fields = fields if isinstance(fields, dict) else {"quant_method": fields}
     method, known = fields.get("quant_method"), ("mxfp4",) if kind == "gpt_oss" else ("fp8", "compressed-tensors")
     prefix = "quantization_config."
     check(method in known, prefix + "quant_method", method, f"must be {' or '.join(known)}")

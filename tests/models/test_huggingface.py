@@ -178,6 +178,17 @@ def packed(layout: str, **weights: Any) -> dict[str, Any]:
         ("gpt_oss", {"quantization_config": FP8}, "quant_method = 'fp8': must be mxfp4"),
         ("deepseek_v3", {"quantization_config": FP8 | {"expert_dtype": "fp4"}}, "expert_dtype = 'fp4': must be fp8"),
         (
+            "deepseek_v3",
+            {"quantization_config": FP8, "expert_dtype": "fp6"},
+            "expert_dtype = 'fp6': must be fp4 or fp8",
+        ),
+        (
+            "mixtral",
+            packed("pack-quantized") | {"expert_dtype": "fp4"},
+            "expert_dtype = 'fp4': needs quantization_conf",
+        ),
+        ("gpt_oss", {"expert_dtype": "fp4"}, "expert_dtype = 'fp4': needs quantization_config.quant_method = 'fp8'"),
+        (
             "mixtral",
             packed("nvfp4-pack-quantized"),
             "format = 'nvfp4-pack-quantized': must be pack-quantized",

@@ -15,6 +15,7 @@ from tests.models.test_pretrained import arrays_of, rewritten
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GATE = "model.layers.2.mlp.experts.2.gate_proj.weight"
+SCALE = GATE.removesuffix("weight") + "scale"
 
 
 @pytest.fixture(scope="module", params=[*QUANTIZATION, "deepseek_v3 fp8"])
@@ -32,7 +33,8 @@ def test_compressed_weights_are_their_values_times_their_scales(compressed: tupl
     found = jmoe.load_pretrained(folder, dtype="float32")
     expected = arrays_of(jmoe.load_pretrained(wide))
     jmoe.save_pretrained(found, tmp_path / "saved")
-    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    described = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert not described.keys() & {"quantization_config", "expert_dtype"}
     split = jmoe.load_pretrained(folder, dtype="float32", mesh=make_mesh((1, 1, 4), jax.devices()[:4]))
     for model in (found, split, jmoe.load_pretrained(tmp_path / "saved")):
         for path, array in arrays_of(model).items():
@@ -51,6 +53,13 @@ def test_compressed_weights_are_their_values_times_their_scales(compressed: tupl
         ("int4", lambda h: h[GATE + "_packed"].update(shape=[48, 40]), r"is I32 \[48, 40\], must be I32 \[96, 40\]"),
         ("int4", lambda h: h[GATE + "_scale"].update(shape=[80, 6]), r"must be BF16 or F16 or F32 \[96, 1\] or with"),
         ("int8 by row", lambda h: h[GATE + "_scale"].update(dtype="U8", shape=[192]), r"is U8 \[192\], must be BF16"),
+        ("mxfp4 of experts", lambda h: h[SCALE].update(dtype="U8"), r"is U8 \[96, 5\], must be F8_E8M0 \[96, 5\]"),
+        (
+            "mxfp4 of experts",
+            lambda h: h[SCALE].update(shape=[48, 10]),
+            r"F8_E8M0 \[48, 10\], must be F8_E8M0 \[96, 5\]",
+        ),
+        ("mxfp4 of experts", lambda h: h.pop(SCALE), "needs '.*gate_proj.weight_scale', which is missing"),
         ("mxfp4", lambda h: h[GATE + "_scale"].update(shape=[48, 10]), r"is U8 \[48, 10\], must be U8 \[96, 5\]"),
     ],
 )
