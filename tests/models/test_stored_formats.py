@@ -57,7 +57,7 @@ def test_compressed_weights_are_their_values_times_their_scales(compressed: tupl
         (
             "mxfp4 of experts",
             lambda h: h[SCALE].update(shape=[48, 10]),
-            r"F8_E8M0 \[48, 10\], must be F8_E8M0 \[96, 5\]",
+            r"F8_E8M0 \[48, 10\], must be F8_E8M0 \[96",
         ),
         ("mxfp4 of experts", lambda h: h.pop(SCALE), "needs '.*gate_proj.weight_scale', which is missing"),
         ("mxfp4", lambda h: h[GATE + "_scale"].update(shape=[48, 10]), r"is U8 \[48, 10\], must be U8 \[96, 5\]"),
