@@ -229,7 +229,7 @@ def report(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
     per_token = [(o.last_s - o.first_s) / (o.completion_tokens - 1) for o in done if o.completion_tokens > 1]
     reasons = Counter(outcome.reason for outcome in outcomes if outcome.kind == FAILED)
     return {
-        "duration_s": round(duration_s, 3),
+        "duration_s": round(duration_s, 6),
         "tokens_per_s": round(tokens / duration_s, 2),
         "requests_per_s": round(kinds[COMPLETED] / duration_s, 3),
         "time_to_first_token_s": quantiles([o.first_s for o in done]),
@@ -351,7 +351,7 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
         duration_s = time.perf_counter() - begun
     tokens = sum(len(completion.token_ids) for completion in completions)
     return {
-        "duration_s": round(duration_s, 3),
+        "duration_s": round(duration_s, 6),
         "tokens_per_s": round(tokens / duration_s, 2),
         COMPLETED: len(completions),
         "prompt_tokens": sum(len(completion.prompt_token_ids) for completion in completions),

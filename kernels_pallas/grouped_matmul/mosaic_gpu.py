@@ -15,6 +15,7 @@ Weights of 8 bits are copied as they are; each multiplying warpgroup widens its 
 tensor cores are at work on the step before. Their scales, one a column, are factors of the finished sums.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -230,6 +231,14 @@ class Epilogue:
     gated: bool = False
 
 
+def _loaded(ref: Any, layout: Any) -> jax.Array:
+    """What lies in `ref`, in `layout`; read as it comes, for `ref` may begin anywhere."""
+    load: Any = plgpu.load
+    index = (None,) if "idx" in inspect.signature(load).parameters else ()  # JAX before 0.12 asks for one
+    value: jax.Array = load(ref, *index, layout=layout, optimized=False)
+    return value
+
+
 def grouped_matmul(
     x_ND: jax.Array,
     w: jax.Array,
@@ -335,7 +344,7 @@ def grouped_matmul(
                 at = pl.ds(part * (num_columns // parts) + first, STORED)
                 for ref, apply in ((scale, jnp.multiply), (bias, jnp.add)):
                     if ref is not None:
-                        row = plgpu.load(ref, (group, at), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                        row = _loaded(ref.at[group, at], plgpu.Layout.WGMMA.reduce(0))
                         sums[part] = apply(sums[part], lax.broadcast_in_dim(row, sums[part].shape, (1,)))
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 
