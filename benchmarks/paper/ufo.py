@@ -56,7 +56,7 @@ PAPER = [
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--turn", type=int, default=50, help="steps of a contestant, one after another")
     parser.add_argument("--check", type=int, default=2, help="turns from one evaluation to the next")
     parser.add_argument("--tolerance", type=float, default=0.01, help="of an accuracy, that counts as equal")
