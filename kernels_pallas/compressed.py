@@ -6,7 +6,7 @@ the low bits, of 2 i + 1 in the high ones) or bytes [K, N], and scales, one for 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits): E2M1 values, scales 2^(s - 127) as bytes s.
 - `int4` (4.5 bits, the rounding of llama.cpp's q4_0): value - 8, times a bfloat16 scale.
 - `int8` (8.5 bits, as its q8_0): value times a bfloat16 scale.
-- `fp8` (8.25 bits): E4M3 values times a float32 scale; DeepSeek-V3's scales of 128 x 128 weights, once an output.
+- `fp8` (8.25 bits): E4M3 values times a float32 scale of 128 x 128 weights, as DeepSeek-V3's, kept once an output.
 """
 
 from collections.abc import Mapping
@@ -61,15 +61,16 @@ def format_of(values: Any, scales: Any) -> Format:
     return next(f for f in FORMATS.values() if (f.values, f.scales) == (np.dtype(values), kept))
 
 
-def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
+def compress(w_KN: np.ndarray, kind: Format, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
     """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's scale allows.
 
     mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were mxfp4 before stay
     what they were. int4: the value that is largest in magnitude is kept; int8 and fp8: likewise, at 127 and 448.
+    block: inputs under one scale of int8, for layouts of other programs; what is kept has 32.
     """
     if kind is FP8:
         return _compress_fp8(np.asarray(w_KN, np.float32))
-    blocks = np.asarray(w_KN, np.float32).reshape(-1, BLOCK, w_KN.shape[1])
+    blocks = np.asarray(w_KN, np.float32).reshape(-1, block if kind is INT8 else BLOCK, w_KN.shape[1])
     if kind is MXFP4:
         _, exponents = np.frexp(np.abs(blocks).max(axis=1))
         scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
@@ -91,9 +92,12 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    starts = np.arange(0, w_KN.shape[0], FP8.block)
-    scales = np.maximum.reduceat(np.abs(w_KN), starts, axis=0) / np.float32(_LARGEST_E4M3)
-    wide = np.repeat(np.where(scales == 0, 1, scales), FP8.block, axis=0)[: w_KN.shape[0]]
+    inputs, outputs = w_KN.shape
+    peaks = np.abs(w_KN)
+    for axis in (0, 1):
+        peaks = np.maximum.reduceat(peaks, np.arange(0, w_KN.shape[axis], FP8.block), axis=axis)
+    scales = np.repeat(peaks / np.float32(_LARGEST_E4M3), FP8.block, axis=1)[:, :outputs]
+    wide = np.repeat(np.where(scales == 0, 1, scales), FP8.block, axis=0)[:inputs]
     return (w_KN / wide).astype(jnp.float8_e4m3fn).view(np.uint8), scales
 
 

@@ -29,8 +29,8 @@ import numpy as np
 from benchmarks.lib import report
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.deploy.calibration_text import CalibrationText, windows_of
+from jmoe.deploy.cut import weight_bytes
 from jmoe.deploy.layerwise import mean_loss
-from jmoe.deploy.prune import weight_bytes
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 ROOT = Path(__file__).resolve().parents[2]

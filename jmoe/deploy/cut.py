@@ -5,7 +5,8 @@ Legend: N layers with experts that are kept, n experts of each, D hidden, F expe
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import ModelConfig, check
+from jmoe.memory.direct_io import fsync
 from jmoe.models.decoder import STACKS
 from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -30,6 +32,34 @@ def check_new_folder(folder: Path, name: str = "out") -> None:
     """Raise `ValueError` naming the option unless the folder is empty or does not exist."""
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     check(is_new, name, str(folder), "must be an empty folder or none: nothing is written over")
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@contextmanager
+def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside `out`, to write a model's configuration and weights into; then it becomes `out`.
+
+    What else lies in the folder `source`, such as the tokenizer, is copied into it. After an error nothing is left.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
+                shutil.copyfile(file, partial / file.name)
+        if out.exists():
+            out.rmdir()  # it is empty
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    fsync(out.parent)
 
 
 def cut_config(config: ModelConfig, layers: Sequence[int], **changes: int) -> ModelConfig:
@@ -84,16 +114,5 @@ def write_cut(
 
         arrays[path] = StoredExperts(one, dtype)
     assert whole.num_moe_layers >= config.num_moe_layers == len(kept_Nn)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with new_model_folder(out, source.folder) as partial:
         write_pretrained(partial, config, arrays, described)
-        for file in source.folder.iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
-                shutil.copyfile(file, partial / file.name)
-        if out.exists():
-            out.rmdir()  # it is empty
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from jmoe.deploy.calibration_text import text_for
-from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
+from jmoe.deploy.cut import check_new_folder, cut_config, weight_bytes, write_cut
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.merged import hugging_face_folder
@@ -49,11 +49,6 @@ class Pruned:
     bits_after: float
     bytes_before: int
     bytes_after: int
-
-
-def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def prune(folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]) -> Pruned:

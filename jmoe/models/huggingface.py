@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jmoe.config import ModelConfig, RouterConfig, YarnConfig, check, differences
-from jmoe.models.stored_formats import check_quantization
+from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
@@ -433,7 +433,7 @@ def changed_config(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     family = hf["model_type"]
     known_here = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits")
     written = {name: value for name, value in _written(config, family).items() if name not in known_here}
-    changed = {name: value for name, value in hf.items() if name != "quantization_config"} | written
+    changed = {name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS} | written
     unlike = differences(_canonical(config), _canonical(model_config(changed)))
     if unlike:
         raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")

@@ -24,6 +24,7 @@ from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.huggingface import hf_config, model_config
 from jmoe.models.safetensors_io import replace_text, write_safetensors
+from jmoe.models.stored_formats import COMPRESSION_FIELDS
 from jmoe.models.weights import Names, StoredExperts, flat, load_arrays, new_tensors
 from kernels_pallas.matmul import dot
 
@@ -170,7 +171,7 @@ def save_pretrained(
     """
     check(max_shard_bytes > 0, "max_shard_bytes", max_shard_bytes, "must be greater than 0")
     described = json.loads(model.config_json) if model.config_json else hf_config(model.config)
-    for name in ("quantization_config", "expert_dtype"):  # weights were made whole when they were loaded
+    for name in COMPRESSION_FIELDS:  # weights were made whole when they were loaded
         described.pop(name, None)
     arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
     write_pretrained(Path(path).expanduser(), model.config, arrays, described | fields, max_shard_bytes)

@@ -25,6 +25,7 @@ from kernels_pallas.compressed import BLOCK, FP8, INT4, INT8, MXFP4, Format
 
 Stored = Mapping[str, StoredTensor]
 ReadRows = Callable[[StoredTensor, int, int], np.ndarray]  # rows [n, elements of a row] that nothing overwrites
+COMPRESSION_FIELDS = ("quantization_config", "expert_dtype")  # of a `config.json`
 SCALE_DTYPES = ("BF16", "F16", "F32")
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
