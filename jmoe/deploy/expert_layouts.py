@@ -86,6 +86,7 @@ def _compressed_tensors(layout: str, activations: dict[str, Any] | None, **weigh
 
 # vLLM runs int8 experts of this layout where activations are 8 bits too, each token under a scale of its own
 _TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+_E8M0: dict[str, Any] = {"scale_dtype": "torch.uint8"}
 _GROUPS: dict[str, Any] = {"strategy": "group", "group_size": BLOCK}
 LAYOUTS = {
     "mxfp4": ExpertLayout(

@@ -48,6 +48,8 @@ def test_what_is_kept_and_what_it_means(kind: Format) -> None:
     arrays = {"w": jnp.asarray(values), "w" + SCALES: jnp.asarray(scales)}
     assert np.array_equal(opened(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
     peak = np.abs(w.reshape(-1, kind.block, 5)).max(axis=1, keepdims=True).repeat(kind.block, axis=1).reshape(w.shape)
+    if kind.name == "fp8":
+        peak[:] = peak.max(axis=1, keepdims=True)  # blocks of 128 outputs
     # mxfp4: half a step of the top binade, or what is cut above 6 of 8; int4: half a step, or 7 for 8; bfloat16 scales
     limit = {"mxfp4": 0.25, "int4": 1 / 8 + 0.01, "int8": 0.5 / 127 + 0.005, "fp8": 1 / 28}[kind.name]
     assert (np.abs(wide - w) <= limit * peak + 1e-30).all()
@@ -71,6 +73,28 @@ def test_eight_bit_floats_of_any_length() -> None:
     assert scales.shape == (2, 4)
     wide = widen(jnp.asarray(values), jnp.asarray(scales), jnp.float32)
     assert np.array_equal(wide, read(values, scales, FORMATS["fp8"]).astype(np.float32))
+
+
+def test_eight_bit_floats_in_blocks_of_both_ways() -> None:
+    """One scale for 128 inputs and 128 outputs, kept once an output; each block's largest is 448."""
+    w = weights(3, (200, 300))
+    values, scales = compress(w, FORMATS["fp8"])
+    for i in range(2):
+        for j in range(3):
+            peak = np.abs(w[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]).max()
+            np.testing.assert_allclose(scales[i, 128 * j : 128 * (j + 1)], peak / 448, rtol=1e-6)
+    largest = np.abs(values.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    assert largest.max() == largest[:128, :128].max() == largest[128:, 256:].max() == 448
+
+
+def test_eight_bit_integers_under_one_scale() -> None:
+    w = weights(4)
+    values, scales = compress(w, FORMATS["int8"], block=256)
+    np.testing.assert_allclose(
+        scales.view(ml_dtypes.bfloat16).astype(np.float32)[0], np.abs(w).max(axis=0) / 127, 2**-8
+    )
+    assert values.shape == w.shape and scales.shape == (1, 5)
+    assert np.abs(values.astype(int)).max(axis=0).tolist() == [127] * 5
 
 
 @formats
