@@ -19,6 +19,7 @@ import jmoe
 from jmoe.deploy import compress as stage
 from jmoe.deploy.compress import compress_model
 from jmoe.deploy.expert_layouts import LAYOUTS, expert_layout
+from jmoe.deploy.prune import PruneOptions, prune
 from jmoe.models.huggingface import hf_config, model_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import abstract_decoder
@@ -27,6 +28,7 @@ from jmoe.models.weights import parameters
 from kernels_pallas.compressed import FORMATS, SCALES
 from tests.compressed_checkpoint import write_compressed_checkpoint
 from tests.deploy.gpt_moe_models import gpt_moe_config
+from tests.deploy.test_prune import TEXT, write_tokenizer
 from tests.faults import FailingDisk
 from tests.model_configs import CHECKPOINTS
 from tests.models.test_pretrained import arrays_of
@@ -155,10 +157,9 @@ def test_what_is_written_is_served_as_it_is_stored(experts: str, tmp_path: Path)
     np.testing.assert_allclose(logprobs(resident), logprobs(expected), atol=1e-4)
     weights = sum(x.size for name, x in raw_tensors(source).items() if ".experts." in name)
     of_experts = {name: x.nbytes for name, x in raw_tensors(out).items() if ".experts." in name}
-    written = sum(size for name, size in of_experts.items() if not name.endswith("_shape"))
-    assert 8 * written / weights == pytest.approx(
-        {"mxfp4": 4.25, "int4": 4.5, "int8": 8 + 2 / 9, "fp8": 8 + 2**-9}[experts]
-    )
+    written_bytes = sum(size for name, size in of_experts.items() if not name.endswith("_shape"))
+    bits = {"mxfp4": 4.25, "int4": 4.5, "int8": 8 + 2 / 9, "fp8": 8 + 2**-9}[experts]
+    assert 8 * written_bytes / weights == pytest.approx(bits)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +329,26 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"model.safetensors: tensor .* is compressed already"):
             compress_model(folder, tmp_path / "out", "mxfp4")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_pruned_before_and_after(tmp_path: Path) -> None:
+    """A compressed model loses the experts that its wide weights would lose, and becomes wide; compressed again, it fits."""
+    source = write_random(tmp_path / "model", fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1})
+    write_tokenizer(source)
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = PruneOptions(2, str(tmp_path / "text.txt"), sequence_length=16, max_tokens=300, dtype="float32")
+    compress_model(source, tmp_path / "compressed", "mxfp4")
+    wide = write_dequantised(tmp_path / "compressed", tmp_path / "wide")
+    write_tokenizer(wide)
+    for name in ("compressed", "wide"):
+        prune(tmp_path / name, tmp_path / f"{name}-2", options, lambda _: None)
+    found, expected = (raw_tensors(tmp_path / f"{name}-2") for name in ("compressed", "wide"))
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    assert "quantization_config" not in json.loads((tmp_path / "compressed-2" / "config.json").read_text())
+    compress_model(tmp_path / "compressed-2", tmp_path / "again", "mxfp4")
+    again = dequantised(tmp_path / "again")
+    assert all(np.array_equal(again[name], found[name]) for name in found)  # MXFP4 stays what it is
+    assert jmoe.load_pretrained(tmp_path / "again").config.num_experts == 2
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
