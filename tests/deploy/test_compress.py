@@ -332,7 +332,7 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_pruned_before_and_after(tmp_path: Path) -> None:
-    """A compressed model loses the experts that its wide weights would lose, and becomes wide; compressed again, it fits."""
+    """A compressed model loses what its wide weights would lose, and is wide then; compressed again it is the same."""
     source = write_random(tmp_path / "model", fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1})
     write_tokenizer(source)
     (tmp_path / "text.txt").write_text(TEXT)
