@@ -40,19 +40,13 @@ def weight_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, to write a model's configuration and weights into; then it becomes `out`.
-
-    What else lies in the folder `source`, such as the tokenizer, is copied into it. After an error nothing is left.
-    """
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside `out`, which becomes `out` when the block ends. After an error nothing is left."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     try:
         partial.mkdir(parents=True)
         yield partial
-        for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
-                shutil.copyfile(file, partial / file.name)
         if out.exists():
             out.rmdir()  # it is empty
         partial.rename(out)
@@ -60,6 +54,24 @@ def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     fsync(out.parent)
+
+
+@contextmanager
+def new_model_folder(out: Path, source: Path) -> Iterator[Path]:
+    """Yield a `new_folder` to write a model's configuration and weights into.
+
+    What else lies in the folder `source`, such as the tokenizer, is copied into it.
+    """
+    with new_folder(out) as partial:
+        yield partial
+        copy_beside_weights(source, partial)
+
+
+def copy_beside_weights(source: Path, target: Path) -> None:
+    """Copy the files of a Hugging Face folder that are neither weights nor config.json, such as the tokenizer."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
 
 
 def cut_config(config: ModelConfig, layers: Sequence[int], **changes: int) -> ModelConfig:

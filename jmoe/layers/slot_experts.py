@@ -18,6 +18,7 @@ from jax import lax
 from kernels_pallas.compressed import opened
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
+from kernels_pallas.implementations import Name
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
@@ -57,12 +58,12 @@ def _sort(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sorted:
     return _Sorted(token_N, rank_N.reshape(num_tokens, k), jnp.cumsum(sizes_E) - sizes_E, sizes_E)
 
 
-def _combine(out: jax.Array, routed: ExpertInputs, by_expert: _Sorted) -> jax.Array:
+def _combine(out: jax.Array, routed: ExpertInputs, by_expert: _Sorted, implementation: Name | None = None) -> jax.Array:
     """Return y + the weighted sum of each token's rows."""
     num_experts = by_expert.sizes_E.shape[0]
     weights_TK = jnp.where(routed.idx_TK < num_experts, routed.weights_TK, 0.0)
     src_N = by_expert.token_N[: routed.idx_TK.size]
-    return routed.y_TD + combine(out, weights_TK, src_N, by_expert.rank_TK, True)
+    return routed.y_TD + combine(out, weights_TK, src_N, by_expert.rank_TK, True, implementation=implementation)
 
 
 def _tile(
@@ -78,12 +79,19 @@ def _tile(
 
 
 def table_mlp(
-    routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, *, activation: str, tile_rows: int
+    routed: ExpertInputs,
+    slots: Mapping[str, jax.Array],
+    table_E: jax.Array,
+    *,
+    activation: str,
+    tile_rows: int,
+    implementation: Name | None = None,
 ) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
 
     slots: by name, [M, ...]; bfloat16 as its bits. Assignments are sorted by expert and cut into tiles of one expert;
     the loop runs once a tile in use, so that an expert without tokens costs nothing and its slot may hold anything.
+    implementation: of the sum; None: the best of the platform.
     """
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
     by_expert = _sort(routed.idx_TK, num_experts, tile_rows)
@@ -97,7 +105,7 @@ def table_mlp(
         return _tile(out, h_TD, by_expert, row, mine, activation)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
-    return _combine(lax.fori_loop(0, ends_E[-1], tile, out), routed, by_expert)
+    return _combine(lax.fori_loop(0, ends_E[-1], tile, out), routed, by_expert, implementation)
 
 
 def _at_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:

@@ -27,6 +27,7 @@ DTYPES: dict[str, Any] = {
     "F16": np.dtype(np.float16),
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),

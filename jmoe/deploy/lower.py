@@ -1,0 +1,260 @@
+"""A model as programs that run where only JAX is installed: python -m jmoe.deploy.lower MODEL --out FOLDER.
+
+The folder gets a prefill and a decode program (StableHLO, by `jax.export`, for CPUs and CUDA), the weights as they take
+them, the tokenizer, and run.py, which generates tokens from them with JAX and numpy alone. Both programs are plain XLA:
+no kernel of jmoe is in them, so that any machine compiles them.
+
+Legend: P rows of a step, C tokens a row, V vocabulary, E experts of a layer.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.nnx as nnx
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jmoe.config import check
+from jmoe.config.engine import EngineConfig
+from jmoe.deploy import portable
+from jmoe.deploy.cut import check_new_folder, copy_beside_weights, new_folder
+from jmoe.deploy.merged import hugging_face_folder
+from jmoe.inference.kv_cache import KVCache, empty_caches
+from jmoe.inference.runner import Hidden, attend_local, embed_local
+from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.mesh import path_names
+from jmoe.models.block import add_residual
+from jmoe.models.functional import Structure, split
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.pretrained import MAX_SHARD_BYTES
+from jmoe.models.safetensors_io import NewTensor, replace_text, write_safetensors
+from jmoe.runtime import end_at_once_on_interrupt
+from jmoe.status import status
+
+PLATFORMS = ("cpu", "cuda")
+PREFILL_TOKENS = 128  # of a prompt in one program
+TILE_ROWS = 64  # of an expert at once
+RUNNER = "run.py"
+Weights = Mapping[str, Any]
+
+
+class _Module(NamedTuple):
+    """A module but its arrays, and their names among the weights."""
+
+    structure: Structure
+    names: tuple[str, ...]
+
+    def arrays(self, weights: Weights) -> tuple[Any, ...]:
+        return tuple(weights[name] for name in self.names)
+
+
+class _Layer(NamedTuple):
+    """A layer, the names of its experts' arrays (none in a dense layer) by field, its attention window."""
+
+    block: _Module
+    experts: dict[str, str]
+    window: np.int32 | None
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _apply_layer(
+    structure: Structure, activation: str, arrays: Any, experts: Weights, cache: KVCache, hidden: Hidden, *at: Any
+) -> tuple[KVCache, Hidden]:
+    """Run one layer; equal ones are one function of the program. at: rows, positions, window."""
+    x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, *at)
+    if isinstance(y, ExpertInputs):
+        table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
+        tile_rows = min(TILE_ROWS, y.h_TD.shape[0])
+        y = table_mlp(y, experts, table_E, activation=activation, tile_rows=tile_rows, implementation="xla")
+    return cache, Hidden(x_PCD, y)
+
+
+class PortablePrograms:
+    """The programs of a checkpoint, and the weights that they take by name."""
+
+    def __init__(self, checkpoint: LazyCheckpoint) -> None:
+        """Read everything but the experts."""
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        ends, blocks = checkpoint.load_rest()
+        self._rest: dict[str, jax.Array] = {}
+        self._ends = self._named("ends", ends)
+        windows, fields = self.config.windows, checkpoint.expert_fields
+        self._layers = []
+        for i, (block, kind) in enumerate(zip(blocks, self.config.layer_kinds, strict=True)):
+            experts = {name: f"layers.{i}.experts.{name}" for name in fields} if kind == "moe" else {}
+            window = None if windows is None else np.int32(windows[i])
+            self._layers.append(_Layer(self._named(f"layers.{i}", block), experts, window))
+
+    def _named(self, prefix: str, module: nnx.Module) -> _Module:
+        structure, arrays = split(module)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(nnx.split(module)[1])]
+        names = tuple(".".join((prefix, *path_names(path))) for path in paths)
+        self._rest |= zip(names, arrays, strict=True)
+        assert len(set(names)) == len(arrays)
+        return _Module(structure, names)
+
+    def tensors(self) -> list[NewTensor]:
+        """Return all weights; experts are read a layer at a time, as they are written."""
+        tensors = [
+            NewTensor(name, np.dtype(array.dtype), array.shape, partial(np.asarray, array))
+            for name, array in self._rest.items()
+        ]
+        count, read = self.config.num_experts, _ExpertReader(self.checkpoint)
+        for moe_layer, layer in enumerate(layer for layer in self._layers if layer.experts):
+            for field, (shape, dtype) in self.checkpoint.expert_fields.items():
+                data = partial(read, moe_layer, field)
+                tensors.append(NewTensor(layer.experts[field], dtype, (count, *shape), data))
+        return tensors
+
+    def step(
+        self,
+        weights: Weights,
+        caches: list[tuple[jax.Array, jax.Array]],
+        tokens_PC: jax.Array,
+        rows_P: jax.Array,
+        positions_PC: jax.Array,
+        at_P: jax.Array,
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's tokens)."""
+        ends, written = self._ends.arrays(weights), []
+        hidden = embed_local(self._ends.structure, ends, tokens_PC, positions_PC, self.checkpoint.dtype)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            experts = {field: weights[name] for field, name in layer.experts.items()}
+            at = (rows_P, positions_PC, layer.window)
+            static = (layer.block.structure, self.config.hidden_act)
+            new, hidden = _apply_layer(*static, layer.block.arrays(weights), experts, KVCache(*cache), hidden, *at)
+            written.append((new.k_BGSd, new.v_BGSe))
+        x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
+        return self._ends.structure.merge(ends).logits(x_PD), written
+
+    def caches(self, options: EngineConfig) -> list[tuple[Any, Any]]:
+        """Return the shapes and dtypes of each layer's keys and values."""
+        assert options.max_seq_len is not None, "the model's positions say it"
+        make = partial(empty_caches, self.config, options.max_batch, options.max_seq_len, self.checkpoint.dtype)
+        return [(cache.k_BGSd, cache.v_BGSe) for cache in jax.eval_shape(make)]
+
+    def export(self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]) -> jax.export.Exported:
+        """Return the program of so many rows and tokens a row; nothing is compiled."""
+        weights = {tensor.name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in self.tensors()}
+        whole, row = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, width), (num_rows,)))
+        program = jax.export.export(jax.jit(self.step, donate_argnums=1), platforms=platforms)
+        return program(weights, self.caches(options), whole, row, whole, row)
+
+
+class _ExpertReader:
+    """One field of all experts of a layer; the layer that was asked for last is kept."""
+
+    def __init__(self, checkpoint: LazyCheckpoint) -> None:
+        self._checkpoint, self._layer = checkpoint, -1
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def __call__(self, moe_layer: int, field: str) -> NDArray[Any]:
+        if moe_layer != self._layer:
+            count, fields = self._checkpoint.config.num_experts, self._checkpoint.expert_fields
+            self._arrays = {name: np.empty((count, *shape), dtype) for name, (shape, dtype) in fields.items()}
+            for expert in range(count):
+                views = {name: array[expert, ...] for name, array in self._arrays.items()}
+                self._checkpoint.fill_expert(moe_layer, expert, views)
+            self._layer = moe_layer
+        return self._arrays[field]
+
+
+def lower(
+    folder: Path,
+    out: Path,
+    options: EngineConfig,
+    say: Callable[[str], None],
+    platforms: Sequence[str] = PLATFORMS,
+) -> None:
+    """Write the model in a Hugging Face folder in its portable form.
+
+    options: how many rows and positions the cache has, how many tokens a chunk of a prompt, and the dtypes. Raises
+    `ValueError` naming the option before anything is written.
+    """
+    check_new_folder(out)
+    for platform in platforms:
+        check(platform in PLATFORMS, "platforms", platform, f"must be of {', '.join(PLATFORMS)}")
+    with LazyCheckpoint(folder, options.dtype, options.expert_dtype) as checkpoint:
+        options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+        assert options.max_seq_len is not None
+        width = min(options.prefill_chunk_tokens, options.max_seq_len)
+        with status(f"reading {folder}", say):
+            programs = PortablePrograms(checkpoint)
+        with new_folder(out) as partly:
+            entries = {}
+            for name, shape in (("prefill", (1, width)), ("decode", (options.max_batch, 1))):
+                with status(f"lowering {name}", say):
+                    program = programs.export(options, *shape, platforms)
+                file = f"{name}.stablehlo"
+                (partly / file).write_bytes(program.mlir_module_serialized)
+                entries[name] = {
+                    "file": file,
+                    "rows": shape[0],
+                    "width": shape[1],
+                    "kept_arguments": program.module_kept_var_idx,
+                    "uses_global_constants": program.uses_global_constants,
+                }
+            with status("writing the weights", say):
+                write_safetensors(partly, programs.tensors(), MAX_SHARD_BYTES)
+            copy_beside_weights(folder, partly)
+            shutil.copyfile(portable.__file__, partly / RUNNER)
+            caches = programs.caches(options)
+            plan = {
+                "form": portable.PORTABLE,
+                "jax": {"version": jax.__version__, "calling_convention": program.calling_convention_version},
+                "platforms": platforms,
+                "max_batch": options.max_batch,
+                "max_seq_len": options.max_seq_len,
+                "prefill_tokens": width,
+                "vocab_size": checkpoint.config.vocab_size,
+                "eos_token_ids": checkpoint.eos_token_ids,
+                "caches": [[x.shape for x in layer] for layer in caches],
+                "cache_dtype": caches[0][0].dtype.name,
+                "programs": entries,
+                "files": portable.listed_files(partly),
+            }
+            replace_text(partly / portable.PLAN, json.dumps(plan, indent=2) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jmoe.deploy.lower", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
+    parser.add_argument("--out", required=True, type=Path, help="where the programs are written: no files yet")
+    parser.add_argument("--max-batch", type=int, default=8, help="sequences that run at once")
+    parser.add_argument("--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions")
+    parser.add_argument("--prefill-chunk-tokens", type=int, default=PREFILL_TOKENS, help="of a prompt at once")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of weights and computation; default: as stored"
+    )
+    parser.add_argument("--expert-dtype", choices=("wide", "mxfp4", "int4", "int8", "fp8"), help="default: as stored")
+    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS, help="default: all")
+    options = vars(parser.parse_args(arguments))
+    model, out, platforms = options.pop("model"), options.pop("out"), options.pop("platforms")
+    say = partial(print, flush=True)
+    check_new_folder(out)
+    engine = EngineConfig(native="off", **options)
+    with contextlib.ExitStack() as stack:
+        lower(stack.enter_context(hugging_face_folder(model, say, "MODEL")), out, engine, say, platforms)
+    say(f"python {out / RUNNER} --tokens 1,2,3 runs it with JAX and numpy alone")
+
+
+if __name__ == "__main__":
+    end_at_once_on_interrupt()
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"lower: {error}")
