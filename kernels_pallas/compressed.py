@@ -20,8 +20,6 @@ from jax import lax
 
 BLOCK = 32
 SCALES = "_scales"  # what the name of a matrix's scales ends with
-_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _BIAS = 127
 
 
@@ -74,12 +72,8 @@ def compress(w_KN: np.ndarray, kind: Format, block: int = BLOCK) -> tuple[np.nda
     if kind is MXFP4:
         _, exponents = np.frexp(np.abs(blocks).max(axis=1))
         scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
-        scaled = np.ldexp(blocks, _BIAS - scales.astype(np.int32)[:, None])
-        magnitudes = np.searchsorted(_MIDDLES, np.abs(scaled), side="left").astype(np.uint8)
-        # a tie goes to the even code, as the specification has it
-        at_middle = np.abs(scaled) == np.append(_MIDDLES, np.inf)[magnitudes]
-        magnitudes += (at_middle & (magnitudes % 2 == 1)).astype(np.uint8)
-        codes = magnitudes | (np.signbit(scaled).astype(np.uint8) << 3)
+        scaled = blocks * np.ldexp(np.float32(1), _BIAS - scales.astype(np.int32))[:, None]
+        codes = _e2m1_codes(np.abs(scaled)) | (np.signbit(scaled).view(np.uint8) << 3)
         return _pairs(codes, w_KN.shape), scales
     if kind is INT4:
         peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
@@ -99,6 +93,15 @@ def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.repeat(peaks / np.float32(_LARGEST_E4M3), FP8.block, axis=1)[:, :outputs]
     wide = np.repeat(np.where(scales == 0, 1, scales), FP8.block, axis=0)[:inputs]
     return (w_KN / wide).astype(jnp.float8_e4m3fn).view(np.uint8), scales
+
+
+def _e2m1_codes(x: np.ndarray) -> np.ndarray:
+    """Return the codes of the nearest magnitudes: steps of 1/2 below 2, of 1 below 4, of 2 up to 6.
+
+    A tie goes to the even code, as the specification has it: that of the even number of steps.
+    """
+    upper = np.where(x < 4, np.rint(x) + 2, np.fmin(np.rint(x / 2) + 4, 7))
+    return np.where(x < 2, np.rint(2 * x), upper).astype(np.uint8)
 
 
 def _bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -66,6 +66,19 @@ def test_mxfp4_stays_what_it_is() -> None:
     assert np.array_equal(read(*compress(wide.astype(np.float32), MXFP4), MXFP4), wide)
 
 
+def test_ties_of_four_bit_floats_go_to_the_even_code() -> None:
+    """Between every two magnitudes, and a little to both sides; beyond the largest it is cut."""
+    steps = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    even = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    below, above = np.nextafter(steps, np.float32(0)), np.nextafter(steps, np.float32(9))
+    w = np.zeros((32, 3), np.float32)
+    w[:7], w[7:14] = np.stack([steps, below, above], axis=1), -np.stack([steps, below, above], axis=1)
+    w[14:16] = [[6.0], [7.5]]  # the scale is 1
+    wide = read(*compress(w, MXFP4), MXFP4)
+    assert wide[:7, 0].tolist() == even and (wide[7:14] == -wide[:7]).all() and (wide[14:16] == 6).all()
+    assert wide[:7, 1].tolist() == E2M1[:7] and wide[:7, 2].tolist() == E2M1[1:8]
+
+
 def test_eight_bit_floats_of_any_length() -> None:
     """A last block of fewer than 128 inputs, and every E4M3 value."""
     w = weights(2, (150, 4))
