@@ -37,8 +37,9 @@ from jax.sharding import NamedSharding
 
 from benchmarks.lib import report
 from jmoe.inference.mesh_programs import ExchangeShape, experts_on_mesh
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
+from kernels_pallas.compressed import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
@@ -155,10 +156,26 @@ def programs(shape: MoEShape, implementation: Name) -> Iterator[tuple[str, Calla
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
         narrow, scale = jax.ShapeDtypeStruct(up.shape, dtype), jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
         yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
+    for kind in ("wide", *FORMATS):
+        yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
     yield "experts, forward", experts, (of((n, d)), sizes, up, down)
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
     loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
     yield "MoE layer, gradients", loss, (of((t, d)), (up, down), *routing)
+
+
+def experts_in_slots(shape: MoEShape, kind: str, implementation: Name) -> tuple[Callable[..., Any], Any]:
+    """(function, operands) of a layer's experts out of twice as many slots, for 64 tokens: an engine's step."""
+    t, k, d, f, e = 64, shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    matrices, slots = {"w_up": (d, 2 * f), "w_down": (f, d)}, {}
+    for name, (inner, columns) in matrices.items():
+        bits = {name: ((inner, columns), jnp.dtype(jnp.uint16))}
+        fields = FORMATS[kind].fields(name, (inner, columns)) if kind in FORMATS else bits
+        slots |= {n: jax.ShapeDtypeStruct((2 * e, *sizes), dtype) for n, (sizes, dtype) in fields.items()}
+    of = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    routed = of(jnp.bfloat16, t, d), of(jnp.int32, t, k), of(jnp.float32, t, k), of(jnp.float32, t, d)
+    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 64, "implementation": implementation}
+    return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
 
 
 def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:

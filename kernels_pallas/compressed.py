@@ -11,7 +11,7 @@ the low bits, of 2 i + 1 in the high ones) or bytes [K, N], and scales, one for 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -128,15 +128,15 @@ def widen(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
         codes = values
     if kind is MXFP4:
         factors = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
-        wide = _e2m1(codes)
+        wide = e2m1(codes)
     else:
-        factors = _floats(scales).astype(jnp.float32)
+        factors = floats(scales).astype(jnp.float32)
         wide = codes.astype(jnp.float32) - (8.0 if kind is INT4 else 0.0)
     blocks = wide.reshape(-1, BLOCK, values.shape[1]) * factors[:, None]
     return blocks.reshape(wide.shape).astype(dtype)
 
 
-def _e2m1(codes: jax.Array) -> jax.Array:
+def e2m1(codes: jax.Array) -> jax.Array:
     """Return float32 values of 4-bit floats: sign, two bits of exponent, one of mantissa."""
     code = codes.astype(jnp.uint32)
     sign, exponent, mantissa = (code >> 3) << 31, (code >> 1) & 3, code & 1
@@ -150,9 +150,13 @@ def opened(arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
     stored = arrays[name]
     if name + SCALES in arrays:
         return widen(stored, arrays[name + SCALES], dtype)
-    return _floats(stored)
+    return floats(stored)
 
 
-def _floats(x: jax.Array) -> jax.Array:
+@overload
+def floats(x: jax.Array) -> jax.Array: ...
+@overload
+def floats(x: jax.Array | None) -> jax.Array | None: ...
+def floats(x: jax.Array | None) -> jax.Array | None:
     """Return x, where uint16 are the bits of bfloat16."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x

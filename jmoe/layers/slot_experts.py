@@ -2,7 +2,8 @@
 
 Legend: T tokens, K choices a token, N = T K assignments, E experts of a layer, M slots, B rows a tile, A experts a
 bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F. No compiled program knows which slot holds which expert.
-`table_mlp` reads slots in place through a table; XLA:CPU would copy them, so `bundled_mlp` takes a few at a time there.
+`table_mlp` reads slots in place through a table, on Hopper in one grouped matmul each way; XLA:CPU would copy them, so
+`bundled_mlp` takes a few at a time there.
 """
 
 import math
@@ -18,7 +19,7 @@ from jax import lax
 from kernels_pallas.compressed import opened
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
-from kernels_pallas.implementations import Name
+from kernels_pallas.implementations import Name, default_names, first_supported
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
@@ -89,10 +90,40 @@ def table_mlp(
 ) -> jax.Array:
     """Return float32 [T, D]: y + the weighted sum of each token's experts, read from slot `table_E[expert]`.
 
-    slots: by name, [M, ...]; bfloat16 as its bits. Assignments are sorted by expert and cut into tiles of one expert;
-    the loop runs once a tile in use, so that an expert without tokens costs nothing and its slot may hold anything.
-    implementation: of the sum; None: the best of the platform.
+    slots: by name, [M, ...]; bfloat16 as its bits. An expert without tokens costs nothing and its slot may hold
+    anything. tile_rows: of `xla`. implementation: None for the best that supports the case.
     """
+    forms = {
+        "mosaic_gpu": partial(_in_one_product, routed, slots, table_E, activation),
+        "xla": partial(_by_tiles, routed, slots, table_E, activation, tile_rows, implementation),
+    }
+    names = default_names() if implementation is None else (implementation,)
+    return first_supported("table_mlp", [(name, forms[name]) for name in names])
+
+
+def _in_one_product(
+    routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
+) -> jax.Array:
+    """All experts in one grouped matmul each way, which reads the slots as they are stored."""
+    from kernels_pallas.grouped_mlp.mosaic_gpu import grouped_mlp_in_slots  # imported on first use: it takes a second
+
+    num_experts, n = table_E.shape[0], routed.idx_TK.size
+    by_expert = _sort(routed.idx_TK, num_experts, 0)
+    rows_ND = routed.h_TD[by_expert.token_N]
+    out = grouped_mlp_in_slots(rows_ND, by_expert.sizes_E, slots, table_E, activation=activation)
+    rank_TK = jnp.where(routed.idx_TK < num_experts, by_expert.rank_TK, n)  # a row of no expert holds anything
+    return routed.y_TD + combine(out, routed.weights_TK, by_expert.token_N, rank_TK, False)
+
+
+def _by_tiles(
+    routed: ExpertInputs,
+    slots: Mapping[str, jax.Array],
+    table_E: jax.Array,
+    activation: str,
+    tile_rows: int,
+    implementation: Name | None,
+) -> jax.Array:
+    """Assignments sorted by expert, in tiles of one expert: the loop runs once a tile in use."""
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
     by_expert = _sort(routed.idx_TK, num_experts, tile_rows)
     tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows

@@ -12,12 +12,15 @@ place among 8 lines the copy swizzles by. The products want those 8 lines as one
 moves the lines of its 64 rows into such blocks while the tensor cores are at work on the step before.
 
 Weights of 8 bits are copied as they are; each multiplying warpgroup widens its columns in shared memory while the
-tensor cores are at work on the step before. Their scales, one a column, are factors of the finished sums.
+tensor cores are at work on the step before. Their scales, one a column, are factors of the finished sums. Weights
+compressed in blocks of inputs (`Compressed`) are widened likewise, their scales copied with them; of two 4-bit values
+in a byte each is multiplied by its own half of x, whose even and odd columns are therefore taken apart before.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.compressed import FP8, MXFP4, Format, e2m1, format_of
 from kernels_pallas.token_permute.mosaic_gpu import gather_rows
 
 ALIGN = 8
@@ -131,12 +135,13 @@ def _multiplying(
     multiply: Callable[..., None],
     store: Callable[..., None],
     sums_shapes: list[tuple[int, int]],
+    num_products: int,
     full: Any,
     empty: Any,
 ) -> None:
     """Run a multiplying warpgroup: wait for a step, multiply, and hand the step before it back.
 
-    multiply starts one product for each of `sums_shapes`.
+    multiply starts `num_products` products, into sums of `sums_shapes`.
     """
     plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
     num_stages = full.shape[0]
@@ -149,7 +154,7 @@ def _multiplying(
                 stage = lax.rem(done, jnp.int32(num_stages))
                 plgpu.barrier_wait(full.at[stage])
                 multiply(accs, where, k, stage)
-                plgpu.wgmma_wait(len(accs))
+                plgpu.wgmma_wait(num_products)
 
                 @pl.when(k > 0)
                 def _() -> None:
@@ -219,6 +224,65 @@ def _widened(w: jax.Array, dtype: Any) -> jax.Array:
     return w.astype(dtype)
 
 
+NARROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Weights [M, D / values of a byte, F] of M slots, as `kernels_pallas.compressed` keeps them.
+
+    scales: [M, blocks of D, F]; those of bfloat16 may be its bits.
+    """
+
+    form: Format
+    scales: jax.Array
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of inputs in a step of `INNER` rows of bytes; of a block that is longer, one."""
+        return max(1, INNER * self.form.per_byte // self.form.block)
+
+    def first_block(self, k: jax.Array) -> jax.Array:
+        """The block in which step k begins."""
+        return k * (INNER * self.form.per_byte) // self.form.block
+
+    def widened(self, values: jax.Array, scales: Any) -> list[jax.Array]:
+        """Float32 weights of a step's bytes [INNER, STORED] of the inputs in x's halves, from its scales in memory."""
+        factors = self._factors(scales)
+        if self.form is FP8:
+            return [values.astype(jnp.float16).astype(jnp.float32) * factors]
+        if self.form.per_byte == 1:
+            return [values.astype(jnp.float32) * factors]
+        codes = values.astype(jnp.int32)
+        value = e2m1 if self.form is MXFP4 else lambda code: code.astype(jnp.float32) - 8.0
+        return [value(half) * factors for half in (codes & 15, (codes >> 4) & 15)]
+
+    def _factors(self, scales: Any) -> jax.Array:
+        rows = []
+        for b in range(self.blocks):
+            row = _loaded(scales.at[b], NARROW_LAYOUT.reduce(0))
+            if self.form is MXFP4:
+                row = lax.bitcast_convert_type((row.astype(jnp.int32) & 255) << 23, jnp.float32)
+            spread = lax.broadcast_in_dim(row.astype(jnp.float32), (INNER, STORED), (1,))
+            rows.append(plgpu.layout_cast(spread, NARROW_LAYOUT))
+        at = plgpu.broadcasted_iota(jnp.int32, (INNER, STORED), 0, layout=NARROW_LAYOUT)
+        factors = rows[-1]
+        for b in reversed(range(self.blocks - 1)):
+            factors = jnp.where(at < (b + 1) * (INNER // self.blocks), rows[b], factors)
+        return factors
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the matrices lie: that of group e, and its bias, is number slot_E[e] of w, which has any number of them.
+
+    scales: of compressed matrices, see `Compressed`.
+    """
+
+    slot_E: jax.Array
+    scales: jax.Array | None = None
+
+
 @dataclass(frozen=True)
 class Epilogue:
     """The operation on float32 sums before they are stored.
@@ -239,7 +303,20 @@ def _loaded(ref: Any, layout: Any) -> jax.Array:
     return value
 
 
-def grouped_matmul(
+def _bytes_of(w: jax.Array, compressed: Compressed, transpose_rhs: bool) -> jax.Array:
+    """Compressed weights as the numbers that the kernel reads."""
+    if transpose_rhs:
+        raise NotImplementedError("compressed weights, transposed")
+    return lax.bitcast_convert_type(w, jnp.float8_e4m3fn if compressed.form is FP8 else jnp.int8)
+
+
+def _floats_of(compressed: Compressed) -> jax.Array:
+    """The scales as numbers; the exponents of mxfp4 as signed bytes."""
+    scales, kind = compressed.scales, {MXFP4: jnp.int8, FP8: jnp.float32}.get(compressed.form, jnp.bfloat16)
+    return scales if scales.dtype == kind else lax.bitcast_convert_type(scales, kind)
+
+
+def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     x_ND: jax.Array,
     w: jax.Array,
     group_sizes_E: jax.Array,
@@ -247,6 +324,7 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
+    slots: Slots | None = None,
     epilogue: Epilogue = Epilogue(),
     launch: Launch = Launch(),
 ) -> jax.Array:
@@ -258,10 +336,15 @@ def grouped_matmul(
     bias_EF, activate, gated = epilogue.bias_EF, epilogue.activate, epilogue.gated
     num_rows, inner = (x_ND if src_N is None else src_N).shape[0], x_ND.shape[1]
     num_columns, parts = w.shape[1 if transpose_rhs else 2], 2 if gated else 1
-    narrow, gathered = scale_EF is not None, src_N is not None
-    if narrow and w.dtype not in NARROW_DTYPES:
+    scales = None if slots is None else slots.scales
+    compressed = None if scales is None else Compressed(format_of(w.dtype, scales.dtype), scales)
+    gathered, halves = src_N is not None, compressed.form.per_byte if compressed else 1
+    narrow = scale_EF is not None or compressed is not None
+    if compressed is not None:
+        w = _bytes_of(w, compressed, transpose_rhs)
+    elif narrow and w.dtype not in NARROW_DTYPES:
         raise NotImplementedError(f"dtype {w.dtype} of weights with scales: only int8 or float8_e4m3fn")
-    _check((x_ND,) if narrow else (x_ND, w), inner, INNER)
+    _check((x_ND,) if narrow else (x_ND, w), inner, INNER * halves)
     if gated and (num_columns % 256 or transpose_rhs or narrow):
         why = f"{num_columns} gated columns, {transpose_rhs=}, weights {w.dtype}"
         raise NotImplementedError(f"{why}: must be a multiple of 256, not transposed, without scales")
@@ -270,10 +353,12 @@ def grouped_matmul(
     # what a warpgroup makes of a tile: all rows of half of the columns, or half of the rows of all columns, which
     # may be both gates and ups
     by_rows = gated or gathered
-    tile_columns = 128 if gated else 2 * _columns(num_columns)  # of the result
+    tile_columns = 128 if gated or compressed else 2 * _columns(num_columns)  # of the result
+    if num_columns % tile_columns:
+        raise NotImplementedError(f"{num_columns} columns: not a multiple of {tile_columns}")
     height, columns = (ROWS // 2, tile_columns) if by_rows else (ROWS, tile_columns // 2)
-    num_stages = GATHERED_STAGES if gathered else STAGES
-    num_n, num_steps = num_columns // parts // tile_columns, inner // INNER
+    num_stages = GATHERED_STAGES if gathered or halves == 2 else STAGES
+    num_n, num_steps = num_columns // parts // tile_columns, inner // (INNER * halves)
     by_index: list[jax.Array] = []
     if src_N is None:
         x_ND = _whole_rows(x_ND)
@@ -282,15 +367,24 @@ def grouped_matmul(
         src_N = jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)
         by_index.append(_whole_rows(src_N[:, None])[:, 0])
         whole_rows = by_index[0].shape[0]
+    if halves == 2:  # a byte's two inputs go into products of their own
+        x_HND = x_ND.reshape(*x_ND.shape[:1], -1, 2).transpose(2, 0, 1)
+    else:
+        x_HND = x_ND[None]
     count, tiles_4M = _row_tiles(group_sizes_E, whole_rows)
+    if slots is not None:
+        tiles_4M = tiles_4M.at[0].set(slots.slot_E.astype(jnp.int32)[tiles_4M[0]])
+    by_block = [] if compressed is None else [_floats_of(compressed)]
     by_column = [a.astype(jnp.float32) for a in (scale_EF, bias_EF) if a is not None]
 
     def grouped_matmul_kernel(count, tiles, x, w, *refs):  # type: ignore[no-untyped-def]
         src, refs = list(refs[: len(by_index)]), refs[len(by_index) :]
+        blocks, refs = list(refs[: len(by_block)]), refs[len(by_block) :]
         factors_and_terms, refs = list(refs[: len(by_column)]), refs[len(by_column) :]
-        scale = factors_and_terms.pop(0) if narrow else None
+        scale = factors_and_terms.pop(0) if scale_EF is not None else None
         bias = factors_and_terms.pop() if bias_EF is not None else None
         out, x_smem, w_smem, out_smem, *own_smem, full, empty = refs
+        scales_smem = [own_smem.pop()] if compressed is not None else []
         wg = lax.axis_index("wg")
         top, left = (wg * height, 0) if by_rows else (0, wg * columns)
         num_mine = _mine(count[0] * num_n, launch.num_sms)
@@ -309,20 +403,24 @@ def grouped_matmul(
                     at = warp * (ROWS // 4)
                     tokens = [src[0][tiles[1, m] + at + b] for b in range(ROWS // 4)]
                     for b, token in enumerate(tokens):
-                        to = x_smem.at[stage, pl.ds(at + b, 1)]
-                        plgpu.copy_gmem_to_smem(x.at[pl.ds(token, 1), inside], to, barrier)
+                        to = x_smem.at[stage, 0, pl.ds(at + b, 1)]
+                        plgpu.copy_gmem_to_smem(x.at[0, pl.ds(token, 1), inside], to, barrier)
 
             else:
                 rows = pl.ds(pl.multiple_of(tiles[1, m], ALIGN), ROWS)
-                plgpu.copy_gmem_to_smem(x.at[rows, inside], x_smem.at[stage], barrier)
+                for half in range(halves):
+                    plgpu.copy_gmem_to_smem(x.at[half, rows, inside], x_smem.at[stage, half], barrier)
             for part in range(parts):
                 across = pl.ds(part * (num_columns // parts) + n * tile_columns, tile_columns)
                 block = (across, inside) if transpose_rhs else (inside, across)
                 plgpu.copy_gmem_to_smem(w.at[tiles[0, m], *block], w_smem.at[stage, part], barrier)
+            if compressed is not None:
+                of_step = pl.ds(compressed.first_block(k), compressed.blocks), pl.ds(n * tile_columns, tile_columns)
+                plgpu.copy_gmem_to_smem(blocks[0].at[tiles[0, m], *of_step], scales_smem[0].at[stage], barrier)
 
         def multiply(accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
             mine = pl.ds(left, columns)
-            x_mine = x_smem.at[stage, pl.ds(top, height)]
+            x_mine = x_smem.at[stage, 0, pl.ds(top, height)]
             if gathered:
                 block = own_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
                 block[...] = plgpu.layout_cast(x_mine[...], plgpu.Layout.WGMMA)
@@ -337,6 +435,16 @@ def grouped_matmul(
                     plgpu.commit_smem()
                     block = wide
                 plgpu.wgmma(acc, x_mine, block.transpose((1, 0)) if transpose_rhs else block)
+
+        def multiply_compressed(form: Compressed, accs: Any, where: Any, k: jax.Array, stage: jax.Array) -> None:
+            mine = pl.ds(left, columns)
+            values = plgpu.layout_cast(w_smem.at[stage, 0].at[:, mine][...], NARROW_LAYOUT)
+            wide = own_smem[0].at[wg, lax.rem(k, 2)]  # the other one is being multiplied
+            for half, weights in enumerate(form.widened(values, scales_smem[0].at[stage, :, mine])):
+                wide[half] = weights.astype(x.dtype)
+            plgpu.commit_smem()
+            for half in range(halves):
+                plgpu.wgmma(accs[0], x_smem.at[stage, half], wide.at[half])
 
         def finished(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
             """Columns of the result, from `first`, as they are stored."""
@@ -376,24 +484,29 @@ def grouped_matmul(
 
         @pl.when(wg < 2)
         def multiplying() -> None:
-            _multiplying(num_mine, steps_of, multiply, store, [(height, columns)] * parts, full, empty)
+            products = parts * halves
+            step = multiply if compressed is None else partial(multiply_compressed, compressed)
+            _multiplying(num_mine, steps_of, step, store, [(height, columns)] * parts, products, full, empty)
 
     def block(columns: int) -> tuple[int, int]:
         return (columns, INNER) if transpose_rhs else (INNER, columns)
 
     scratch = [
-        plgpu.SMEM((num_stages, ROWS, INNER), x_ND.dtype, transforms=BY_ROW if gathered else TILED),
+        plgpu.SMEM((num_stages, halves, ROWS, INNER), x_ND.dtype, transforms=BY_ROW if gathered else TILED),
         plgpu.SMEM((num_stages, parts, *block(tile_columns)), w.dtype, transforms=TILED_NARROW if narrow else TILED),
         plgpu.SMEM((2, height, STORED), x_ND.dtype, transforms=BY_ROW),
     ]
-    if narrow:
+    if compressed is not None:
+        scratch.append(plgpu.SMEM((2, 2, halves, *block(columns)), x_ND.dtype, transforms=TILED))
+        scratch.append(plgpu.SMEM((num_stages, compressed.blocks, tile_columns), by_block[0].dtype))
+    elif narrow:
         scratch.append(plgpu.SMEM((2, 2, *block(columns)), x_ND.dtype, transforms=TILED))
     if gathered:
         scratch.append(plgpu.SMEM((2, 2, height, INNER), x_ND.dtype, transforms=TILED))
     out_type = jax.ShapeDtypeStruct((whole_rows, num_columns // parts), x_ND.dtype)
-    num_copies = (ROWS if gathered else 1) + parts
+    num_copies = (ROWS if gathered else halves) + parts + len(by_block)
     kernel = _launch(grouped_matmul_kernel, out_type, scratch, launch, num_copies, num_stages)
-    return kernel(count, tiles_4M, x_ND, w, *by_index, *by_column)[:num_rows]
+    return kernel(count, tiles_4M, x_HND, w, *by_index, *by_block, *by_column)[:num_rows]
 
 
 def weight_gradient(
@@ -473,7 +586,7 @@ def weight_gradient(
 
         @pl.when(wg < 2)
         def multiplying() -> None:
-            _multiplying(num_mine, steps_of, multiply, store, [(ROWS, columns)], full, empty)
+            _multiplying(num_mine, steps_of, multiply, store, [(ROWS, columns)], 1, full, empty)
 
     scratch = [
         plgpu.SMEM((STAGES, INNER, ROWS), x_ND.dtype, transforms=TILED),

@@ -7,6 +7,7 @@ Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hid
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.compressed import SCALES, floats
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, mosaic_gpu
 from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
 from kernels_pallas.implementations import first_supported
@@ -88,6 +90,35 @@ def _fused(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmu
     up, down = mosaic_gpu.Epilogue(b_up_LU, function, gated), mosaic_gpu.Epilogue(b_down_LD)
     a_NF = matmul.grouped_matmul(x_ND, w_up_LDU, group_sizes_L, epilogue=up)
     return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, epilogue=down)
+
+
+def grouped_mlp_in_slots(
+    x_ND: jax.Array,
+    group_sizes_E: jax.Array,
+    slots: Mapping[str, jax.Array],
+    slot_E: jax.Array,
+    *,
+    activation: str,
+    matmul: Implementation = HOPPER,
+) -> jax.Array:
+    """Apply to the rows of group e the MLP whose weights lie in slot slot_E[e]; rows beyond the groups hold anything.
+
+    slots: arrays by name, [M, ...] of M slots, as they are stored: bfloat16 perhaps as its bits, matrices perhaps
+    compressed with their scales beside them (`kernels_pallas.compressed`). They are read in place, as many bytes as
+    the groups with rows have. Raises NotImplementedError as the grouped matmul does.
+    """
+
+    def product(x: jax.Array, name: str, activate: Any = None) -> jax.Array:
+        w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
+        epilogue = mosaic_gpu.Epilogue(floats(bias), activate, activate is not None)
+        places = mosaic_gpu.Slots(slot_E, scales)
+        return matmul.grouped_matmul(x, floats(w), group_sizes_E, slots=places, epilogue=epilogue)
+
+    if activation != "gelu" and "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0:
+        a_NF = product(x_ND, "up", partial(activate_gated, activation=activation))
+    else:
+        a_NF = activate(product(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)
+    return product(a_NF, "down")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
+from kernels_pallas.compressed import FORMATS, SCALES, compress, widen
 from kernels_pallas.grouped_matmul import mosaic_gpu as gm_mosaic
 from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_mlp import MLPWeights
@@ -119,6 +121,48 @@ def test_quantized(dtype: str, transpose_rhs: bool) -> None:
     call = partial(gm.quantized_grouped_matmul, x, w, scale, sizes, transpose_rhs=transpose_rhs)
     expected = gm_reference.grouped_matmul(x, w, sizes, transpose_rhs=transpose_rhs, scale_EF=scale)
     assert_close(call(implementation=MATMUL)[:INSIDE], expected[:INSIDE], 1e-2)
+
+
+@needs_new_interpreter
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_compressed(kind: str) -> None:
+    """Weights of slots, compressed in blocks: steps of several blocks and blocks of several steps."""
+    form, sizes, slot_E = FORMATS[kind], jnp.asarray(SIZES, jnp.int32), jnp.asarray([2, 0, 1], jnp.int32)
+    kept = [compress(np.asarray(normal(m, (256, 128), jnp.float32)), form) for m in range(3)]
+    values, scales = (jnp.asarray(np.stack(part)) for part in zip(*kept, strict=True))
+    x = normal(9, (NUM_ROWS, 256))
+    ours = MATMUL.grouped_matmul(x, values, sizes, slots=gm_mosaic.Slots(slot_E, scales))
+    wide = jax.vmap(partial(widen, dtype=jnp.bfloat16))(values, scales)[slot_E]
+    assert_close(ours[:INSIDE], gm_reference.grouped_matmul(x, wide, sizes)[:INSIDE], 1e-2)
+
+
+@needs_new_interpreter
+@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "int8"])
+def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts' products at once, with biases and padding, against the loop over tiles."""
+    tokens, d, f, slots, experts = 6, 128, 128, 4, 3
+    shapes = {"w_up": (d, 2 * f), "w_down": (f, d), "b_up": (2 * f,), "b_down": (d,)}
+    shapes = shapes if kind is None else {"w_up": (d, 2 * f), "w_down": (f, d)}
+    arrays: dict[str, jax.Array] = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        drawn = normal(i, (slots, *shape), jnp.float32) * 0.2
+        if kind is None:
+            arrays[name] = jax.lax.bitcast_convert_type(drawn.astype(jnp.bfloat16), jnp.uint16)
+        else:
+            kept = [compress(np.asarray(one), FORMATS[kind]) for one in drawn]
+            for field, part in zip((name, name + SCALES), zip(*kept, strict=True), strict=True):
+                arrays[field] = jnp.asarray(np.stack(part))
+    idx = np.random.default_rng(0).integers(0, 2, (tokens, 2)) * 2  # nobody chooses expert 1
+    idx[1] = experts  # padding
+    weights = jnp.asarray(np.random.default_rng(1).uniform(size=(tokens, 2)), jnp.float32)
+    routed = ExpertInputs(normal(7, (tokens, d)), jnp.asarray(idx, jnp.int32), weights, jnp.ones((tokens, d)))
+    table = jnp.asarray([3, 0, 1], jnp.int32)
+    in_interpreter = partial(mlp_mosaic.grouped_mlp_in_slots, matmul=MATMUL)
+    monkeypatch.setattr(mlp_mosaic, "grouped_mlp_in_slots", in_interpreter)
+    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4}
+    ours = table_mlp(routed, arrays, table, implementation="mosaic_gpu", **options)
+    assert_close(ours, table_mlp(routed, arrays, table, implementation="xla", **options), 2e-2)
+    assert (ours[1] == 1).all()
 
 
 def mlp_operands(activation: str, bias: bool) -> tuple[Any, ...]:
