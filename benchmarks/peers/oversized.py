@@ -1,7 +1,7 @@
 """Decoding beside llama.cpp under a memory limit that counts the page cache; the last line is one JSON object.
 
-    sudo python benchmarks/peers/oversized.py --node FOLDER --text FILE --limit-mb 1000 \\
-        --pair MODEL MODEL-bf16.gguf "--device-bytes 330e6 --host-cache-bytes 80e6" \\
+    sudo python benchmarks/peers/oversized.py --node FOLDER --text FILE --limit-mb 1000
+        --pair MODEL MODEL-bf16.gguf "--device-bytes 330e6 --host-cache-bytes 80e6"
         --pair MODEL MODEL-q4_0.gguf "--expert-dtype int4 --policy resident --host-cache-bytes 1e6"
 
 --node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the same weights for llama.cpp,
@@ -89,8 +89,8 @@ def main() -> None:
                 ours = [str(HERE.parent / "oversized.py"), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
                 here = last_object([sys.executable, *ours], limit)
                 evict(Path(gguf))
-                theirs = ["node", str(HERE / "oversized_llamacpp.mjs"), str(Path(gguf).resolve()), str(ids), str(PROMPT)]
-                there = last_object(theirs, limit, a.node)
+                theirs = [str(HERE / "oversized_llamacpp.mjs"), str(Path(gguf).resolve()), str(ids), str(PROMPT)]
+                there = last_object(["node", *theirs], limit, a.node)
                 rounds[n].append((here["decode_tokens_per_s"], NEW_TOKENS / sum(there["seconds"])))
                 details[n] = {k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")}
                 report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": round(rounds[n][-1][1], 3)})
