@@ -4,7 +4,8 @@
 
 A preset is trained on the source of Python's standard library but for some files, merged, pruned to 75 and 50 % of its
 experts by how often they are used and by REAP's score, and distilled to half of its experts; beside the student one
-that begins alike and learns as long from the text alone. All are measured on the files that were left out: nothing was
+that begins alike and learns as long from the text alone. The whole model is compressed in every format, and the student
+in MXFP4. All are measured on the files that were left out: nothing was
 trained, chosen or calibrated by them. What is in DIR already is not made again. The last line is one JSON object;
 `lost` is in bits per byte over the whole model's.
 """
@@ -30,6 +31,7 @@ from benchmarks.lib import report
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.deploy.calibration_text import CalibrationText, windows_of
 from jmoe.deploy.cut import weight_bytes
+from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
@@ -101,6 +103,15 @@ def main() -> None:
         rows.append(report.progress(row | {"bits_per_byte": round(bits, 4), "lost": lost}))
 
     measure("whole", whole)
+
+    def measure_compressed(stage: str, model: Path, kind: str) -> None:
+        out = folder / f"{model.name}-{kind}"
+        if not out.is_dir():
+            run("-m", "jmoe.deploy.compress", model, "--out", out, "--experts", kind)
+        measure(f"{stage}, {kind}", out)
+
+    for kind in LAYOUTS:
+        measure_compressed("whole", whole, kind)
     cut = ("--text", learned, "--sequence-length", a.sequence_length)
     for kept in (3 * experts // 4, experts // 2):
         for score in ("usage", "reap"):
@@ -120,6 +131,7 @@ def main() -> None:
         run("-m", "jmoe.deploy.distil", whole, "--out", student, "--text", learned, *half, *same)
         run("-m", "jmoe.deploy.merge", student, folder / "student-model")
     measure("distilled", folder / "student-model")
+    measure_compressed("distilled", folder / "student-model", "mxfp4")
     if not (folder / "alone-model").is_dir():
         start = ("--init-from", student / "student", "--data.path", learned, "--output-dir", alone)
         run("train.py", a.preset, *start, *same)

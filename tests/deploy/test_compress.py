@@ -319,7 +319,7 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
     """By its configuration, and by its tensors where the configuration says nothing."""
     write_compressed_checkpoint("fp8", "qwen3_moe", tmp_path / "fp8", tmp_path / "wide")
     for folder in (tmp_path / "fp8", CHECKPOINTS / "gpt_oss_mxfp4"):
-        with pytest.raises(ValueError, match=r"quantization_config = .*: the model is compressed already"):
+        with pytest.raises(ValueError, match=r"quantization_config = '(fp8|mxfp4)': the model is compressed already"):
             compress_model(folder, tmp_path / "out", "mxfp4")
     shutil.copytree(CHECKPOINTS / "gpt_oss_mxfp4", tmp_path / "gpt_oss")
     for folder in (tmp_path / "fp8", tmp_path / "gpt_oss"):
