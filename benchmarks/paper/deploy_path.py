@@ -4,10 +4,9 @@
 
 A preset is trained on the source of Python's standard library but for some files, merged, pruned to 75 and 50 % of its
 experts by how often they are used and by REAP's score, and distilled to half of its experts; beside the student one
-that begins alike and learns as long from the text alone. The whole model is compressed in every format, and the student
-in MXFP4. All are measured on the files that were left out: nothing was
-trained, chosen or calibrated by them. What is in DIR already is not made again. The last line is one JSON object;
-`lost` is in bits per byte over the whole model's.
+that begins alike and learns as long from the text alone. The whole model is compressed to every format, the student to
+MXFP4. All are measured on the files that were left out: nothing was trained, chosen or calibrated by them. What is in
+DIR already is not made again. The last line is one JSON object; `lost` is in bits per byte over the whole model's.
 """
 
 if __name__ == "__main__":

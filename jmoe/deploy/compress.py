@@ -66,14 +66,19 @@ class _Matrices:
     def _make(self) -> dict[str, NDArray[Any]]:
         rows = self._stored.shape[-2]
         if not self._source.stacked:
-            stored = _rows(self._reader, self._stored, 0, rows)
+            stored = self._matrix(0, rows)
             return self._layout.tensors(stored.T if self._source.transposed else stored)
         made = {end: np.empty(shape, dtype) for end, (shape, dtype) in self._fields.items()}
         for expert in range(self._stored.shape[0]):
-            w_KN = _rows(self._reader, self._stored, expert * rows, (expert + 1) * rows)
-            for end, part in self._layout.tensors(w_KN).items():
+            for end, part in self._layout.tensors(self._matrix(expert * rows, (expert + 1) * rows)).items():
                 made[end][expert] = part
         return made
+
+    def _matrix(self, start: int, end: int) -> NDArray[Any]:
+        matrix = _rows(self._reader, self._stored, start, end)
+        if not np.isfinite(matrix).all():
+            raise self._stored.wrong("has values that are not finite: it cannot be compressed")
+        return matrix
 
 
 def _rows(reader: TensorReader, tensor: StoredTensor, start: int, end: int) -> NDArray[Any]:

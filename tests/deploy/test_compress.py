@@ -331,6 +331,25 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """Named while the model is written; what a process that was killed has left there is gone too."""
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    source = write_random(tmp_path / "model", fields_of("olmoe", 64, 96))
+    tensors = raw_tensors(source)
+    tensors[name] = np.where(np.arange(64) == 7, np.float32(np.inf), tensors[name])
+    write_tensors(tmp_path / "bad", json.loads((source / "config.json").read_text()), tensors)
+    for good in (False, True):
+        (tmp_path / ".out.partial").mkdir()
+        (tmp_path / ".out.partial" / "model-00001-of-00009.safetensors").write_bytes(b"half")
+        if good:
+            compress_model(source, tmp_path / "out", "mxfp4")
+        else:
+            with pytest.raises(ValueError, match=f"tensor {name!r} has values that are not finite"):
+                compress_model(tmp_path / "bad", tmp_path / "out", "mxfp4")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "model", *["out"] * good]
+    assert not list((tmp_path / "out").glob("model-*"))
+
+
 def test_pruned_before_and_after(tmp_path: Path) -> None:
     """A compressed model loses what its wide weights would lose, and is wide then; compressed again it is the same."""
     source = write_random(tmp_path / "model", fields_of("gpt_moe", 32, 32) | {"num_hidden_layers": 1})
