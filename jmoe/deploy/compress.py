@@ -99,8 +99,8 @@ def _check_wide(fields: dict[str, Any], stored: dict[str, StoredTensor], pieces:
     """Refuse a model with matrices that are compressed already."""
     for name in COMPRESSION_FIELDS:
         value = fields.get(name)
-        given = value.get("format", value.get("quant_method")) if isinstance(value, dict) else value
-        check(not value, name, given, "the model is compressed already: must be one whose weights are wide")
+        said = value.get("format", value.get("quant_method")) if isinstance(value, dict) else value
+        check(not value, name, said, "the model is compressed already: must be one whose weights are wide")
     for piece in pieces:
         if piece.name not in stored or format_of_matrix(stored, piece.name, piece.shape) is not None:
             compressed = next(tensor for name, tensor in stored.items() if name.startswith(piece.name))
