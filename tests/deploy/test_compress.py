@@ -40,7 +40,7 @@ SIZES = {"mxfp4": (64, 96), "int4": (64, 96), "int8": (64, 96), "fp8": (256, 128
 PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-NUMPY = {"F32": "<f4", "I32": "<i4", "I64": "<i8", "U8": "u1", "I8": "i1"}
+NUMPY = {"F32": "<f4", "F16": "<f2", "I32": "<i4", "I64": "<i8", "U8": "u1", "I8": "i1"}
 NUMPY |= {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 
 
@@ -55,11 +55,13 @@ def fields_of(family: str, hidden: int, inner: int) -> dict[str, Any]:
     return fields | sizes | ({"head_dim": hidden // 4} if fields.get("head_dim") else {})
 
 
-def write_tensors(folder: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def write_tensors(
+    folder: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], shard_bytes: int = 1 << 30
+) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
     new = [NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)) for name, x in tensors.items()]
-    write_safetensors(folder, new, 1 << 30)
+    write_safetensors(folder, new, shard_bytes)
 
 
 def write_random(folder: Path, fields: dict[str, Any], dtype: Any = np.float32) -> Path:
@@ -231,14 +233,22 @@ def test_one_scale_a_row_of_int8(tmp_path: Path) -> None:
 
 
 def test_sharded_files_and_half_precision(tmp_path: Path) -> None:
-    """Files are read wherever they say tensors lie; what is float16 stays so."""
-    fields = fields_of("olmoe", 64, 96)
+    """Tensors are read from wherever the index says they are; what is float16 stays so."""
+    fields = fields_of("deepseek_v3", 64, 96) | {"num_nextn_predict_layers": 1}
     source = write_random(tmp_path / "model", fields, np.float16)
-    compress_model(source, tmp_path / "out", "mxfp4")
-    model = jmoe.load_pretrained(tmp_path / "out", dtype="float32")
+    tensors = raw_tensors(source)
+    further = {"model.layers.3.mlp.experts.0.up_proj.weight": np.ones((96, 64), np.float16)}
+    write_tensors(tmp_path / "sharded", fields, tensors | further, shard_bytes=100_000)
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 5
+    for name in ("model", "sharded"):
+        compress_model(tmp_path / name, tmp_path / f"{name}-out", "mxfp4")
+    found, expected = raw_tensors(tmp_path / "sharded-out"), raw_tensors(tmp_path / "model-out")
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    assert found["lm_head.weight"].dtype == np.float16
+    described = json.loads((tmp_path / "sharded-out" / "config.json").read_text())
+    assert described["num_nextn_predict_layers"] == 0  # layers that predict further tokens are left out
+    model = jmoe.load_pretrained(tmp_path / "sharded-out", dtype="float32")
     assert np.isfinite(np.asarray(model(np.arange(6, dtype=np.int32)[None]))).all()
-    content = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["lm_head.weight"]["dtype"] == "F16"
 
 
 def test_one_matrix_is_in_memory_at_a_time(tmp_path: Path) -> None:
