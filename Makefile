@@ -69,6 +69,7 @@ docs: $(STAMP)
 
 kernels-aot: $(STAMP)
 	$(BIN)/python benchmarks/kernels_aot.py $(ARGS)
+	$(BIN)/python benchmarks/training_aot.py
 
 # The stamp is written last, so that a set-up broken off half-way is done again.
 $(STAMP): pyproject.toml

@@ -21,8 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -32,10 +30,9 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-from benchmarks.lib import report
+from benchmarks.lib import ahead_of_time, report
 from jmoe.inference.mesh_programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
@@ -45,8 +42,6 @@ from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
-
-TARGETS = Path(__file__).resolve().parent / "targets"
 
 
 def parse() -> argparse.Namespace:
@@ -195,20 +190,17 @@ def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
 
 def main() -> None:
     a = parse()
-    if not any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
-        print("skipped: JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed")
+    if not ahead_of_time.has_cuda():
+        print(f"skipped: {ahead_of_time.MISSING}")
         report.finish({"skipped": True})
         return
     results = []
     for target in a.targets:
-        config = (TARGETS / f"{target}.txtpb").read_text()
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name=target, target_config=config, topology="1x1x1"
-        )
+        (device,) = ahead_of_time.devices(target)
         implementation: Name = "mosaic_gpu" if target == "h200" else "xla"
         for name in a.shapes:
             for what, function, operands in programs(MODELS[name], implementation):
-                result = compile_for(topology.devices[0], function, operands)
+                result = compile_for(device, function, operands)
                 results.append({"target": target, "shape": name, "program": what, **result})
                 size = result["temp_bytes"] / 2**20
                 most = max(result["shared_memory_bytes"], default=0)
@@ -220,8 +212,7 @@ def main() -> None:
                 for kernel in result["kernels"]:
                     print("    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel))
     if "h200" in a.targets:
-        options = {"target_config": (TARGETS / "h200.txtpb").read_text(), "topology": "1x1x8"}
-        devices = topologies.get_topology_desc(platform="cuda", topology_name="h200", **options).devices
+        devices = ahead_of_time.devices("h200", 1, 8)
         for name in a.shapes:
             if MODELS[name].num_experts % len(devices) == 0:
                 result = engine_exchange(MODELS[name], devices)

@@ -20,8 +20,6 @@ import math
 import os
 import sys
 import time
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -30,10 +28,9 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.lib import report
+from benchmarks.lib import ahead_of_time, report
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_17b
 from jmoe.data.image_batches import ImageBatch
@@ -42,7 +39,6 @@ from jmoe.planning.elastic import Layout
 from jmoe.training.task_layouts import STATE_BYTES, kept_bytes, layout_of
 from jmoe.training.vision_step import VisionTrainer
 
-TARGET = Path(__file__).resolve().parent / "targets" / "h200.txtpb"
 NUM_CLASSES = 1000  # of each task; not published
 
 
@@ -55,18 +51,12 @@ def parse() -> argparse.Namespace:
     return a
 
 
-def has_cuda() -> bool:
-    return any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
-
-
 def mesh_of(num_devices: int) -> Mesh:
     """Return a mesh of H200 that are not here, or of CPU devices."""
-    if not has_cuda():
+    if not ahead_of_time.has_cuda():
         jax.config.update("jax_num_cpu_devices", num_devices)
         return make_mesh((num_devices, 1, 1))
-    options = {"target_config": TARGET.read_text(), "topology": f"1x{num_devices // 8}x8"}
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", **options)
-    return make_mesh((num_devices, 1, 1), topology.devices)
+    return make_mesh((num_devices, 1, 1), ahead_of_time.devices("h200", num_devices // 8, 8))
 
 
 def batch_of(config: VisionTrainConfig, trainer: VisionTrainer) -> ImageBatch:
@@ -105,13 +95,13 @@ def main() -> None:
     lowered = traced.lower(lowering_platforms=("cuda",))
     lowered_s = time.perf_counter() - begun
     begun = time.perf_counter()
-    compiled = (lowered if has_cuda() else traced.lower()).compile()
+    compiled = (lowered if ahead_of_time.has_cuda() else traced.lower()).compile()
     memory = compiled.memory_analysis()
     batch_bytes = sum(math.prod(part.shape) * part.dtype.itemsize for part in batch) // a.devices
     slots = config.model.num_experts if trainer.slots is None else trainer.slots.num_slots
     row = {
         "devices": a.devices,
-        "compiled_for": "H200" if has_cuda() else "CPU",
+        "compiled_for": "H200" if ahead_of_time.has_cuda() else "CPU",
         "experts_a_layer_and_device": slots,
         "planned_bytes": kept_bytes(config, layout),
         "planned_state_bytes": planned_state_bytes(config, layout, slots),

@@ -157,7 +157,7 @@ def test_logprobs_are_the_models() -> None:
         chosen = expected[np.arange(len(said)), tokens[0, 1:]]
         np.testing.assert_allclose([lp.logprob for lp in said], chosen, atol=2e-5)
         top = np.sort(expected[len(prompt) - 1 : -1], axis=1)[:, ::-1][:, :3]
-        np.testing.assert_allclose([[v for _, v in lp.top] for lp in completion.logprobs], top, atol=2e-5)
+        np.testing.assert_allclose([[v for _, v in lp.top] for lp in completion.logprobs], top, atol=5e-5)
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
