@@ -1,6 +1,6 @@
 """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option VALUE ...].
 
-MODEL is a Hugging Face folder, or the output folder of a run of train.py.
+MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of jmoe.deploy.bundle.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jmoe.config.serving import ServeConfig
 from jmoe.runtime import end_at_once_on_interrupt, program_name, reexec_with_env
 
 if TYPE_CHECKING:
+    from jmoe.deploy.bundle import OpenBundle
     from jmoe.inference.lockstep import Follower, Leader
 
 say = partial(print, flush=True)
@@ -27,9 +28,11 @@ say = partial(print, flush=True)
 
 def run(arguments: Sequence[str]) -> None:
     """Serve the model that the command line names, until a signal ends it; of several processes the first one does."""
+    from jmoe.deploy.bundle import OpenBundle, is_bundle
     from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.lockstep import Follower, join
     from jmoe.serving.middleware import read_api_keys
+    from jmoe.status import status
 
     config = parse_serve(arguments)
     api_keys = read_api_keys(config.api_key_file)
@@ -37,11 +40,18 @@ def run(arguments: Sequence[str]) -> None:
         role = None if config.dry_run else stack.enter_context(join(config.distributed) or contextlib.nullcontext())
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
         check(merged, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one")
+        if is_bundle(config.model):
+            check(role is None, "model", config.model, "is a bundle, which one process serves: must be another folder")
+            with status(f"checking the files of {config.model}", say):
+                opened = OpenBundle(config.model, config.engine, check_contents=config.check_files == "contents")
+            stack.enter_context(opened)
+            serve(replace(config, engine=opened.engine), api_keys, opened.model, programs=opened)
+            return
         folder = stack.enter_context(hugging_face_folder(config.model, say))
         if isinstance(role, Follower):
             follow(config, folder, role)
         else:
-            serve(config, api_keys, folder, role)
+            serve(config, api_keys, folder, leader=role)
 
 
 def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
@@ -57,8 +67,15 @@ def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
     say("stopped")
 
 
-def serve(config: ServeConfig, api_keys: list[str], folder: Path, leader: Leader | None) -> None:
-    """Plan the memory of the model in a Hugging Face folder, load it, and answer requests."""
+def serve(
+    config: ServeConfig,
+    api_keys: list[str],
+    folder: Path,
+    *,
+    leader: Leader | None = None,
+    programs: OpenBundle | None = None,
+) -> None:
+    """Plan the memory of the model in a Hugging Face folder, load it, and answer requests. programs: of a bundle."""
     import jmoe
     from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory
     from jmoe.inference.lockstep import end_process
@@ -85,13 +102,15 @@ def serve(config: ServeConfig, api_keys: list[str], folder: Path, leader: Leader
     with loaded as engine:
         with status("compiling", say):
             service = Service(engine, config, folder, name)
+        if programs is not None:
+            say(str(programs))
         app = make_app(service, api_keys, jmoe.__version__)
         server = HttpServer(app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)"))
         server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has put Python's handler back
         if service.loop.lost_process.is_set():
             end_process("ends: another process of the engine was lost")  # threads may wait for it for ever
-    say("stopped")
+    say("stopped" if programs is None else f"stopped; {programs}")
 
 
 def main() -> None:

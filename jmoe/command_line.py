@@ -22,7 +22,11 @@ Unsettable = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 TRAIN = "Train a Mixture-of-Experts language model: {program} PRESET [--section.field VALUE ...]."
 SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: {program} MODEL [--option VALUE ...].
 
-MODEL is a Hugging Face folder, or the output folder of a run of train.py.
+MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of jmoe.deploy.bundle.
+"""
+BUNDLE = """Write a model with all its compiled programs as one folder, which serve.py serves on such a device.
+
+The options are those of serve.py that concern the engine.
 """
 SUPERVISE = """Start the processes of a run, and all of them again when one is lost: {program} [--option VALUE ...] --
 train.py PRESET [--section.field VALUE ...].
@@ -52,14 +56,24 @@ class _Status:
     json: bool = False  # as one JSON object
 
 
-def answer_early(parse: Callable[[], object]) -> None:
+@dataclasses.dataclass(frozen=True)
+class BundleOptions:
+    """What `python -m jmoe.deploy.bundle` is told."""
+
+    model: tyro.conf.Positional[str]  # a Hugging Face folder, or the output folder of a run of train.py
+    out: str  # where the bundle is written: no files yet
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(default_factory=EngineConfig)
+
+
+def answer_early(parse: Callable[[], T]) -> T:
     """Answer `--help` and mistakes, which end the process, in a program that has not imported JAX yet.
 
     A reader that leaves before the end, such as `head`, is no mistake.
     """
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    parse()
+    parsed = parse()
     signal.signal(signal.SIGPIPE, before)
+    return parsed
 
 
 def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, TrainConfig]]) -> TrainConfig:
@@ -128,6 +142,17 @@ def parse_serve(arguments: Sequence[str]) -> ServeConfig:
             tyro.conf.AvoidSubcommands,
             tyro.conf.FlagCreatePairsOff,
         ),
+    )
+
+
+def parse_bundle(arguments: Sequence[str]) -> BundleOptions:
+    """Return the settings on the command line of `jmoe.deploy.bundle`. Help and mistakes end the process."""
+    return tyro.cli(
+        BundleOptions,
+        args=arguments,
+        prog="python -m jmoe.deploy.bundle",
+        description=BUNDLE,
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from jmoe.config.checks import check_field, not_negative, positive
 from jmoe.config.engine import EngineConfig
@@ -14,7 +15,7 @@ from jmoe.config.train import DistributedConfig
 class ServeConfig:
     """An OpenAI-compatible server for one model."""
 
-    model: str  # a Hugging Face folder, or the output folder of a run of train.py
+    model: str  # a Hugging Face folder, the output folder of a run of train.py, or a bundle
     served_model_name: str | None = None  # what clients call the model; None: its folder's name
     host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0: every one of this machine
     port: int = 8000  # the port to listen on; 0: a free one
@@ -34,6 +35,8 @@ class ServeConfig:
     send_timeout_s: float = 60.0  # a client has so long to take what was written for it
     engine: EngineConfig = field(default_factory=EngineConfig)
     distributed: DistributedConfig = field(default_factory=partial(DistributedConfig, step_timeout_s=60))
+    # what is compared of a bundle's files before they are used: checksums of their contents, or their sizes alone
+    check_files: Literal["contents", "sizes"] = "contents"
     log_prompts: bool = False  # write prompts to the log
     dry_run: bool = False  # print what will lie where, from the headers of the weights alone, and exit
 

@@ -9,7 +9,7 @@ from kernels_pallas.native.api import (
     slot_mlp,
     top_k,
 )
-from kernels_pallas.native.library import NotBuiltError, load
+from kernels_pallas.native.library import NotBuiltError, load, sources_digest, take_built
 from kernels_pallas.native.scope import MAX_ROWS, native_operations, takes_native
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "native_operations",
     "rms_norm",
     "slot_mlp",
+    "sources_digest",
+    "take_built",
     "takes_native",
     "top_k",
 ]

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -23,14 +24,22 @@ class NotBuiltError(RuntimeError):
     """The library cannot be built on this machine; the message says why."""
 
 
+_built: list[Path] = []  # the library to take, where one was named
+
+
+def take_built(path: Path) -> None:
+    """Let the first `load` take a library that was built before, of the same sources for such a processor."""
+    _built[:] = [path]
+
+
 @cache
 def load() -> Path:
     """Build the library if this machine has not done so before, and register its operations with XLA.
 
-    Returns its path, in $XDG_CACHE_HOME/jmoe/native. Raises `NotBuiltError` where there is no compiler, it fails, or
-    the folder cannot be written.
+    Returns its path, in $XDG_CACHE_HOME/jmoe/native or as `take_built` has said. Raises `NotBuiltError` where there is
+    no compiler, it fails, or the folder cannot be written.
     """
-    path = build()
+    path = _built[0] if _built else build()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -71,11 +80,21 @@ def _sources() -> list[Path]:
     return sorted(_SOURCES.glob("*.cc"))
 
 
-def _fingerprint(compiler: str) -> str:
-    """Return a name that changes with the sources, the compiler, the processor and the version of JAX."""
+def sources_digest() -> str:
+    """Return a name that changes with the sources."""
+    return _digest_of_sources().hexdigest()[:16]
+
+
+def _digest_of_sources() -> Any:
     digest = hashlib.sha256()
     for path in (*_sources(), *sorted(_SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
+    return digest
+
+
+def _fingerprint(compiler: str) -> str:
+    """Return a name that changes with the sources, the compiler, the processor and the version of JAX."""
+    digest = _digest_of_sources()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest.update("\0".join([*FLAGS, compiler, version, jax.__version__, _processor()]).encode())
     return digest.hexdigest()[:16]

@@ -1,0 +1,245 @@
+"""A model as one folder that starts without compiling: python -m jmoe.deploy.bundle MODEL --out BUNDLE.
+
+BUNDLE has the model as a Hugging Face folder, every program of an engine with the options named, compiled for this
+device, and plan.json, which says what they need and lists all files with their checksums. `serve.py BUNDLE` serves it.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jmoe.command_line import answer_early, parse_bundle
+from jmoe.config import check
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.deploy.cut import check_new_folder, new_folder
+from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.portable import PLAN, check_files, listed_files, read_plan
+from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, takes_native
+from jmoe.memory.closing import Closing
+from jmoe.models.safetensors_io import replace_text
+from jmoe.offload.residency import PACK_FOLDER
+from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
+from jmoe.status import status
+from kernels_pallas import native
+
+BUNDLE = "bundle"  # the plan's `form`
+MODEL, PROGRAMS, NATIVE = "model", "programs", "native.so"  # folders of a bundle, and a file
+OF_THE_MACHINE = ("cache_dir",)  # an option that is no part of a bundle
+# Of what /proc/cpuinfo lists of a processor: the sets of instructions that compiled programs may use.
+INSTRUCTIONS = (
+    "amx",
+    "avx",
+    "sse",
+    "ssse",
+    "fma",
+    "f16c",
+    "bmi",
+    "aes",
+    "vaes",
+    "gfni",
+    "popcnt",
+    "movbe",
+    "abm",
+    "adx",
+)
+NEVER_S = 1e9
+_SETTINGS = {
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # what autotuning writes beside the programs
+    "jax_compilation_cache_max_size": -1,
+}
+
+
+def is_bundle(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is one that `bundle` or `lower` has written, whole or damaged."""
+    path = Path(folder).expanduser()
+    return (path / PLAN).is_file() or ((path / PROGRAMS).is_dir() and (path / MODEL).is_dir())
+
+
+def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], None]) -> int:
+    """Write the model in a Hugging Face folder as a bundle for this device; return how many programs it has.
+
+    Raises `ValueError` naming the option before anything is compiled or written.
+    """
+    check_new_folder(out)
+    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
+    options = _resolved(folder, options)
+    with new_folder(out) as partly:
+        with status("copying the model", say):
+            (partly / MODEL).mkdir()
+            for file in folder.iterdir():
+                if file.is_file():
+                    shutil.copyfile(file, partly / MODEL / file.name)
+        jax.clear_caches()  # what is compiled already would not be written
+        with (
+            status("compiling", say),
+            _programs_in(partly / PROGRAMS),
+            Engine(partly / MODEL, options) as engine,
+        ):
+            engine.compile_for_service()
+        shutil.rmtree(partly / MODEL / PACK_FOLDER, ignore_errors=True)  # made again where the bundle is served
+        if options.native == "on":
+            shutil.copyfile(native.load(), partly / PROGRAMS / NATIVE)
+        with status("checksums", say):
+            plan = {
+                "form": BUNDLE,
+                "native": native.sources_digest() if options.native == "on" else None,
+                "versions": _versions(),
+                "device": _device(),
+                "engine": {name: value for name, value in asdict(options).items() if name not in OF_THE_MACHINE},
+                "files": listed_files(partly),
+            }
+        replace_text(partly / PLAN, json.dumps(plan, indent=2) + "\n")
+        return len(list((partly / PROGRAMS).glob("*-cache")))
+
+
+def _resolved(folder: Path, options: EngineConfig) -> EngineConfig:
+    """Return options that mean the same wherever the bundle is served, as far as programs depend on them."""
+    with open_checkpoint(folder, options) as checkpoint:
+        options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+        memory = plan_engine_memory(checkpoint, options)
+    if options.policy == "auto" and memory.policy == "resident":
+        options = replace(options, policy="resident")
+    if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:
+        options = replace(options, native="on" if takes_native(options) else "off")
+    return options
+
+
+@contextlib.contextmanager
+def _programs_in(folder: Path) -> Iterator[None]:
+    """Let JAX keep every program that is compiled meanwhile in a folder, and nothing else there."""
+    before = _set_cache({"jax_compilation_cache_dir": str(folder)} | _SETTINGS)
+    try:
+        yield
+    finally:
+        _set_cache(before)
+
+
+def _set_cache(settings: dict[str, Any]) -> dict[str, Any]:
+    """Change how JAX keeps programs; return how it was."""
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it takes its folder once
+    return before
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("jax", "jaxlib")}
+
+
+def _device() -> dict[str, Any]:
+    device = jax.devices()[0]
+    lines: list[str] = []
+    if device.platform == "cpu":
+        with contextlib.suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    instructions = sorted(flag for flag in flags if flag.startswith(INSTRUCTIONS) or platform.machine() != "x86_64")
+    kind = device.device_kind if device.platform != "cpu" else platform.machine()
+    return {"platform": device.platform, "kind": kind, "instructions": instructions}
+
+
+class OpenBundle(Closing):
+    """A bundle whose programs JAX takes, until it is closed. model: its Hugging Face folder. engine: its options."""
+
+    def __init__(self, folder: str | os.PathLike[str], engine: EngineConfig, *, check_contents: bool = True) -> None:
+        """Check the bundle, and let JAX take its programs. engine: the options asked for, by default the bundle's.
+
+        check_contents: every file's checksum, beside its size. Raises `ValueError` naming what is missing or damaged,
+        what JAX or device is needed, or an option that the programs are not made for.
+        """
+        path = Path(folder).expanduser()
+        plan = read_plan(path)
+        runner = path / "run.py"
+        form = f"must be {BUNDLE!r}" + (f"; {runner} runs this one" if runner.is_file() else "")
+        check(plan["form"] == BUNDLE, f"{path / PLAN}: form", plan["form"], form)
+        try:
+            _check_machine(path / PLAN, plan)
+            kept = EngineConfig(**plan["engine"] | {"mesh": EngineMesh(**plan["engine"]["mesh"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}") from error
+        self.model, self.engine = path / MODEL, _combined(engine, kept)
+        check_files(path, plan["files"], contents=check_contents)
+        library = path / PROGRAMS / NATIVE
+        if library.is_file() and plan["native"] == native.sources_digest():
+            native.take_built(library)
+        self.read = self.requests = 0
+        jax.monitoring.register_event_listener(self._count)
+        # nothing is added: a folder with checksums stays as it is
+        settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}
+        self._before = _set_cache({"jax_compilation_cache_dir": str(path / PROGRAMS)} | settings)
+
+    def _count(self, event: str, **_: Any) -> None:
+        self.read += event == "/jax/compilation_cache/cache_hits"
+        self.requests += event == "/jax/compilation_cache/compile_requests_use_cache"
+
+    @property
+    def compiled(self) -> int:
+        """How many programs were not in the bundle so far."""
+        return self.requests - self.read
+
+    def __str__(self) -> str:
+        return f"{self.read} programs from the bundle, {self.compiled} compiled"
+
+    def close(self) -> None:
+        """Let JAX keep programs as before, and count no more."""
+        _set_cache(self._before)
+        jax.monitoring.unregister_event_listener(self._count)
+
+
+def _check_machine(file: Path, plan: dict[str, Any]) -> None:
+    """Raise `ValueError` saying what the programs need unless this is it."""
+    for name, here in _versions().items():
+        if (needed := plan["versions"][name]) != here:
+            raise ValueError(f"{file}: needs {name} {needed}, this is {here}; make the bundle again here")
+    device, wanted = _device(), plan["device"]
+    if (device["platform"], device["kind"]) != (wanted["platform"], wanted["kind"]):
+        is_here, needs = (f"{one['platform']} {one['kind']}" for one in (device, wanted))
+        raise ValueError(f"{file}: needs the device {needs}, this is {is_here}; make the bundle again here")
+    if missing := sorted(set(wanted["instructions"]) - set(device["instructions"])):
+        raise ValueError(f"{file}: needs a processor with {', '.join(missing)}; make the bundle again here")
+
+
+def _combined(asked: EngineConfig, kept: EngineConfig) -> EngineConfig:
+    """Return a bundle's options with those of this machine; `ValueError` naming an option that is another one."""
+    default = EngineConfig()
+    for field in fields(EngineConfig):
+        value, own = getattr(asked, field.name), getattr(kept, field.name)
+        fits = field.name in OF_THE_MACHINE or value in (own, getattr(default, field.name))
+        check(fits, field.name, value, f"must be {own}, which the bundle's programs are made for, or left out")
+    return replace(kept, **{name: getattr(asked, name) for name in OF_THE_MACHINE})
+
+
+def main() -> None:
+    """Run the command line."""
+    options = answer_early(lambda: parse_bundle(sys.argv[1:]))
+    out, say = Path(options.out).expanduser(), partial(print, flush=True)
+    check_new_folder(out)
+    with hugging_face_folder(options.model, say, "MODEL") as folder:
+        programs = bundle(folder, out, options.engine, say)
+    device = _device()
+    say(f"{out}: {programs} programs for {device['platform']} {device['kind']} and JAX {jax.__version__}")
+
+
+if __name__ == "__main__":
+    reexec_with_env()
+    end_at_once_on_interrupt()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"bundle: {error}")

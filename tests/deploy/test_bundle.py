@@ -1,0 +1,187 @@
+"""A bundle: served without compiling anything, on this device and JAX alone, and every damaged file is named."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import serve
+from jmoe.config.engine import EngineConfig
+from jmoe.deploy import bundle as stage
+from jmoe.deploy.bundle import OpenBundle, bundle
+from jmoe.deploy.portable import PLAN
+from tests.damage import flip
+from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
+from tests.deploy.test_prune import write_tokenizer
+from tests.http_servers import start_server
+from tests.processes import one_device
+from tests.train_runs import Run
+
+SIZES = ("--max-batch", "2", "--max-seq-len", "40", "--prefill-chunk-tokens", "16", "--dtype", "float32")
+
+
+def bundled(folder: Path, run_python: Run, *options: str, **env: str) -> Path:
+    """A bundle of a small random model, written by a process of its own."""
+    write_model(folder / "model")
+    write_tokenizer(folder / "model")
+    command = ["-m", "jmoe.deploy.bundle", folder / "model", "--out", folder / "bundle", *SIZES, *options]
+    done = run_python(command, env=one_device(folder / "cache") | env)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"/bundle: \d+ programs for cpu \S+ and JAX {jax.__version__}\n", done.stdout)
+    assert not (folder / "cache").exists()  # every program is in the bundle, none elsewhere
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, run_python: Run) -> Path:
+    return bundled(tmp_path_factory.mktemp("bundles"), run_python)
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def change_plan(folder: Path, **changes: Any) -> None:
+    plan = json.loads((folder / PLAN).read_text())
+    (folder / PLAN).write_text(json.dumps(plan | changes))
+
+
+def greedy_text(folder: Path, prompt: str, length: int) -> str:
+    """What the model in a folder says, by numpy."""
+    config, weights = gpt_moe_config(), stored_arrays(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = tokenizer.encode(prompt).ids
+    for _ in range(length):
+        logits, _ = in_numpy(config, weights, np.array(tokens))
+        tokens.append(int(logits[-1].argmax()))
+    text: str = tokenizer.decode(tokens[-length:])
+    return text
+
+
+def check_served(folder: Path, tmp_path: Path, **env: str) -> None:
+    """Serve a bundle where nothing is cached and no compiler is; it compiles nothing, also with requests."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    nothing = {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "no-compiler"}
+    server = start_server(tmp_path / "log", one_device(tmp_path / "unused") | nothing | env, folder)
+    try:
+        body = {"prompt": "hello there", "max_tokens": 8, "ignore_eos": True}
+        said = server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["text"]
+        assert said == greedy_text(folder / "model", "hello there", 8)
+        drawn = server.post("/v1/completions", temperature=0.7, top_p=0.9, seed=3, logprobs=2, **body)
+        assert drawn.status_code == 200, drawn.text
+        assert server.terminate() == 0
+    finally:
+        server.kill()
+    number = len(list((folder / "programs").glob("*-cache")))
+    counted = f"{number} programs from the bundle, 0 compiled\n"
+    log = (tmp_path / "log").read_text()
+    assert f"\n{counted}serving " in log and f"stopped; {counted}" in log
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert not (tmp_path / "empty").exists() and not (tmp_path / "unused").exists()
+
+
+def test_nothing_is_compiled(whole: Path, tmp_path: Path) -> None:
+    """Moved to another place, by a real server."""
+    check_served(Path(shutil.move(shutil.copytree(whole, tmp_path / "one"), tmp_path / "moved")), tmp_path)
+    assert json.loads((whole / PLAN).read_text())["engine"]["policy"] == "resident"  # by the bytes, once for all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "env"),
+    [
+        (("--policy", "ring", "--ring-slots", "2"), {}),
+        (("--native", "off"), {}),
+        (("--devices", "2"), {"JAX_NUM_CPU_DEVICES": "2"}),
+    ],
+)
+def test_other_engines(options: tuple[str, ...], env: dict[str, str], tmp_path: Path, run_python: Run) -> None:
+    check_served(bundled(tmp_path, run_python, *options, **env), tmp_path, **env)
+
+
+def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> None:
+    program = max((copied / "programs").glob("jit__apply_layers*"))
+    flip(program, program.stat().st_size // 2)
+    done = run_python(["serve.py", copied, "--port", "0"], env=one_device(copied / "none"))
+    assert done.returncode == 1
+    assert done.stderr == f"serve.py: {program}: is damaged: its SHA-256 is not the one in plan.json\n"
+    OpenBundle(copied, EngineConfig(), check_contents=False).close()
+    tokenizer, weights = copied / "model" / "tokenizer.json", copied / "model" / "model.safetensors"
+    kept = tokenizer.read_bytes()
+    tokenizer.unlink()
+    with pytest.raises(ValueError, match=r"model/tokenizer.json: is missing; plan.json lists it"):
+        OpenBundle(copied, EngineConfig(), check_contents=False)
+    tokenizer.write_bytes(kept)
+    os.truncate(weights, 1000)
+    with pytest.raises(ValueError, match=rf"{weights}: is damaged: has 1000 bytes, plan.json says \d+"):
+        serve.run([str(copied), "--check-files", "sizes"])
+    (copied / PLAN).write_text("[]")
+    with pytest.raises(ValueError, match=r"plan.json: is damaged"):
+        serve.run([str(copied)])
+    (copied / PLAN).unlink()
+    with pytest.raises(ValueError, match=r"plan.json: is missing"):
+        serve.run([str(copied)])
+
+
+def test_another_jax_or_device_is_named(copied: Path) -> None:
+    plan = json.loads((copied / PLAN).read_text())
+    change_plan(copied, versions=plan["versions"] | {"jaxlib": "0.9.9"})
+    with pytest.raises(ValueError, match=r"plan.json: needs jaxlib 0.9.9, this is \S+; make the bundle again here"):
+        serve.run([str(copied)])
+    change_plan(copied, versions=plan["versions"], device=plan["device"] | {"platform": "gpu", "kind": "NVIDIA H200"})
+    with pytest.raises(ValueError, match=r"needs the device gpu NVIDIA H200, this is cpu \S+; make the bundle again"):
+        serve.run([str(copied)])
+    change_plan(copied, device=plan["device"] | {"instructions": [*plan["device"]["instructions"], "avx4096"]})
+    with pytest.raises(ValueError, match=r"needs a processor with avx4096; make the bundle again here"):
+        serve.run([str(copied)])
+    change_plan(copied, device=plan["device"], engine=plan["engine"] | {"magic": 1})
+    with pytest.raises(ValueError, match=r"is damaged or of another version of jmoe: .*magic"):
+        serve.run([str(copied)])
+    change_plan(copied, form="portable")
+    (copied / "run.py").write_text("")
+    with pytest.raises(ValueError, match=rf"form = 'portable': must be 'bundle'; {copied}/run.py runs this one"):
+        serve.run([str(copied)])
+
+
+def test_options_of_a_bundle_are_its_own(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "max_batch = 4: must be 2, which the bundle's programs are made for, or left out"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        serve.run([str(whole), "--max-batch", "4"])
+    before = jax.config.values["jax_compilation_cache_dir"]
+    serve.run([str(whole), "--max-batch", "2", "--cache-dir", "elsewhere", "--dry-run"])
+    assert "bundle/model: 2 sequences at once, 40 tokens each" in capsys.readouterr().out
+    assert jax.config.values["jax_compilation_cache_dir"] == before
+    with OpenBundle(whole, EngineConfig(cache_dir="elsewhere")) as one:
+        assert (one.engine.cache_dir, one.engine.max_batch, one.model) == ("elsewhere", 2, whole / "model")
+        assert jax.config.values["jax_compilation_cache_dir"] == str(whole / "programs")
+
+
+def test_what_is_refused_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: Callable[[str], None] = lambda _: None  # noqa: E731
+    write_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"MODEL = .*model': must hold a tokenizer.json"):
+        bundle(tmp_path / "model", tmp_path / "out", EngineConfig(), said)
+    write_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError, match="max_seq_len = 4000: must not exceed the model's 48 positions"):
+        bundle(tmp_path / "model", tmp_path / "out", EngineConfig(max_seq_len=4000), said)
+    with pytest.raises(ValueError, match=r"out = .*: must be an empty folder or none: nothing is written over"):
+        bundle(tmp_path / "model", tmp_path / "model", EngineConfig(), said)
+
+    def fail(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(stage, "Engine", fail)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    with pytest.raises(OSError, match="No space left"):
+        bundle(tmp_path / "model", tmp_path / "out", EngineConfig(), said)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert jax.config.values["jax_compilation_cache_dir"] == before
