@@ -59,16 +59,15 @@ def format_of(values: Any, scales: Any) -> Format:
     return next(f for f in FORMATS.values() if (f.values, f.scales) == (np.dtype(values), kept))
 
 
-def compress(w_KN: np.ndarray, kind: Format, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
+def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's scale allows.
 
     mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were mxfp4 before stay
     what they were. int4: the value that is largest in magnitude is kept; int8 and fp8: likewise, at 127 and 448.
-    block: inputs under one scale of int8, for layouts of other programs; what is kept has 32.
     """
     if kind is FP8:
         return _compress_fp8(np.asarray(w_KN, np.float32))
-    blocks = np.asarray(w_KN, np.float32).reshape(-1, block if kind is INT8 else BLOCK, w_KN.shape[1])
+    blocks = np.asarray(w_KN, np.float32).reshape(-1, BLOCK, w_KN.shape[1])
     if kind is MXFP4:
         _, exponents = np.frexp(np.abs(blocks).max(axis=1))
         scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)

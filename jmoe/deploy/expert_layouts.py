@@ -59,8 +59,9 @@ def _int4(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
 
 
 def _int8(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    values, scales = compress(w_KN, INT8, block=w_KN.shape[0])
-    return values.T, scales.T.view(BFLOAT16)
+    values, scales = compress(w_KN, INT8)
+    words = np.ascontiguousarray(values.view(UINT8).T ^ 128).view(INT32)  # this layout adds 128
+    return words, scales.T.view(BFLOAT16), np.array(w_KN.shape[::-1], INT64)
 
 
 def _fp8(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
@@ -68,11 +69,11 @@ def _fp8(w_KN: NDArray[Any]) -> Sequence[NDArray[Any]]:
     return values.T.view(E4M3), scales.T[:: FP8.block]
 
 
-def _compressed_tensors(layout: str, activations: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+def _compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "dynamic": False, **weights},
-        "input_activations": activations,
+        "input_activations": None,
         "output_activations": None,
     }
     return {
@@ -84,32 +85,27 @@ def _compressed_tensors(layout: str, activations: dict[str, Any] | None, **weigh
     }
 
 
-# vLLM runs int8 experts of this layout where activations are 8 bits too, each token under a scale of its own
-_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-_E8M0: dict[str, Any] = {"scale_dtype": "torch.uint8"}
 _GROUPS: dict[str, Any] = {"strategy": "group", "group_size": BLOCK}
 LAYOUTS = {
     "mxfp4": ExpertLayout(
         BLOCK,
         lambda n, k: {"_packed": ((n, k // 2), UINT8), "_scale": ((n, k // BLOCK), UINT8)},
         _mxfp4,
-        _compressed_tensors(
-            "mxfp4-pack-quantized", None, num_bits=4, type="float", scale_dtype="torch.uint8", **_GROUPS
-        ),
+        _compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8", **_GROUPS),
         "ignore",
     ),
     "int4": ExpertLayout(
         BLOCK,
         lambda n, k: {"_packed": ((n, k // 8), INT32), "_scale": ((n, k // BLOCK), BFLOAT16), "_shape": ((2,), INT64)},
         _int4,
-        _compressed_tensors("pack-quantized", None, num_bits=4, type="int", **_GROUPS),
+        _compressed_tensors("pack-quantized", num_bits=4, type="int", **_GROUPS),
         "ignore",
     ),
     "int8": ExpertLayout(
         BLOCK,
-        lambda n, k: {"": ((n, k), np.dtype(np.int8)), "_scale": ((n, 1), BFLOAT16)},
+        lambda n, k: {"_packed": ((n, k // 4), INT32), "_scale": ((n, k // BLOCK), BFLOAT16), "_shape": ((2,), INT64)},
         _int8,
-        _compressed_tensors("int-quantized", _TOKENS, num_bits=8, type="int", strategy="channel"),
+        _compressed_tensors("pack-quantized", num_bits=8, type="int", **_GROUPS),
         "ignore",
     ),
     "fp8": ExpertLayout(

@@ -100,16 +100,6 @@ def test_eight_bit_floats_in_blocks_of_both_ways() -> None:
     assert largest.max() == largest[:128, :128].max() == largest[128:, 256:].max() == 448
 
 
-def test_eight_bit_integers_under_one_scale() -> None:
-    w = weights(4)
-    values, scales = compress(w, FORMATS["int8"], block=256)
-    np.testing.assert_allclose(
-        scales.view(ml_dtypes.bfloat16).astype(np.float32)[0], np.abs(w).max(axis=0) / 127, 2**-8
-    )
-    assert values.shape == w.shape and scales.shape == (1, 5)
-    assert np.abs(values.astype(int)).max(axis=0).tolist() == [127] * 5
-
-
 @formats
 def test_rounding_is_to_the_nearest(kind: Format) -> None:
     """Of all that the block's scale allows."""
