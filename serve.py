@@ -40,18 +40,18 @@ def run(arguments: Sequence[str]) -> None:
         role = None if config.dry_run else stack.enter_context(join(config.distributed) or contextlib.nullcontext())
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
         check(merged, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one")
+        opened: OpenBundle | None = None
         if is_bundle(config.model):
-            check(role is None, "model", config.model, "is a bundle, which one process serves: must be another folder")
             with status(f"checking the files of {config.model}", say):
                 opened = OpenBundle(config.model, config.engine, check_contents=config.check_files == "contents")
             stack.enter_context(opened)
-            serve(replace(config, engine=opened.engine), api_keys, opened.model, programs=opened)
-            return
-        folder = stack.enter_context(hugging_face_folder(config.model, say))
+            config, folder = replace(config, engine=opened.engine), opened.model
+        else:
+            folder = stack.enter_context(hugging_face_folder(config.model, say))
         if isinstance(role, Follower):
             follow(config, folder, role)
         else:
-            serve(config, api_keys, folder, leader=role)
+            serve(config, api_keys, folder, leader=role, programs=opened)
 
 
 def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:

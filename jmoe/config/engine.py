@@ -25,6 +25,9 @@ class EngineMesh:
     slots_per_device: int | None = None  # experts of a layer on a device; None: as few as have room for each once
     rebalance_every: int = 3000  # steps between two placements of `eplb`
     rebalance_window: int = 1000  # steps whose choices it goes by
+    # a JSON file whose `segments` say where experts are for good: of each device, of each layer with experts, a list of
+    # experts; None: evenly, in order
+    segments: str | None = None
     # where attention, dense and shared MLPs, embedding and head are. replicated: on every device, which runs them for
     # its rows of the cache; tensor: each device has its heads of all rows, and its part of the rest, summed up
     dense: DensePlaces = "replicated"
@@ -34,6 +37,9 @@ class EngineMesh:
         positive(self, "devices", "rebalance_every", "rebalance_window")
         positive_or_none(self, "slots_per_device")
         check_field(self.dense == "replicated" or self.devices > 1, self, "dense", "needs mesh.devices above 1")
+        check_field(self.segments is None or self.devices > 1, self, "segments", "needs mesh.devices above 1")
+        stays = self.segments is None or self.placement == "even"
+        check_field(stays, self, "segments", f"must be None with placement = {self.placement!r}, which moves experts")
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class EngineConfig:
     @property
     def may_ring(self) -> bool:
         """Return whether several devices may hold only some layers' experts at a time."""
-        evenly = self.mesh.placement == "even" and self.mesh.slots_per_device is None
+        evenly = self.mesh.placement == "even" and self.mesh.slots_per_device is None and self.mesh.segments is None
         return self.policy == "ring" or (self.policy == "auto" and evenly)
 
     def _check_mesh(self) -> None:
@@ -104,9 +110,12 @@ class EngineConfig:
             check(mesh.placement == "even", "mesh.placement", mesh.placement, evenly)
             fewest = "must be None with policy = 'ring': as few as hold a layer's experts"
             check(mesh.slots_per_device is None, "mesh.slots_per_device", mesh.slots_per_device, fewest)
+            evenly = "must be None with policy = 'ring', where layers pass through the devices"
+            check(mesh.segments is None, "mesh.segments", mesh.segments, evenly)
         if self.may_ring:
             return
         stays = f"experts stay on their devices with policy = {self.policy!r}, mesh.placement = {mesh.placement!r}"
+        stays += f", mesh.segments = {mesh.segments!r}" if mesh.segments else ""
         stays += f" and mesh.slots_per_device = {mesh.slots_per_device}: must be "
         check_field(self.expert_tier != "nvme", self, "expert_tier", f"{stays}auto or host")
         for name in ("ring_slots", "device_bytes", "host_cache_bytes"):

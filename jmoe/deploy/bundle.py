@@ -26,17 +26,18 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, listed_files, read_plan
-from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, takes_native
+from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, segments_of, takes_native
 from jmoe.memory.closing import Closing
 from jmoe.models.safetensors_io import replace_text
+from jmoe.offload.placed_experts import even_placement
 from jmoe.offload.residency import PACK_FOLDER
+from jmoe.offload.segments import as_segments
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 from jmoe.status import status
 from kernels_pallas import native
 
 BUNDLE = "bundle"  # the plan's `form`
 MODEL, PROGRAMS, NATIVE = "model", "programs", "native.so"  # folders of a bundle, and a file
-OF_THE_MACHINE = ("cache_dir",)  # an option that is no part of a bundle
 # Of what /proc/cpuinfo lists of a processor: the sets of instructions that compiled programs may use.
 INSTRUCTIONS = (
     "amx",
@@ -55,6 +56,7 @@ INSTRUCTIONS = (
     "adx",
 )
 NEVER_S = 1e9
+Segments = list[list[list[int]]]
 _SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -77,7 +79,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
     """
     check_new_folder(out)
     check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
-    options = _resolved(folder, options)
+    options, segments = _resolved(folder, options)
     with new_folder(out) as partly:
         with status("copying the model", say):
             (partly / MODEL).mkdir()
@@ -100,23 +102,36 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
                 "native": native.sources_digest() if options.native == "on" else None,
                 "versions": _versions(),
                 "device": _device(),
-                "engine": {name: value for name, value in asdict(options).items() if name not in OF_THE_MACHINE},
+                "engine": asdict(_without_places(options)),
+                "segments": segments,
                 "files": listed_files(partly),
             }
         replace_text(partly / PLAN, json.dumps(plan, indent=2) + "\n")
         return len(list((partly / PROGRAMS).glob("*-cache")))
 
 
-def _resolved(folder: Path, options: EngineConfig) -> EngineConfig:
-    """Return options that mean the same wherever the bundle is served, as far as programs depend on them."""
+def _without_places(options: EngineConfig) -> EngineConfig:
+    """Return options that name no path of a machine."""
+    return replace(options, cache_dir=None, mesh=replace(options.mesh, segments=None))
+
+
+def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segments | None]:
+    """Return (options that mean the same wherever the bundle is served, the experts of several devices).
+
+    The latter only where experts stay: by device and layer.
+    """
+    segments: Segments | None = None
     with open_checkpoint(folder, options) as checkpoint:
         options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
-        memory = plan_engine_memory(checkpoint, options)
+        memory, config, mesh = plan_engine_memory(checkpoint, options), checkpoint.config, options.mesh
+        if mesh.devices > 1 and mesh.placement == "even" and memory.policy == "resident":
+            even = [even_placement(config.num_experts, mesh.devices)] * config.num_moe_layers
+            segments = as_segments(segments_of(checkpoint, options) or even)
     if options.policy == "auto" and memory.policy == "resident":
         options = replace(options, policy="resident")
     if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:
         options = replace(options, native="on" if takes_native(options) else "off")
-    return options
+    return options, segments
 
 
 @contextlib.contextmanager
@@ -174,12 +189,17 @@ class OpenBundle(Closing):
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}") from error
         self.model, self.engine = path / MODEL, _combined(engine, kept)
+        if plan["segments"] is not None:  # which the engine reads again
+            self.engine = replace(self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN)))
         check_files(path, plan["files"], contents=check_contents)
+        self.read = self.requests = 0
+        self._before: dict[str, Any] = {}
+        jax.monitoring.register_event_listener(self._count)
+        if jax.process_count() > 1:  # programs of several processes are theirs alone
+            return
         library = path / PROGRAMS / NATIVE
         if library.is_file() and plan["native"] == native.sources_digest():
             native.take_built(library)
-        self.read = self.requests = 0
-        jax.monitoring.register_event_listener(self._count)
         # nothing is added: a folder with checksums stays as it is
         settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}
         self._before = _set_cache({"jax_compilation_cache_dir": str(path / PROGRAMS)} | settings)
@@ -194,6 +214,8 @@ class OpenBundle(Closing):
         return self.requests - self.read
 
     def __str__(self) -> str:
+        if not self._before:
+            return f"{self.requests} programs for several processes, none from the bundle"
         return f"{self.read} programs from the bundle, {self.compiled} compiled"
 
     def close(self) -> None:
@@ -220,9 +242,9 @@ def _combined(asked: EngineConfig, kept: EngineConfig) -> EngineConfig:
     default = EngineConfig()
     for field in fields(EngineConfig):
         value, own = getattr(asked, field.name), getattr(kept, field.name)
-        fits = field.name in OF_THE_MACHINE or value in (own, getattr(default, field.name))
+        fits = field.name == "cache_dir" or value in (own, getattr(default, field.name))
         check(fits, field.name, value, f"must be {own}, which the bundle's programs are made for, or left out")
-    return replace(kept, **{name: getattr(asked, name) for name in OF_THE_MACHINE})
+    return replace(kept, cache_dir=asked.cache_dir)
 
 
 def main() -> None:

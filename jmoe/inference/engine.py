@@ -40,7 +40,9 @@ from jmoe.mesh import expert_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import ExpertPlaces
 from jmoe.offload.residency import open_experts, open_placed_experts
+from jmoe.offload.segments import read_segments
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory, plan_mesh_memory
+from jmoe.planning.placement import Placement
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
 from kernels_pallas import native
@@ -83,7 +85,12 @@ class LoadedModel(Closing):
                 self.on_one, self.store = _one_device(checkpoint, self.memory, options, table, limits)
             else:
                 experts, self.store = open_placed_experts(
-                    checkpoint, self.memory, mesh, cache_dir=options.cache_dir, bandwidth_limit_bytes_per_s=limits
+                    checkpoint,
+                    self.memory,
+                    mesh,
+                    cache_dir=options.cache_dir,
+                    bandwidth_limit_bytes_per_s=limits,
+                    placements=segments_of(checkpoint, options),
                 )
                 self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
         self.folder, self.options = checkpoint.folder, options
@@ -429,9 +436,18 @@ def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
     return True
 
 
+def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Placement] | None:
+    """Return the placement of each layer that `mesh.segments` says; None where it says none."""
+    config = checkpoint.config
+    return read_segments(options.mesh, config.num_moe_layers, config.num_experts) if options.mesh.segments else None
+
+
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
     """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
     config, devices = checkpoint.config, options.mesh.devices
+    if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
+        slots = placements[0].slots_per_device
+        options = replace(options, mesh=replace(options.mesh, slots_per_device=slots))
     caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
     weights = ExpertWeights(
         config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes

@@ -5,7 +5,7 @@ Legend: E experts of a layer, N devices, S slots of a device for a layer, C as i
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -70,22 +70,30 @@ class MeshExperts(ExpertPlaces):
 
 
 class PlacedExperts(MeshExperts):
-    """Each layer's experts on the devices of a mesh, evenly at first; each process fills its own devices' slots.
+    """Each layer's experts on the devices of a mesh; each process fills its own devices' slots.
 
     A slot is written while no program that reads it is running, or after it: a device runs its programs in order.
     """
 
-    def __init__(self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int, read: ReadRecord) -> None:
-        """read: opens the record of an expert by its number."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        index: ExpertIndex,
+        fields: Fields,
+        slots_per_device: int,
+        read: ReadRecord,
+        placements: Sequence[Placement] | None = None,
+    ) -> None:
+        """read: opens the record of an expert by its number. placements: of each layer at first; None: evenly."""
         super().__init__(mesh, index, fields, slots_per_device)
         self._read = read
         self.num_slots = index.num_layers * slots_per_device
         self.num_bytes = self.num_slots * self.expert_bytes
         self._held = [np.full((mesh.size, slots_per_device), EMPTY, np.int32) for _ in range(index.num_layers)]
         self._weights: list[Arrays] = []
-        for layer, even in enumerate(self.placements):
+        for layer, first in enumerate(placements or list(self.placements)):
             self._weights.append(self._joined([self._empty(n, slots_per_device) for n in self._mine]))
-            self.apply(layer, self.changes(layer, even))
+            self.apply(layer, self.changes(layer, first))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
         self.copies_N[:] = 0
 

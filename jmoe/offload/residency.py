@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jmoe.offload.placed_experts import MeshExperts, PlacedExperts, even_placeme
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
+from jmoe.planning.placement import Placement
 
 PACK_FOLDER = "jmoe_experts"
 
@@ -70,8 +71,12 @@ def open_placed_experts(
     *,
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
+    placements: Sequence[Placement] | None = None,
 ) -> tuple[MeshExperts, TieredStore | None]:
-    """Return the experts spread evenly over the devices of a mesh, and the store that others come from, if any do."""
+    """Return the experts spread over the devices of a mesh, and the store that others come from, if any do.
+
+    placements: of each layer, where experts stay; None: evenly.
+    """
     index, fields = ExpertIndex.of(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
     if plan.policy == "ring":
@@ -90,7 +95,7 @@ def open_placed_experts(
         checkpoint.fill_expert(*index.locate(number), record)
         yield record
 
-    return PlacedExperts(mesh, index, fields, slots, read), None
+    return PlacedExperts(mesh, index, fields, slots, read, placements), None
 
 
 def _open_store(

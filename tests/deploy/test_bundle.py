@@ -22,8 +22,8 @@ from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
 from tests.deploy.test_prune import write_tokenizer
 from tests.http_servers import start_server
-from tests.processes import one_device
-from tests.train_runs import Run
+from tests.processes import kill_group, one_device, start_logged
+from tests.train_runs import Run, free_port
 
 SIZES = ("--max-batch", "2", "--max-seq-len", "40", "--prefill-chunk-tokens", "16", "--dtype", "float32")
 
@@ -106,6 +106,49 @@ def test_nothing_is_compiled(whole: Path, tmp_path: Path) -> None:
 )
 def test_other_engines(options: tuple[str, ...], env: dict[str, str], tmp_path: Path, run_python: Run) -> None:
     check_served(bundled(tmp_path, run_python, *options, **env), tmp_path, **env)
+
+
+# Of 2 devices, 3 layers and 4 experts: uneven, and of the last layer expert 1 twice.
+SEGMENTS = [[[0, 1, 2], [0], [3, 1]], [[3], [1, 2, 3], [0, 2, 1]]]
+
+
+@pytest.mark.slow
+def test_segments(tmp_path: Path, run_python: Run) -> None:
+    """Experts where a file says, on two devices: of one process without compiling, and of two, of which one is lost."""
+    (tmp_path / "segments.json").write_text(json.dumps({"segments": SEGMENTS}))
+    options = ("--devices", "2", "--segments", str(tmp_path / "segments.json"))
+    folder = bundled(tmp_path, run_python, *options, JAX_NUM_CPU_DEVICES="2")
+    (tmp_path / "segments.json").unlink()
+    plan = json.loads((folder / PLAN).read_text())
+    assert (plan["segments"], plan["engine"]["mesh"]["segments"]) == (SEGMENTS, None)
+    check_served(folder, tmp_path, JAX_NUM_CPU_DEVICES="2")
+
+    env = one_device(tmp_path / "shared") | {"PYTHONUNBUFFERED": "1"}
+    join = ("--distributed.coordinator-address", f"127.0.0.1:{free_port()}", "--distributed.num-processes", "2")
+    command = [str(folder), *join, "--distributed.heartbeat-timeout-s", "120", "--distributed.process-id"]
+    follower = start_logged(["serve.py", *command, "1"], tmp_path / "follower", env)
+    server = None
+    try:
+        server = start_server(tmp_path / "leader", env, *command, "0")
+        body = {"prompt": "hello there", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        said = server.post("/v1/completions", **body).json()["choices"][0]["text"]
+        assert said == greedy_text(folder / "model", "hello there", 8)
+        assert "programs for several processes, none from the bundle\n" in server.log.read_text()
+        follower.kill_now()
+        answer = server.post("/v1/completions", **body)
+        assert answer.status_code in (500, 503) and "rank 1 was lost" in answer.json()["error"]["message"]
+    finally:
+        kill_group(follower)
+        if server is not None:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_eight_devices(tmp_path: Path, run_python: Run) -> None:
+    folder = bundled(tmp_path, run_python, "--devices", "8", "--max-batch", "8", JAX_NUM_CPU_DEVICES="8")
+    segments = json.loads((folder / PLAN).read_text())["segments"]
+    assert len(segments) == 8 and sorted(e for layers in segments for e in layers[2]) == [0, 1, 2, 3]
+    check_served(folder, tmp_path, JAX_NUM_CPU_DEVICES="8")
 
 
 def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> None:

@@ -1,0 +1,89 @@
+"""Plans that say where experts are: read as placements and written again; every mistake named with its place."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.engine import LoadedModel, open_checkpoint
+from jmoe.offload.placed_experts import PlacedExperts, even_placement
+from jmoe.offload.segments import as_segments, read_segments
+from tests.model_configs import CHECKPOINTS
+
+# Of 2 devices, 2 layers and 3 experts; one of them has two places in a layer.
+SEGMENTS = [[[0, 1], [2]], [[2], [1, 0, 2]]]
+
+
+def mesh(tmp_path: Path, segments: Any, **changes: Any) -> EngineMesh:
+    file = tmp_path / "segments.json"
+    file.write_text(segments if isinstance(segments, str) else json.dumps({"segments": segments}))
+    return EngineMesh(**{"devices": 2, "segments": str(file)} | changes)
+
+
+def test_placements_and_back(tmp_path: Path) -> None:
+    first, second = read_segments(mesh(tmp_path, SEGMENTS), 2, 3)
+    assert first.physical_to_logical.tolist() == [[0, 1, -1], [2, -1, -1]]
+    assert second.physical_to_logical.tolist() == [[2, -1, -1], [1, 0, 2]]
+    physical = second.physical(np.arange(256), np.full(256, 2))
+    assert set(physical.tolist()) == {0, 5}  # both take tokens of expert 2
+    assert as_segments([first, second]) == SEGMENTS
+    roomy = read_segments(mesh(tmp_path, SEGMENTS, slots_per_device=4), 2, 3)
+    assert [placement.slots_per_device for placement in roomy] == [4, 4] and as_segments(roomy) == SEGMENTS
+    assert as_segments([even_placement(3, 2)]) == [[[0, 1]], [[2]]]
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ("[", "must be a JSON object with segments"),
+        ("[]", "must be a JSON object with segments"),
+        ('{"other": 1}', "must be a JSON object with segments"),
+        ({}, "segments must be a list, one entry a device"),
+        ([[]], "has 1 devices: must have mesh.devices = 2"),
+        ([SEGMENTS[0], [[1]]], "device 1: must be a list of 2 lists, one a layer with experts"),
+        ([SEGMENTS[0], [[1], 2]], "device 1, layer 1: must be a list of experts"),
+        ([SEGMENTS[0], [[3], [1]]], "device 1, layer 0: expert 3 must be an integer from 0 to 2"),
+        ([SEGMENTS[0], [[True], [1]]], "device 1, layer 0: expert True must be an integer from 0 to 2"),
+        ([SEGMENTS[0], [[2], [1, 1]]], "device 1, layer 1: expert 1 must be there once"),
+        ([SEGMENTS[0], [[2], [1]]], "layer 1: expert 0 must be on a device"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, segments: Any, message: str) -> None:
+    asked = mesh(tmp_path, segments)
+    with pytest.raises(ValueError, match=re.escape(f"mesh.segments = {asked.segments!r}: {message}")):
+        read_segments(asked, 2, 3)
+
+
+def test_what_segments_exclude(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mesh.segments = 'nowhere': cannot be read: No such file"):
+        read_segments(EngineMesh(devices=2, segments="nowhere"), 2, 3)
+    with pytest.raises(ValueError, match=r"segments = 'file': needs mesh.devices above 1"):
+        EngineMesh(segments="file")
+    with pytest.raises(ValueError, match="segments = 'file': must be None with placement = 'lina'"):
+        EngineMesh(devices=2, placement="lina", segments="file")
+    with pytest.raises(ValueError, match=r"mesh.segments = 'file': must be None with policy = 'ring'"):
+        EngineConfig(policy="ring", mesh=EngineMesh(devices=2, segments="file"))
+    with pytest.raises(ValueError, match=r"expert_tier = 'nvme': experts stay on their devices .*segments = 'file'"):
+        EngineConfig(expert_tier="nvme", mesh=EngineMesh(devices=2, segments="file"))
+    assert not EngineConfig(mesh=EngineMesh(devices=2, segments="file")).may_ring
+
+
+def test_a_model_is_loaded_so(tmp_path: Path) -> None:
+    """Every expert's weights are where the file says, and room is planned for the fullest device."""
+    folder = CHECKPOINTS / "mixtral"
+    segments = [[[0, 1, 2], [2]], [[3], [1, 0, 3, 2]]]
+    options = EngineConfig(max_batch=2, max_seq_len=40, dtype="float32", mesh=mesh(tmp_path, segments))
+    with LoadedModel(folder, options) as model, open_checkpoint(folder, options) as checkpoint:
+        experts = model.runner.residency
+        assert isinstance(experts, PlacedExperts)
+        assert as_segments(experts.placements) == segments
+        assert model.memory.expert_slots == 2 * 4 and experts.num_slots == 2 * 4
+        for layer, placement in enumerate(experts.placements):
+            w_up = np.asarray(experts.weights(layer).w_up)
+            for slot, expert in enumerate(placement.physical_to_logical.ravel().tolist()):
+                own = checkpoint.expert_array("w_up", layer, expert) if expert >= 0 else np.zeros_like(w_up[slot])
+                np.testing.assert_array_equal(w_up[slot], own)
