@@ -6,8 +6,9 @@
 
 --node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the same weights for llama.cpp,
 and options of `benchmarks/oversized.py`. Both decode the same tokens of a text, one sequence, each in a process of its
-own under the limit; a round runs both sides of every pair, files dropped from the page cache before. Medians of the
-rounds, and of a round's ratios. Needs root, for the limit: a memory cgroup.
+own under the limit; a round runs both sides of every pair, files dropped from the page cache before. By all steps, and
+by the median step, which leaves out the first reads of a model that fits. Medians of the rounds, and of a round's
+ratios. Needs root, for the limit: a memory cgroup.
 """
 
 if __name__ == "__main__":
@@ -18,6 +19,7 @@ if __name__ == "__main__":
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,6 +70,14 @@ def evict(file: Path) -> None:
     os.close(descriptor)
 
 
+def speeds(seconds: list[float]) -> dict[str, float]:
+    """Return tokens per second over all steps, and of the median step."""
+    return {
+        "tokens_per_s": round(len(seconds) / sum(seconds), 3),
+        "median_step_tokens_per_s": round(1 / statistics.median(seconds), 3),
+    }
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--node", type=Path, required=True)
@@ -77,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     a = parser.parse_args()
     limit, text = a.limit_mb * 2**20, a.text.resolve()
-    rounds: list[list[tuple[float, float]]] = [[] for _ in a.pair]
+    rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in a.pair]
     details: list[dict[str, Any]] = [{} for _ in a.pair]
     with tempfile.TemporaryDirectory() as scratch:
         ids = Path(scratch) / "ids.json"
@@ -91,16 +101,21 @@ def main() -> None:
                 evict(Path(gguf))
                 theirs = [str(HERE / "oversized_llamacpp.mjs"), str(Path(gguf).resolve()), str(ids), str(PROMPT)]
                 there = last_object(["node", *theirs], limit, a.node)
-                rounds[n].append((here["decode_tokens_per_s"], NEW_TOKENS / sum(there["seconds"])))
+                rounds[n].append((speeds(here["seconds"]), speeds(there["seconds"])))
                 details[n] = {k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")}
-                report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": round(rounds[n][-1][1], 3)})
-    rows = []
+                report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": rounds[n][-1][1]})
+    rows: list[dict[str, Any]] = []
     for (model, gguf, options), both, detail in zip(a.pair, rounds, details, strict=True):
-        mine, others = zip(*both, strict=True)
         row = {"model": Path(model).name, "llama_cpp": Path(gguf).stem.rpartition("-")[2], "options": options}
-        speeds = {"tokens_per_s": report.median(mine, 2), "llama_cpp_tokens_per_s": report.median(others, 2)}
-        raw = [[round(value, 2) for value in pair] for pair in both]
-        rows.append(row | speeds | {"ratio": report.ratio(mine, others), **detail, "rounds": raw})
+        for name in both[0][0]:
+            mine, others = ([side[name] for side in sides] for sides in zip(*both, strict=True))
+            row[name] = {
+                "jmoe": report.median(mine, 2),
+                "llama.cpp": report.median(others, 2),
+                "ratio": report.ratio(mine, others),
+                "rounds": [list(pair) for pair in zip(mine, others, strict=True)],
+            }
+        rows.append(row | detail)
     report.finish({"limit_mb": a.limit_mb, "versions": report.versions("jax"), "rows": rows})
 
 
