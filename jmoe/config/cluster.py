@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jmoe.config.checks import check, check_field, literals, not_negative, positive
 from jmoe.config.tiers import MachineConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,46 @@ class ClusterConfig:
         check(bool(described), "machine.accelerator", self.machine.accelerator, constraint)
 
 
+@dataclass(frozen=True)
+class DevicesConfig:
+    """Equal devices of one machine. device_bytes: free on each. bytes_per_s: that each reads of its own memory."""
+
+    devices: int
+    device_bytes: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        positive(self, "devices", "device_bytes", "bytes_per_s")
+
+
 def read_cluster(path: Path) -> ClusterConfig:
     """Return the cluster that a TOML file describes; `ValueError` naming the file and the field."""
+    return _read("cluster", path, lambda table: _made(ClusterConfig, table, ""))
+
+
+def read_machines(path: Path) -> tuple[DevicesConfig, ...]:
+    """Return what the tables [[machines]] of a TOML file describe; `ValueError` naming the file and the field."""
+    return _read("machines", path, _machines)
+
+
+def _machines(table: dict[str, Any]) -> tuple[DevicesConfig, ...]:
+    for name, value in table.items():
+        check(name == "machines", name, value, "is not machines")
+    tables = table.get("machines")
+    is_list = isinstance(tables, list) and tables and all(isinstance(one, dict) for one in tables)
+    check(bool(is_list), "machines", tables, "must be tables, [[machines]]")
+    assert tables is not None
+    return tuple(_made(DevicesConfig, one, f"machines[{n}].") for n, one in enumerate(tables))
+
+
+def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
     try:
-        return _made(ClusterConfig, tomllib.loads(path.read_text()), "")
+        return make(tomllib.loads(path.read_text()))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"must be TOML: {error}"
-        raise ValueError(f"cluster = {str(path)!r}: {reason}") from error
+        raise ValueError(f"{option} = {str(path)!r}: {reason}") from error
     except ValueError as error:
-        raise ValueError(f"cluster = {str(path)!r}: {error}") from error
+        raise ValueError(f"{option} = {str(path)!r}: {error}") from error
 
 
 def _made(kind: Any, values: dict[str, Any], section: str) -> Any:

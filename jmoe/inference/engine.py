@@ -442,22 +442,28 @@ def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Place
     return read_segments(options.mesh, config.num_moe_layers, config.num_experts) if options.mesh.segments else None
 
 
-def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
-    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
+def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes:
+    """Return what an engine needs for a checkpoint, on each device of a mesh; by its headers alone."""
     config, devices = checkpoint.config, options.mesh.devices
-    if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
-        slots = placements[0].slots_per_device
-        options = replace(options, mesh=replace(options.mesh, slots_per_device=slots))
     caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
     weights = ExpertWeights(
         config.num_moe_layers, config.num_experts, config.num_experts_per_tok, checkpoint.expert_bytes
     )
-    model = ModelBytes(
+    return ModelBytes(
         weights,
         record_bytes=RecordLayout.of(checkpoint.expert_fields).record_bytes,
         dense_bytes=checkpoint.rest_bytes(devices if options.mesh.dense == "tensor" else 1),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches)) // devices,
     )
+
+
+def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
+    """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
+    devices = options.mesh.devices
+    if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
+        slots = placements[0].slots_per_device
+        options = replace(options, mesh=replace(options.mesh, slots_per_device=slots))
+    model = model_bytes(checkpoint, options)
     device, host_bytes = jax.local_devices()[0], available_bytes()
     stats = None if device.platform == "cpu" else device.memory_stats()
     free = FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's

@@ -1,0 +1,74 @@
+"""A model's experts over unlike devices: python -m jmoe.deploy.segment MODEL --machines machines.toml --out FILE.
+
+machines.toml has a table [[machines]] for each kind, in the order of the processes: devices, how many; device_bytes,
+which are free on each; bytes_per_s, that each reads of its memory. What is written is a file for --segments of
+jmoe.deploy.bundle and of serve.py, and may be changed by hand.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jmoe.config import check
+from jmoe.config.cluster import read_machines
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.deploy.merged import hugging_face_folder
+from jmoe.inference.engine import model_bytes, open_checkpoint
+from jmoe.models.safetensors_io import replace_text
+from jmoe.planning.segments import SegmentPlan, plan_segments
+from jmoe.runtime import end_at_once_on_interrupt
+
+BATCH = 8  # sequences of an engine by default; as many devices need a multiple of their number
+
+
+def segment(folder: Path, machines: Path, out: Path, **options: Any) -> SegmentPlan:
+    """Write which experts of a Hugging Face folder should be on which device.
+
+    options: of `EngineConfig`, as the model will be served; its devices are those of the machines. Raises `ValueError`
+    naming the machine or the option before anything is written.
+    """
+    check(not out.exists(), "out", str(out), "must not be there yet: nothing is written over")
+    kinds = read_machines(machines)
+    devices = sum(one.devices for one in kinds)
+    check(devices > 1, "machines", str(machines), "has one device: must have several")
+    defaults: dict[str, Any] = {"max_batch": -(-BATCH // devices) * devices, "mesh": EngineMesh(devices=devices)}
+    engine = EngineConfig(**(defaults | options))
+    with open_checkpoint(folder, engine) as checkpoint:
+        engine = replace(engine, max_seq_len=checkpoint.sequence_length(engine.max_seq_len))
+        plan = plan_segments(model_bytes(checkpoint, engine), kinds)
+        layers = plan.segments(checkpoint.config.num_moe_layers)
+    replace_text(out, json.dumps({"segments": layers}) + "\n")
+    return plan
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jmoe.deploy.segment", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or the output folder of a run")
+    parser.add_argument("--machines", required=True, type=Path, help="what the devices are, in TOML")
+    parser.add_argument("--out", required=True, type=Path, help="the file to write, which must not be there")
+    parser.add_argument("--max-batch", type=int, help="sequences that will run at once; default: 8 or more")
+    parser.add_argument("--max-seq-len", type=int, help="tokens of one; default: 2048, or the model's positions")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and cache; default: as stored")
+    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    model, machines, out = (options.pop(name) for name in ("model", "machines", "out"))
+    with hugging_face_folder(model, partial(print, flush=True), "MODEL") as folder:
+        plan = segment(folder, machines, out, **options)
+    print(
+        f"{out}: {', '.join(map(str, plan.counts))} of {sum(plan.counts)} experts of a layer; a layer's are read "
+        f"in {plan.layer_s * 1e6:,.3g} us, evenly in {plan.even_layer_s * 1e6:,.3g}"
+    )
+
+
+if __name__ == "__main__":
+    end_at_once_on_interrupt()
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"segment: {error}")
