@@ -60,14 +60,17 @@ def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[
     router's balance losses; `FusedTrainer.gradients_local`, a reverse scan over the layers, summed over the devices;
     and `finish_step`, which clips and updates by AdamW. `StreamedTrainer`, for experts off the device, takes the same
     three layer by layer. If a dropless buffer overflows nothing is updated, and the step runs again with room for
-    every token.
+    every token. With float16, where gradients overflow, nothing is updated either, and the step runs again with half
+    the loss scale; `skipped_steps` says how often.
     """
-    state, metrics = trainer.step(state, tokens)
-    values = jax.device_get(metrics)
-    if values["overflow"]:
-        state, metrics = trainer.step(state, tokens, full_capacity=True)
+    full_capacity, skipped_steps = False, 0
+    while True:
+        state, metrics = trainer.step(state, tokens, full_capacity=full_capacity)
         values = jax.device_get(metrics)
-    return state, values
+        skipped = bool(values.get("skipped", False))
+        if not values["overflow"] and not skipped:
+            return state, values | {"skipped_steps": skipped_steps}
+        full_capacity, skipped_steps = full_capacity or bool(values["overflow"]), skipped_steps + skipped
 
 
 def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:

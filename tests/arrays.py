@@ -1,5 +1,6 @@
 """Arrays that tests draw, and comparisons of arrays and of pytrees of them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -63,7 +64,7 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
         experts.flush_updates()
         arrays = experts.weights(), experts.moments("m"), experts.moments("v")
         params, m, v = map(with_experts, (saved.params, saved.m, saved.v), arrays)
-        saved = TrainState(params, m, v, saved.router_bias, saved.step)
+        saved = dataclasses.replace(saved, params=params, m=m, v=v)
     else:
         saved = trainer.save_state(state)
     return on_host(saved)

@@ -75,6 +75,7 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
     [
         (("--tasks.digits.path", "1"), "tasks.digits.path = (1,): must name an expert for 2 model.task_layers"),
         (("--tasks.digits.path", "1", "9"), "tasks.digits.path = (1, 9): must lie between 0 and"),
+        (("--compute-dtype", "float16"), "compute_dtype = 'float16': must be float32 or bfloat16 for images"),
         (("--comm.schedule", "chunks"), "comm.schedule = 'chunks': must be none for images"),
         (("--layout", "elastic", "--mesh.expert-intra", "2"), "must be (1, 1) with layout = 'elastic'"),
         (("--tasks.fonts.num-steps", "-1"), "num_steps = -1: must not be negative"),

@@ -18,6 +18,7 @@ from jmoe.config.train import CheckpointConfig as CheckpointConfig
 from jmoe.config.train import DataConfig as DataConfig
 from jmoe.config.train import DistributedConfig as DistributedConfig
 from jmoe.config.train import EvaluationConfig as EvaluationConfig
+from jmoe.config.train import LossScaleConfig as LossScaleConfig
 from jmoe.config.train import OptimizerConfig as OptimizerConfig
 from jmoe.config.train import ProfileConfig as ProfileConfig
 from jmoe.config.train import TrainConfig as TrainConfig

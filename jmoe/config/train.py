@@ -19,7 +19,8 @@ from jmoe.config.model import ModelConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.tiers import MachineConfig, TiersConfig
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+MAX_LOSS_SCALE = 2.0**32
 
 
 def _streamed(tiers: TiersConfig) -> str:
@@ -89,6 +90,33 @@ class OptimizerConfig:
             check_field(0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)")
         fraction = self.final_learning_rate_fraction
         check(0 <= fraction <= 1, "optimizer.final_learning_rate_fraction", fraction, "must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """How the loss is scaled with compute_dtype = float16: halved where gradients overflow, doubled where they do not.
+
+    A step whose gradients overflow is not taken, but computed again with half the scale.
+    """
+
+    initial: int | None = None  # at step 0, a power of two; None: 65536
+    growth_steps: int | None = None  # steps without an overflow after which the scale is doubled; None: 1000
+
+    def __post_init__(self) -> None:
+        scale = self.initial
+        power = scale is None or (1 <= scale <= MAX_LOSS_SCALE and scale & (scale - 1) == 0)
+        check_field(power, self, "loss_scale.initial", "must be a power of two from 1 to 2**32")
+        check_field(self.steps_to_grow >= 1, self, "loss_scale.growth_steps", "must be at least 1")
+
+    @property
+    def first(self) -> int:
+        """Return the scale of step 0."""
+        return 65536 if self.initial is None else self.initial
+
+    @property
+    def steps_to_grow(self) -> int:
+        """Return how many steps without an overflow double the scale."""
+        return 1000 if self.growth_steps is None else self.growth_steps
 
 
 @dataclass(frozen=True)
@@ -164,6 +192,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -178,7 +207,8 @@ class TrainConfig:
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256
     gradient_accumulation_steps: int = 1
-    compute_dtype: Dtype = "bfloat16"  # master weights and optimizer state are always float32
+    # master weights and optimizer state are always float32; with float16 the loss is scaled, see loss_scale
+    compute_dtype: Dtype = "bfloat16"
     remat: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass
     seed: int = 0
     # a Hugging Face folder: its model, and its parameters at step 0, instead of what `model` says; of that only what
@@ -207,7 +237,13 @@ class TrainConfig:
         memory_dir = self.checkpoint.memory_dir
         alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
         check(alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}")
+        for name in ("initial", "growth_steps"):
+            unset = getattr(self.loss_scale, name) is None or self.compute_dtype == "float16"
+            constraint = f"must not be set with compute_dtype = {self.compute_dtype!r}: only float16 needs it"
+            check_field(unset, self.loss_scale, f"loss_scale.{name}", constraint)
         if self.distil.teacher:
+            wide = self.compute_dtype != "float16"
+            check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher")
             check(self.tiers.on_device, "tiers", tiers, "must be device with distil.teacher")
             check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 with distil.teacher")
         span = self.profile.span()

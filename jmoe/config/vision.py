@@ -232,6 +232,8 @@ class VisionTrainConfig(TrainConfig):
     def _check_supported(self) -> None:
         tiers = self.tiers.experts, self.tiers.optimizer
         check(self.tiers.on_device, "tiers", tiers, "must be device for images")
+        wide = self.compute_dtype != "float16"
+        check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
         check_field(not self.cluster, self, "cluster", "must not be given for images")
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
         check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")

@@ -46,7 +46,7 @@ def saved_parameters(
     names = checkpoints.arrays(step)
     experts = experts_of(shape.params)
     params = without_experts(shape.params) if experts else shape.params
-    but = [*names_of_experts(names), *(name for name in names if name.startswith(("m.", "v.")))]
+    but = [*names_of_experts(names), *(name for name in names if name.startswith(("m.", "v.", "loss_scale.")))]
     state, _, _ = checkpoints.restore(step, TrainState(params, {}, {}, shape.router_bias, shape.step), but=but)
     arrays: dict[Names, jax.Array | StoredExperts] = {**flat(state.params), **flat(state.router_bias)}
     if experts:

@@ -42,7 +42,7 @@ class Teacher(Closing):
             prefill_chunk_tokens=length,
             policy=config.distil.policy,
             ring_slots=config.distil.ring_slots,
-            dtype=config.compute_dtype,
+            dtype="float32" if config.compute_dtype == "float32" else "bfloat16",  # float16 is refused
             estimator=None,
             native="off",
         )

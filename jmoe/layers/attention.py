@@ -170,13 +170,13 @@ def causal_attention(
     sinks_H: jax.Array | None = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in bfloat16, else blocked XLA.
+    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in two bytes, else blocked XLA.
 
     scale: None for d^-0.5. sinks_H: logits of a key without a value. window: int32 scalar, a query sees this many
     keys, itself included.
     """
     plain = sinks_H is None and window is None and q_BSHd.shape[-1] == v_BSGd.shape[-1]
-    if plain and jax.default_backend() == "gpu" and q_BSHd.dtype == jnp.bfloat16:  # cuDNN's kernel has no float32
+    if plain and jax.default_backend() == "gpu" and q_BSHd.dtype.itemsize == 2:  # cuDNN's kernel has no float32
         cudnn = partial(jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn")
         candidates = (("cudnn", cudnn), ("xla", partial(blocked_attention, scale=scale)))
         return first_supported("attention", [(name, partial(f, q_BSHd, k_BSGd, v_BSGd)) for name, f in candidates])

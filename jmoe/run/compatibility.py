@@ -42,6 +42,8 @@ FREE = (
 NOTED = {
     "num_steps": "the cosine schedule now ends at another step",
     "compute_dtype": "losses will differ by rounding",
+    "loss_scale.growth_steps": "from here on",
+    "loss_scale.initial": "the checkpoint's own loss scale counts, if it has one",
     "gradient_accumulation_steps": "losses will differ by rounding, balance losses are now taken over other groups",
     "optimizer.clip_norm": "from here on",
     "optimizer.final_learning_rate_fraction": "the schedule changes from here on",

@@ -173,6 +173,8 @@ def step_record(values: dict[str, Any], step_s: float, config: TrainConfig, *, c
         "step_s": step_s,
     }
     line |= {name: values[name] for name in ("task_loss", "task_accuracy", "divergence") if name in values}
+    if "loss_scale" in values:
+        line |= {name: values[name] for name in ("loss_scale", "skipped_steps")}
     if compiled:
         line["compiled"] = True
     if "counts" in values:

@@ -37,7 +37,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     devices, replicas = math.prod(shared), max(1, mesh.data) * packing
     tokens = config.batch_size * config.sequence_length // replicas
     expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
-    compute_bytes = 2 if config.compute_dtype == "bfloat16" else 4
+    compute_bytes = 4 if config.compute_dtype == "float32" else 2
     part = tokens // config.gradient_accumulation_steps
     wide = 8 * model.hidden_size + 3 * model.num_experts_per_tok * model.moe_intermediate_size
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
@@ -102,7 +102,7 @@ def machine(config: TrainConfig) -> Machine:
         host_bytes=described.host_bytes or available_bytes(),
         nvme_bytes=described.nvme_bytes or shutil.disk_usage(folder).free,
         shared=not device.device_bytes,
-        flops=device.flops if config.compute_dtype == "bfloat16" or described.flops else device.flops / 2,
+        flops=device.flops if config.compute_dtype != "float32" or described.flops else device.flops / 2,
         link_bytes_per_s=device.link_bytes_per_s,
         nvme_read_bytes_per_s=described.nvme_read_bytes_per_s,
         nvme_write_bytes_per_s=described.nvme_write_bytes_per_s,

@@ -15,6 +15,7 @@ from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
+from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
@@ -73,7 +74,9 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 
         trees = [without_experts(tree) if streamed else tree for tree in (shape.params, shape.m, shape.v)]
         step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
-        state = TrainState(owned(trees[0]), zeros(trees[1]), zeros(trees[2]), owned(shape.router_bias), step)
+        scaling = first_loss_scale(trainer.config)
+        scaling = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), scaling, shape.loss_scale)
+        state = TrainState(owned(trees[0]), zeros(trees[1]), zeros(trees[2]), owned(shape.router_bias), step, scaling)
         return trainer.load_state(state, weights, lambda *_: {}) if streamed else trainer.load_state(state)
 
 

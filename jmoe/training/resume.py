@@ -1,10 +1,14 @@
 """A checkpoint's step as the state of a run, whatever tiers its experts were saved from and go to."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, names_of_experts
+from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
@@ -16,13 +20,14 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
     """Return (the state, the data's state) of `step`; records that stay on the tier nvme become current."""
     shape, full = trainer.saved_shape, experts_of(trainer.full_shape.params)
     if not full:
-        saved_state, data, _ = checkpoints.restore(step, shape)
+        saved_state, data = _restored(trainer, checkpoints, step, shape)
         return trainer.load_state(saved_state), data
     index = ExpertIndex(*next(iter(full.values())).shape[:2])
     saved = SavedExperts(checkpoints.folder_of(step), {name: tuple(w.shape[2:]) for name, w in full.items()}, index)
     if not experts_of(shape.params):  # experts are no part of the state
         linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
-        rest, data, _ = checkpoints.restore(step, shape, but=names_of_experts(checkpoints.arrays(step)), records=linked)
+        experts = names_of_experts(checkpoints.arrays(step))
+        rest, data = _restored(trainer, checkpoints, step, shape, but=experts, records=linked)
         return trainer.load_state(rest, *((None, None) if linked else (saved.weights, saved.moments))), data
     weights, moments = "weights" in saved.kinds, "moments" in saved.kinds
     wanted = replace(
@@ -31,8 +36,24 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
         m=without_experts(shape.m) if moments else shape.m,
         v=without_experts(shape.v) if moments else shape.v,
     )
-    rest, data, _ = checkpoints.restore(step, wanted)
+    rest, data = _restored(trainer, checkpoints, step, wanted)
     return trainer.load_state(rest, saved.weights if weights else None, saved.moments if moments else None), data
+
+
+def _restored(
+    trainer: Trainer, checkpoints: Checkpoints, step: int, shape: TrainState, but: Collection[str] = (), **options: Any
+) -> tuple[TrainState, Any]:
+    """Return (the saved state, the data's state); a run may have gone to float16 or left it since it was saved."""
+    scaling = [name for name in checkpoints.arrays(step) if name.startswith("loss_scale.")]
+    if scaling and shape.loss_scale is None:
+        but = [*but, *scaling]
+    wanted = shape if scaling else replace(shape, loss_scale=None)
+    state, data, _ = checkpoints.restore(step, wanted, but=but, **options)
+    if shape.loss_scale is not None and not scaling:
+        first = first_loss_scale(trainer.config)
+        first = jax.tree.map(lambda x, place: jax.device_put(x, place.sharding), first, shape.loss_scale)
+        state = replace(state, loss_scale=first)
+    return state, data
 
 
 def _keeps_records(trainer: Trainer, saved: SavedExperts) -> bool:

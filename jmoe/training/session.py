@@ -211,7 +211,8 @@ class Session:
         # One of this very step holds the parameters that have just failed.
         good = [self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps() if saved < step]
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
-        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}; {last}")
+        scale = f" with loss scale {values['loss_scale']:g}" if "loss_scale" in values else ""
+        raise FloatingPointError(f"step {step}: loss = {values['loss']}, gradient norm {where}{scale}; {last}")
 
     def report(self) -> Path:
         """Draw the run so far and return the picture's path."""

@@ -24,6 +24,7 @@ from jmoe.mesh import (
     shardings,
     split_over,
 )
+from jmoe.optim.loss_scale import LossScale, first_loss_scale
 from jmoe.training.state import TrainState
 
 LOOKUP_TABLES = ("embedding", "positions")  # read by row: cast after the lookup, so that gradients add in float32
@@ -117,12 +118,14 @@ class ShardedModel(ABC):
         """Return where every array of the state lies."""
         bias: Any = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
         step: Any = REPLICATED
-        return TrainState(self.specs, self.specs, self.specs, bias, step)
+        scaling: Any = None if self.config.compute_dtype != "float16" else LossScale(step, step)
+        return TrainState(self.specs, self.specs, self.specs, bias, step, scaling)
 
     def fresh_state(self) -> TrainState:
         """Draw step 0, in the form that is saved."""
         split: Any = nnx.split(self.build(), nnx.Param, RouterBias)
-        return TrainState.at_step_0(nnx.to_pure_dict(split[1]), nnx.to_pure_dict(split[2]))
+        params, bias = (nnx.to_pure_dict(part) for part in split[1:])
+        return TrainState.at_step_0(params, bias, first_loss_scale(self.config))
 
     def initial_state(self) -> TrainState:
         """Draw step 0, in the form that training uses: the saved one, unless a model overrides this."""

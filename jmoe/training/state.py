@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jmoe.mesh import EXPERTS_PATH
 from jmoe.offload.expert_state import ReadExperts
+from jmoe.optim.loss_scale import LossScale
 
 Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
 
@@ -22,19 +23,23 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar)."""
+    """Everything a step changes. Nested dicts of arrays; float32 but for `step` (int32 scalar).
+
+    loss_scale: None unless the run computes in float16.
+    """
 
     params: Any
     m: Any
     v: Any
     router_bias: Any
     step: jax.Array
+    loss_scale: LossScale | None = None
 
     @classmethod
-    def at_step_0(cls, params: Any, router_bias: Any) -> Self:
+    def at_step_0(cls, params: Any, router_bias: Any, loss_scale: LossScale | None = None) -> Self:
         """Begin with these parameters and with moments of zero."""
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return cls(params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0))
+        return cls(params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0), loss_scale)
 
     def map(self, change: Callable[[Any], Any]) -> Self:
         """Apply `change` to the parameters and to both moments."""

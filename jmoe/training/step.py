@@ -21,6 +21,7 @@ from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
 from jmoe.offload.expert_state import ReadExperts
+from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, experts_of, read_experts, with_experts
@@ -90,7 +91,7 @@ class FusedTrainer:
 
         batch: tokens [A, B, S + 1], or what begins with them. constants: of `token_loss_local`.
         """
-        loss = partial(self.loss_local, full_capacity=full_capacity, **constants)
+        loss = partial(self.loss_local, loss_scale=state.loss_scale, full_capacity=full_capacity, **constants)
         loss_and_gradients = jax.value_and_grad(loss, has_aux=True)
         draws = self.config.model.router.draws
 
@@ -112,11 +113,20 @@ class FusedTrainer:
         return grads_and_metrics
 
     def loss_local(
-        self, params: Any, router_bias: Any, part: Any, key: jax.Array | None, *, full_capacity: bool, **constants: Any
+        self,
+        params: Any,
+        router_bias: Any,
+        part: Any,
+        key: jax.Array | None,
+        *,
+        loss_scale: LossScale | None,
+        full_capacity: bool,
+        **constants: Any,
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss, and what it consists of. key: for what the router draws.
+        """Return this device's part of the loss, scaled, and what it consists of, which is not.
 
-        part: tokens [B, S + 1], or what begins with them. constants: of `token_loss_local`.
+        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. constants: of
+        `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
@@ -126,9 +136,10 @@ class FusedTrainer:
         )
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
-            weights_T = jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32)
+            weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)
             hidden_TD = hidden.reshape(-1, hidden.shape[-1])
             loss, parts = self.token_loss_local(hidden_TD, head, labels_T, weights_T, part, **constants)
+            parts = {name: unscaled(value, loss_scale) for name, value in parts.items()}
         if stats is None:
             return loss + 0.0, lax.stop_gradient(parts)
         with jax.named_scope("auxiliary_losses"):
@@ -141,12 +152,16 @@ class FusedTrainer:
             "entropy": stats.entropy_sum / num_tokens,
             "dropped": stats.dropped,
         }
-        return loss + (balance + z), lax.stop_gradient(metrics)
+        return loss + scaled(balance + z, loss_scale), lax.stop_gradient(metrics)
 
     def token_loss_local(
         self, hidden_TD: jax.Array, head: jax.Array, labels_T: jax.Array, weights_T: jax.Array, part: Any
     ) -> tuple[jax.Array, Metrics]:
-        """Return this device's part of the loss but for the routers', and what it consists of: `loss` on the text."""
+        """Return this device's part of the loss but for the routers', and what it consists of: `loss` on the text.
+
+        Both are linear in `weights_T`, which says how much a token counts, and with float16 by how much the loss is
+        scaled.
+        """
         nll = self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_T)
         return nll, {"loss": nll}
 

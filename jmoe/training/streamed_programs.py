@@ -34,6 +34,7 @@ from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, EXPERTS_PATH, REPLICATED, s
 from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.decoder import STACKS
 from jmoe.models.functional import FunctionalModule
+from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import StreamedGradients, squared_norms_local, streamed_on_shards_local
 from jmoe.training.reverse_scan import layer_of
 from jmoe.training.sharded_decoder import ShardedDecoder
@@ -116,6 +117,7 @@ class ForBackward(NamedTuple):
     dy_BSD: jax.Array
     topk_idx_TK: jax.Array | None  # its tokens' choices; None of a dense layer
     kept: Any  # residuals; None: the layer runs again from x
+    loss_scale: LossScale | None = None  # of its routers' losses
 
 
 class StepResults(NamedTuple):
@@ -188,7 +190,8 @@ class LayerPrograms:
         work = NeighborWork(NextLayer(columns, replicated), split, replicated)
         overlapped = Overlapped(replicated, split)
         forward, backward = (split, split, overlapped), (split, split, overlapped)
-        state = TrainState(specs, specs, specs, replicated, replicated)
+        scaling = None if self.config.compute_dtype != "float16" else replicated
+        state = TrainState(specs, specs, specs, replicated, replicated, scaling)
         results = StepResults(split, split, split, split, replicated, replicated)
 
         self.unstack = make(list, ACCUMULATED_BATCH, out=split)
@@ -201,10 +204,10 @@ class LayerPrograms:
         self.add_experts = make(self._add_experts, moe, split, replicated, work, out=forward, static=["keeps"])
         self.totals = make(self._totals, split, out=replicated)
         self.zeros = make(self._zeros, specs, outside, out=split)
-        self.loss_gradients = make(self._loss_gradients, outside, split, split, split, out=split, donate=3)
+        self.loss_gradients = make(self._loss_gradients, outside, split, split, split, replicated, out=split, donate=3)
         self.moe_gradients = make(
             self._moe_gradients,
-            *(moe, replicated, split, split, replicated, work),
+            *(moe, replicated, ForBackward(split, split, split, split, replicated), split, replicated, work),
             out=(*backward, split),
             static=["full_capacity", "last"],
             donate=3,
@@ -413,15 +416,15 @@ class LayerPrograms:
         return StreamedGradients(_zeros_of(outside), rest, {kind: [] for kind in stacks})
 
     def _loss_gradients(
-        self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, grads: Any
+        self, outside: Any, x_BSD: jax.Array, labels_BS: jax.Array, grads: Any, loss_scale: LossScale | None
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Return (this device's part of the loss, dx, summed gradients of what is outside the layers)."""
         num_tokens = tokens_per_accumulation_step(self.config) * self.config.gradient_accumulation_steps
-        weights_BS = jnp.full(labels_BS.shape, 1.0 / num_tokens, jnp.float32)
+        weights_BS = scaled(jnp.full(labels_BS.shape, 1.0 / num_tokens, jnp.float32), loss_scale)
         with jax.named_scope("loss"):
             loss_and_gradients = jax.value_and_grad(self._nll_local, argnums=(0, 1))
             loss, (doutside, dx_BSD) = loss_and_gradients(outside, x_BSD, labels_BS, weights_BS)
-        return loss[None], dx_BSD, self._add_outside(grads, doutside)
+        return unscaled(loss, loss_scale)[None], dx_BSD, self._add_outside(grads, doutside)
 
     def _add_outside(self, grads: Any, new: Any) -> Any:
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], grads, new)
@@ -458,7 +461,7 @@ class LayerPrograms:
         the experts' gradients are as they are to be kept, and their square is known.
         """
         counts_E, bias = counts_NAE[layer.number, layer.accumulation], layer_of(params.router_bias, layer.number)
-        losses = partial(self._auxiliary, counts_E)
+        losses = lambda stats: scaled(self._auxiliary(counts_E, stats), inputs.loss_scale)  # noqa: E731
 
         def pull(params: Any, experts: ExpertStacks, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
             routed, of_route, of_experts = kept

@@ -31,6 +31,7 @@ from jmoe.offload.expert_index import ExpertIndex, LocalExperts
 from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ExpertState, ExpertStats, ReadExperts
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.offload.train_stores import ExpertStores
+from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, without_experts
@@ -127,7 +128,9 @@ class StreamedTrainer:
         def rest() -> TrainState:
             split: Any = nnx.split(Decoder(small, rngs=nnx.Rngs(seed)), nnx.Param, RouterBias)
             params = without_experts(nnx.to_pure_dict(split[1]))
-            return self.model.from_saved(TrainState.at_step_0(params, nnx.to_pure_dict(split[2])))
+            return self.model.from_saved(
+                TrainState.at_step_0(params, nnx.to_pure_dict(split[2]), first_loss_scale(self.config))
+            )
 
         places = jax.tree.map(lambda s: s.sharding, self.model.state_shape.map(without_experts))
         state: TrainState = jax.jit(rest, out_shardings=None if self.mesh.size == 1 else places)()
@@ -225,7 +228,9 @@ class StreamedTrainer:
         grads = programs.zeros(state.params, run.outside)
         losses, outside = [], grads.outside
         for a, part in enumerate(labels):
-            loss, xs[a], outside = self._done(programs.loss_gradients(run.outside, xs[a], part, outside))
+            loss, xs[a], outside = self._done(
+                programs.loss_gradients(run.outside, xs[a], part, outside, state.loss_scale)
+            )
             losses.append(loss)
         dxs, squares = self._backward(run, xs, grads, totals[0])
         for part, dx in zip(inputs, dxs, strict=True):
@@ -383,7 +388,7 @@ class StreamedTrainer:
         results, square = Overlapped(), None
         for a, (x, idx, kept) in enumerate(zip(passed.xs, passed.choices, passed.kept, strict=True)):
             layer = place.index._replace(step=run.state.step, accumulation=jnp.int32(a))
-            inputs = ForBackward(x, dxs[a], idx, kept)
+            inputs = ForBackward(x, dxs[a], idx, kept, run.state.loss_scale)
             args = params, layer, inputs, sums, counts_NAE, NeighborWork() if a else work
             options = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
             dxs[a], sums, overlapped, square = self._done(self.programs.moe_gradients(*args, **options))

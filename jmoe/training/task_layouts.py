@@ -41,7 +41,7 @@ def expert_bytes(config: VisionTrainConfig) -> int:
 
 
 def _cast_bytes(config: VisionTrainConfig) -> int:
-    return 2 if config.compute_dtype == "bfloat16" else 0  # a copy in the dtype of use
+    return 0 if config.compute_dtype == "float32" else 2  # a copy in the dtype of use
 
 
 def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:

@@ -27,6 +27,10 @@ class Trainer(Protocol):
     evaluation_batches: int  # how many batches `evaluate` is best given at once
 
     @property
+    def config(self) -> TrainConfig:
+        """What the run is to be."""
+
+    @property
     def notes(self) -> list[str]:
         """What was planned, and why."""
 
@@ -44,6 +48,8 @@ class Trainer(Protocol):
 
         `metrics["ok"]` is False, and the state unchanged, if the loss or gradient norm is not finite or a dropless
         buffer overflowed (`overflow`; the step is then repeated with `full_capacity`, which has room for every token).
+        With float16 a gradient that is not finite halves the state's loss scale (`skipped`; the step is then repeated),
+        unless it is 1.
         """
 
     def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:

@@ -14,6 +14,7 @@ from jmoe.config import TrainConfig
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL
 from jmoe.optim.adamw import StepValues, advance, decays, learning_rate
+from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscaled
 from jmoe.training.state import TrainState
 
 
@@ -53,13 +54,19 @@ def finish_step(
     """Clip, update the parameters and the router's bias, and complete the metrics: (state, metrics).
 
     grads: like `state.params`, on this device's shards, reduced. squares: of the gradients' global norms, by name.
-    metrics: of all devices, `loss` and `counts` [N, E] among them. Unless `metrics["ok"]` (loss and norm are finite,
-    and nothing overflowed) the state is returned as it was.
+    metrics: of all devices, `loss` and `counts` [N, E] among them. overflow: of a buffer for tokens. Unless
+    `metrics["ok"]` (loss and norm are finite, and nothing overflowed) the state is returned as it was, but for its loss
+    scale, by which gradients and squares are multiplied: where that makes the gradients overflow it is halved, and
+    `metrics["skipped"]` says so. `metrics["clip"]` is the factor of the gradients as they are given.
     """
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        scale = loss_scale.scale
+        squares = {name: square / scale / scale for name, square in squares.items()}
     norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
     ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
     limit = config.optimizer.clip_norm
-    clip = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0)
+    clip = unscaled(jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0), loss_scale)
     schedule = learning_rate(config.optimizer, config.num_steps)
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
     now = StepValues(lr, state.step, clip, ok)
@@ -79,7 +86,12 @@ def finish_step(
         "overflow": overflow,
         "ok": ok,
     }
-    return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32)), metrics
+    if loss_scale is not None:
+        by_scale = jnp.isfinite(metrics["loss"]) & ~jnp.isfinite(norm) & ~overflow
+        skipped = by_scale & (loss_scale.scale > MIN_LOSS_SCALE)
+        metrics |= {"loss_scale": loss_scale.scale, "skipped": skipped}
+        loss_scale = loss_scale.after(ok, skipped, config.loss_scale)
+    return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32), loss_scale), metrics
 
 
 def over_devices(num_devices: int, tree: Any) -> Any:

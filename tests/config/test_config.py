@@ -14,6 +14,7 @@ from jmoe.config import (
     DataConfig,
     DistributedConfig,
     EvaluationConfig,
+    LossScaleConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -24,6 +25,7 @@ from jmoe.config import (
     YarnConfig,
     differences,
 )
+from jmoe.config.distil import DistilConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.configs import PRESETS
@@ -177,7 +179,29 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (ProfileConfig, {"steps": "10"}, wrong("profile.steps", "10", "must read FIRST:LAST")),
     (ProfileConfig, {"steps": "13:10"}, wrong("profile.steps", "13:10", "must read FIRST:LAST with FIRST < LAST")),
     (ProfileConfig, {"steps": "a:b"}, wrong("profile.steps", "a:b", "must read FIRST:LAST")),
-    (TrainConfig, {"compute_dtype": "float16"}, wrong("compute_dtype", "float16", "must be one of float32, bfloat16")),
+    (
+        TrainConfig,
+        {"compute_dtype": "float8"},
+        wrong("compute_dtype", "float8", "must be one of float32, bfloat16, float16"),
+    ),
+    (LossScaleConfig, {"initial": 3}, wrong("loss_scale.initial", 3, "must be a power of two from 1 to 2**32")),
+    (LossScaleConfig, {"initial": 2**33}, wrong("loss_scale.initial", 2**33, "must be a power of two from 1 to")),
+    (LossScaleConfig, {"growth_steps": 0}, wrong("loss_scale.growth_steps", 0, "must be at least 1")),
+    (
+        TrainConfig,
+        {"loss_scale": LossScaleConfig(initial=1024)},
+        wrong("loss_scale.initial", 1024, "must not be set with compute_dtype = 'bfloat16': only float16 needs it"),
+    ),
+    (
+        TrainConfig,
+        {"loss_scale": LossScaleConfig(growth_steps=5), "compute_dtype": "float32"},
+        wrong("loss_scale.growth_steps", 5, "must not be set with compute_dtype = 'float32'"),
+    ),
+    (
+        TrainConfig,
+        {"distil": DistilConfig(teacher="folder"), "compute_dtype": "float16"},
+        wrong("compute_dtype", "float16", "must be float32 or bfloat16 with distil.teacher"),
+    ),
     (TrainConfig, {"remat": "all"}, wrong("remat", "all", "must be one of none, layer")),
     (TrainConfig, {"seed": -1}, wrong("seed", -1, "must be between 0 and 2**31 - 1")),
     (TrainConfig, {"seed": 2**31}, wrong("seed", 2**31, "must be between 0 and 2**31 - 1")),
