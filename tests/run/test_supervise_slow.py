@@ -92,7 +92,9 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
             counts[number.name] += 1
             wait_for_end(attempt)
     before = len(resumes(run))
-    supervisor.wait_until(lambda: len(resumes(run)) > before if committed(run) else len(losses(run)) > 10, 900)
+    supervisor.wait_until(lambda: len(resumes(run)) > before or not committed(run), 900)
+    steps = len(losses(run))
+    supervisor.wait_until(lambda: len(losses(run)) > steps, 900)
     stop(supervisor)  # a signal while all start would end them at once
     ends = events(run, "end")
     repeated = [event["step"] + 1 - max(0, event["checkpoint"]) for event in ends]
