@@ -108,6 +108,12 @@ def test_no_two_public_things_have_one_name() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """Of two, pytest imports one and refuses the other."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
+
+
 def test_every_module_is_mirrored() -> None:
     """By a test file of its name or folder, or one beside that imports it; THROUGH: by the tests of what uses it."""
     tests = defaultdict(set)

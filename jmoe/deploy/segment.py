@@ -19,7 +19,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.inference.engine import model_bytes, open_checkpoint
 from jmoe.models.safetensors_io import replace_text
-from jmoe.planning.segments import SegmentPlan, plan_segments
+from jmoe.planning.segmentation import SegmentPlan, plan_segments
 from jmoe.runtime import end_at_once_on_interrupt
 
 BATCH = 8  # sequences of an engine by default; as many devices need a multiple of their number

@@ -294,11 +294,10 @@ def test_why_it_cannot_be_built(tmp_path: Path) -> None:
     assert not list((tmp_path / "jmoe" / "native").glob("*.so"))
 
 
-def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, library: Path) -> None:
-    assert build() == library
+def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = build()
+    assert library.is_file() and build() == library
     monkeypatch.setattr("kernels_pallas.native.library.FLAGS", ("-O0",))
     monkeypatch.setattr("kernels_pallas.native.library._compile", lambda compiler, path: path.touch())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(library.parent / "other"))
-    other = build()
-    assert other.name != library.name
-    other.unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build().name != library.name

@@ -7,7 +7,7 @@ import pytest
 from jmoe.config.cluster import DevicesConfig
 from jmoe.planning.memory_plan import ModelBytes
 from jmoe.planning.roofline import ExpertWeights
-from jmoe.planning.segments import plan_segments
+from jmoe.planning.segmentation import plan_segments
 
 MUCH = 10**12
 
