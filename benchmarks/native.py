@@ -3,7 +3,8 @@
     python benchmarks/native.py
 
 Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds: each call takes others
-of `--bytes`. A round has one call of every row, beside a plain read by as many threads as there are cores and the same
+of `--bytes`. A call of the experts runs LAYERS layers, as decoding does: in one program here, one layer after the other
+in XLA's form. A round has one call of every row, beside a plain read by as many threads as there are cores and the same
 product by XLA; medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the
 experts that the tokens chose, as they are stored.
 """
@@ -20,6 +21,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,12 +30,14 @@ import numpy as np
 
 from benchmarks.lib import report
 from jmoe.layers.slot_experts import ExpertInputs
-from jmoe.offload.slots import HostSlots
+from jmoe.offload.slots import HostSlots, NativeSlots
 from kernels_pallas import native
 from kernels_pallas.compressed import FORMATS
 from kernels_pallas.matmul import dot
+from kernels_pallas.native import SlotLayout, slot_mlp
 
 ROWS = (1, 2, 8, 32)
+LAYERS = 16
 INNER, COLUMNS = 2048, 4096
 EXPERTS = {
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
@@ -91,12 +95,28 @@ def experts(name: str, tokens: int, kind: str, total: int) -> tuple[Call, Call, 
     routed = ExpertInputs(jnp.ones((tokens, hidden), dtype), jnp.asarray(idx_TK), jnp.ones((tokens, k)), None)
     zeros = jax.jit(lambda: jnp.zeros((tokens, hidden)))
 
-    def call(slots: HostSlots) -> jax.Array:
-        table_E = rng.permutation(num_slots)[:num_experts].astype(np.int32)
-        return slots.mlp(routed._replace(y_TD=zeros()), table_E, "swiglu")
+    @partial(jax.jit, static_argnums=0)
+    def layers(layout: SlotLayout, slots_MR: jax.Array, tables_LE: jax.Array) -> jax.Array:
+        y_TD = jnp.zeros((tokens, hidden))
+        for table_E in tables_LE:
+            y_TD = slot_mlp((*routed[:3], y_TD), slots_MR, table_E, layout, "swiglu")
+        return y_TD
 
-    in_use = len(np.unique(idx_TK))
-    return lambda: call(both[0]), lambda: call(both[1]), in_use * expert_bytes
+    def tables_LE() -> np.ndarray:
+        return np.stack([rng.choice(num_slots, num_experts, replace=False) for _ in range(LAYERS)]).astype(np.int32)
+
+    def in_one_program(slots: NativeSlots) -> jax.Array:
+        return layers(slots.layout, slots.slots_MR, tables_LE())
+
+    def in_turn(slots: HostSlots) -> jax.Array:
+        y_TD = zeros()
+        for table_E in tables_LE():
+            y_TD = slots.mlp(routed._replace(y_TD=y_TD), table_E, "swiglu")
+        return y_TD
+
+    num_bytes = LAYERS * len(np.unique(idx_TK)) * expert_bytes
+    assert both[0].native is not None
+    return partial(in_one_program, both[0].native), partial(in_turn, both[1]), num_bytes
 
 
 def seconds(call: Call) -> float:

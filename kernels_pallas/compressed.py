@@ -63,7 +63,9 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     """Return (values, scales) of a float matrix, each value rounded to the nearest that its block's scale allows.
 
     mxfp4: the largest of a block lies in [4, 8) times its scale and is cut at 6; weights that were mxfp4 before stay
-    what they were. int4: the value that is largest in magnitude is kept; int8 and fp8: likewise, at 127 and 448.
+    what they were. int4: the value that is largest in magnitude is kept; int8 and fp8: likewise, at 127 and 448. But a
+    block of fp8 that a power of two as its scale keeps to the bit has that: weights that were mxfp4 before mostly stay
+    what they were, where scales are within 2^14 of each other.
     """
     if kind is FP8:
         return _compress_fp8(np.asarray(w_KN, np.float32))
@@ -85,13 +87,30 @@ def compress(w_KN: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    inputs, outputs = w_KN.shape
-    peaks = np.abs(w_KN)
+    fitted = _of_blocks(np.maximum, np.abs(w_KN)) / np.float32(_LARGEST_E4M3)
+    mantissas, exponents = np.frexp(fitted)
+    power = np.where(fitted == 0, 0, np.ldexp(np.float32(1), exponents - (mantissas == 0.5)))  # the next above
+    codes, wide = _e4m3(w_KN, power)
+    is_exact = _of_blocks(np.logical_and, wide == w_KN)
+    scales = np.where(is_exact, power, fitted)
+    if not is_exact.all():
+        codes, _ = _e4m3(w_KN, scales)
+    return codes.view(np.uint8), np.repeat(scales, FP8.block, axis=1)[:, : w_KN.shape[1]]
+
+
+def _of_blocks(reduce: np.ufunc, x_KN: np.ndarray) -> np.ndarray:
+    """Return one number of each block of 128 x 128."""
     for axis in (0, 1):
-        peaks = np.maximum.reduceat(peaks, np.arange(0, w_KN.shape[axis], FP8.block), axis=axis)
-    scales = np.repeat(peaks / np.float32(_LARGEST_E4M3), FP8.block, axis=1)[:, :outputs]
-    wide = np.repeat(np.where(scales == 0, 1, scales), FP8.block, axis=0)[:inputs]
-    return (w_KN / wide).astype(jnp.float8_e4m3fn).view(np.uint8), scales
+        x_KN = reduce.reduceat(x_KN, np.arange(0, x_KN.shape[axis], FP8.block), axis=axis)
+    return x_KN
+
+
+def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (E4M3 values under one scale a block, what they mean in float32)."""
+    by_weight = np.kron(np.where(scales == 0, 1, scales), np.ones((FP8.block, FP8.block), np.float32))
+    by_weight = by_weight[: w_KN.shape[0], : w_KN.shape[1]]
+    codes = (w_KN / by_weight).astype(jnp.float8_e4m3fn)
+    return codes, codes.astype(np.float32) * by_weight
 
 
 def _e2m1_codes(x: np.ndarray) -> np.ndarray:

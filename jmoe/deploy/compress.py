@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,11 @@ from jmoe.models.safetensors_io import (
     replace_text,
     write_safetensors,
 )
-from jmoe.models.stored_formats import COMPRESSION_FIELDS, format_of_matrix
+from jmoe.models.stored_formats import COMPRESSION_FIELDS, Fp8Blocks, StoredFormat, format_of_matrix
 from jmoe.models.weights import Parameter, Piece, check_tensors, parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
+from kernels_pallas.compressed import FP8, MXFP4
 
 
 class _Matrices:
@@ -43,18 +44,18 @@ class _Matrices:
     Legend: K inputs, N outputs, E experts.
     """
 
-    def __init__(self, reader: TensorReader, stored: StoredTensor, parameter: Parameter, layout: ExpertLayout) -> None:
-        self._reader, self._stored, self._source, self._layout = reader, stored, parameter.source, layout
-        *_, rows, columns = stored.shape
+    def __init__(self, source: "_Source", piece: Piece, parameter: Parameter, layout: ExpertLayout) -> None:
+        self._model, self._piece, self._source, self._layout = source, piece, parameter.source, layout
+        *_, rows, columns = piece.shape
         n, k = (rows, columns) if self._source.transposed else (columns, rows)
-        experts = stored.shape[:1] if self._source.stacked else ()
+        experts = piece.shape[:1] if self._source.stacked else ()
         self._fields = {end: ((*experts, *shape), dtype) for end, (shape, dtype) in layout.fields(n, k).items()}
         self._made: dict[str, NDArray[Any]] = {}
 
     def new_tensors(self) -> list[NewTensor]:
         """Return them, each of which is to be made once, in this order."""
         return [
-            NewTensor(self._stored.name + end, dtype, shape, partial(self._tensor, end))
+            NewTensor(self._piece.name + end, dtype, shape, partial(self._tensor, end))
             for end, (shape, dtype) in self._fields.items()
         ]
 
@@ -64,47 +65,85 @@ class _Matrices:
         return self._made.pop(end)
 
     def _make(self) -> dict[str, NDArray[Any]]:
-        rows = self._stored.shape[-2]
+        rows = self._piece.shape[-2]
+        if self._model.form(self._piece) is not None:
+            return self._made_again(rows)
+        stored = self._model.stored[self._piece.name]
         if not self._source.stacked:
-            stored = self._matrix(0, rows)
-            return self._layout.tensors(stored.T if self._source.transposed else stored)
+            matrix = self._matrix(stored, 0, rows)
+            return self._layout.tensors(matrix.T if self._source.transposed else matrix)
         made = {end: np.empty(shape, dtype) for end, (shape, dtype) in self._fields.items()}
-        for expert in range(self._stored.shape[0]):
-            for end, part in self._layout.tensors(self._matrix(expert * rows, (expert + 1) * rows)).items():
+        for expert in range(stored.shape[0]):
+            for end, part in self._layout.tensors(self._matrix(stored, expert * rows, (expert + 1) * rows)).items():
                 made[end][expert] = part
         return made
 
-    def _matrix(self, start: int, end: int) -> NDArray[Any]:
-        matrix = _rows(self._reader, self._stored, start, end)
+    def _matrix(self, stored: StoredTensor, start: int, end: int) -> NDArray[Any]:
+        matrix = self._model.rows(stored, start, end)
         if not np.isfinite(matrix).all():
-            raise self._stored.wrong("has values that are not finite: it cannot be compressed")
+            raise stored.wrong("has values that are not finite: it cannot be compressed")
         return matrix
 
+    def _made_again(self, rows: int) -> dict[str, NDArray[Any]]:
+        """Return fp8 of a matrix that is MXFP4, which must mean the same to the bit."""
+        form = self._model.form(self._piece)
+        assert form is not None
+        matrix_NK = form.wide(*form.codes(self._model.rows, self._model.stored, self._piece.name, 0, rows))
+        made = self._layout.tensors(matrix_NK.T)
+        values, scales = made.values()
+        if not np.array_equal(Fp8Blocks().wide(values, np.repeat(scales, FP8.block, axis=0)), matrix_NK):
+            stored = self._model.stored[form.names(self._piece.name)[0]]
+            raise stored.wrong(
+                "has scales more than 2^14 apart in 128 x 128 weights: fp8 would not be the same numbers"
+            )
+        return made
 
-def _rows(reader: TensorReader, tensor: StoredTensor, start: int, end: int) -> NDArray[Any]:
-    out = np.empty((end - start, tensor.shape[-1]), DTYPES[tensor.dtype])
-    for first, last, rows in reader.chunks(tensor, start, end):
-        out[first - start : last - start] = rows
-    return out
 
+class _Source:
+    """The tensors of the model that is compressed."""
 
-def _as_stored(reader: TensorReader, tensor: StoredTensor) -> NewTensor:
-    def read() -> NDArray[Any]:
-        return _rows(reader, tensor, 0, math.prod(tensor.shape[:-1])).reshape(tensor.shape)
+    def __init__(self, stored: Mapping[str, StoredTensor], reader: TensorReader) -> None:
+        self.stored, self._reader = stored, reader
 
-    return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read)
+    def form(self, piece: Piece) -> StoredFormat | None:
+        """Return the format in which a matrix is compressed already."""
+        return format_of_matrix(self.stored, piece.name, piece.shape)
 
+    def first(self, piece: Piece) -> str:
+        """Return the name of the tensor that stands for a matrix, where it has several."""
+        form = self.form(piece)
+        return piece.name if form is None else form.names(piece.name)[0]
 
-def _check_wide(fields: dict[str, Any], stored: dict[str, StoredTensor], pieces: Sequence[Piece]) -> None:
-    """Refuse a model with matrices that are compressed already."""
-    for name in COMPRESSION_FIELDS:
-        value = fields.get(name)
-        said = value.get("format", value.get("quant_method")) if isinstance(value, dict) else value
-        check(not value, name, said, "the model is compressed already: must be one whose weights are wide")
-    for piece in pieces:
-        if piece.name not in stored or format_of_matrix(stored, piece.name, piece.shape) is not None:
-            compressed = next(tensor for name, tensor in stored.items() if name.startswith(piece.name))
-            raise compressed.wrong("is compressed already: must be a wide matrix")
+    def rows(self, tensor: StoredTensor, start: int, end: int) -> NDArray[Any]:
+        """Return rows of a tensor as they are stored."""
+        out = np.empty((end - start, tensor.shape[-1]), DTYPES[tensor.dtype])
+        for first, last, rows in self._reader.chunks(tensor, start, end):
+            out[first - start : last - start] = rows
+        return out
+
+    def as_stored(self, tensor: StoredTensor) -> NewTensor:
+        """Return a copy that reads the tensor when it is written."""
+
+        def read() -> NDArray[Any]:
+            return self.rows(tensor, 0, math.prod(tensor.shape[:-1])).reshape(tensor.shape)
+
+        return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read)
+
+    def check_wide(self, fields: dict[str, Any], matrices: Sequence[tuple[Piece, Parameter]], experts: str) -> None:
+        """Refuse a model with matrices that are compressed already, but for experts in MXFP4 that become fp8."""
+        forms = [(form, piece, p) for piece, p in matrices if (form := self.form(piece)) is not None]
+        is_mxfp4 = all(p.experts and form.kept(self.stored, piece.name) is MXFP4 for form, piece, p in forms)
+        if forms and is_mxfp4 and experts == FP8.name:
+            return
+        for name in COMPRESSION_FIELDS:
+            value = fields.get(name)
+            said = value.get("format", value.get("quant_method")) if isinstance(value, dict) else value
+            constraint = "the model is compressed already: must be one whose weights are wide, or mxfp4 with experts = "
+            check(not value, name, said, constraint + repr(FP8.name))
+        for piece, _ in matrices:
+            if piece.name not in self.stored or self.form(piece) is not None:
+                tensor = next(tensor for name, tensor in self.stored.items() if name.startswith(piece.name))
+                raise tensor.wrong("is compressed already: must be a wide matrix")
 
 
 def _check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
@@ -128,23 +167,29 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     stored = read_headers(folder)
     wanted = parameters(abstract_decoder(config)[2], config, family)
     check_tensors(wanted, stored, folder, config, np.float32)
-    pieces = {piece.name: (piece, parameter) for parameter in wanted for piece in parameter.pieces()}
-    _check_wide(fields, stored, [piece for piece, _ in pieces.values()])
-    _check_sizes(config, layout, experts)
-    linear = {name.removesuffix(".weight") for name, (_, p) in pieces.items() if p.source.transposed and not p.experts}
+    matrices = [(piece, parameter) for parameter in wanted for piece in parameter.pieces()]
+    linear = {piece.name.removesuffix(".weight") for piece, p in matrices if p.source.transposed and not p.experts}
     changed: dict[str, Any] = {"quantization_config": layout.quantization(sorted(linear | {"lm_head"}))}
     if config.kv_lora_rank is not None:
         changed["num_nextn_predict_layers"] = 0  # the layers that predict further tokens are left out
-    with TensorReader() as reader, new_model_folder(out, folder) as partial_folder:
-        tensors: list[NewTensor] = []
-        for tensor in stored.values():  # in the order in which they lie in files
-            _, parameter = pieces.get(tensor.name, (None, None))
-            if parameter is not None and parameter.experts and len(parameter.matrix) == 2:
-                tensors += _Matrices(reader, tensor, parameter, layout).new_tensors()
-            elif parameter is not None:
-                tensors.append(_as_stored(reader, tensor))
-        write_safetensors(partial_folder, tensors, MAX_SHARD_BYTES)
-        replace_text(partial_folder / "config.json", json.dumps(fields | changed, indent=2) + "\n")
+    fields_left = {name: value for name, value in fields.items() if name not in COMPRESSION_FIELDS}
+    with TensorReader() as reader:
+        source = _Source(stored, reader)
+        source.check_wide(fields, matrices, experts)
+        _check_sizes(config, layout, experts)
+        by_tensor = {source.first(piece): (piece, parameter) for piece, parameter in matrices}
+        with new_model_folder(out, folder) as partial_folder:
+            tensors: list[NewTensor] = []
+            for tensor in stored.values():  # in the order in which they lie in files
+                if tensor.name not in by_tensor:
+                    continue
+                piece, parameter = by_tensor[tensor.name]
+                if parameter.experts and len(parameter.matrix) == 2:
+                    tensors += _Matrices(source, piece, parameter, layout).new_tensors()
+                else:
+                    tensors.append(source.as_stored(tensor))
+            write_safetensors(partial_folder, tensors, MAX_SHARD_BYTES)
+            replace_text(partial_folder / "config.json", json.dumps(fields_left | changed, indent=2) + "\n")
 
 
 def main(arguments: list[str]) -> None:

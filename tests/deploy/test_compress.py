@@ -41,7 +41,7 @@ PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 NUMPY = {"F32": "<f4", "F16": "<f2", "I32": "<i4", "I64": "<i8", "U8": "u1", "I8": "i1"}
-NUMPY |= {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+NUMPY |= {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
 def fields_of(family: str, hidden: int, inner: int) -> dict[str, Any]:
@@ -332,6 +332,41 @@ def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"model.safetensors: tensor .* is compressed already"):
             compress_model(folder, tmp_path / "out", "mxfp4")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "expert_dtype"])
+def test_mxfp4_becomes_fp8_to_the_bit(layout: str, tmp_path: Path) -> None:
+    """And an engine that makes fp8 when it loads MXFP4 has the same numbers; where fp8 cannot have them it is said."""
+    write_random(tmp_path / "model", fields_of("qwen3_moe", 256, 128))
+    compress_model(tmp_path / "model", tmp_path / "mxfp4", "mxfp4")
+    expected, source = dequantised(tmp_path / "mxfp4"), tmp_path / "mxfp4"
+    tensors, fields = raw_tensors(source), json.loads((source / "config.json").read_text())
+    if layout == "expert_dtype":
+        source = tmp_path / "fp4"
+        dtypes = {"packed": np.int8, "scale": NUMPY["F8_E8M0"]}
+        for name in [name for name in tensors if name.endswith(("_packed", "_scale"))]:
+            base, _, end = name.rpartition("_")
+            renamed = base if end == "packed" else base.removesuffix("weight") + "scale"
+            tensors[renamed] = tensors.pop(name).view(dtypes[end])
+        del fields["quantization_config"]
+        write_tensors(source, fields | {"expert_dtype": "fp4"}, tensors)
+    compress_model(source, tmp_path / "fp8", "fp8")
+    found = dequantised(tmp_path / "fp8")
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    assert "expert_dtype" not in json.loads((tmp_path / "fp8" / "config.json").read_text())
+    with LazyCheckpoint(source, expert_dtype="fp8") as loaded, LazyCheckpoint(tmp_path / "fp8") as kept:
+        assert loaded.expert_fields == kept.expert_fields
+        parts = [{name: np.zeros(*field) for name, field in loaded.expert_fields.items()} for _ in range(2)]
+        for checkpoint, views in zip((loaded, kept), parts, strict=True):
+            checkpoint.fill_expert(0, 1, views)
+        assert all(np.array_equal(parts[0][name], parts[1][name]) for name in parts[0])
+    name = next(name for name in tensors if name.endswith("scale"))
+    tensors[name] = tensors[name].copy()
+    tensors[name].view(np.uint8)[0, :2] = 100, 120
+    write_tensors(tmp_path / "far", json.loads((source / "config.json").read_text()), tensors)
+    with pytest.raises(ValueError, match="has scales more than 2\\^14 apart in 128 x 128 weights"):
+        compress_model(tmp_path / "far", tmp_path / "out", "fp8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:

@@ -100,6 +100,20 @@ def test_eight_bit_floats_in_blocks_of_both_ways() -> None:
     assert largest.max() == largest[:128, :128].max() == largest[128:, 256:].max() == 448
 
 
+def test_mxfp4_as_eight_bit_floats() -> None:
+    """The same numbers, under powers of two, where a block's scales are at most 2^14 apart; else the nearest."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (256, 130), dtype=np.uint8)
+    values, scales = codes[0::2] | codes[1::2] << 4, rng.integers(110, 125, (8, 130), dtype=np.uint8)
+    scales[0, 0] = 90  # too far from the others of the first block
+    w = read(values, scales, MXFP4).astype(np.float32)
+    narrow, factors = compress(w, FORMATS["fp8"])
+    wide = read(narrow, factors, FORMATS["fp8"]).astype(np.float32)
+    assert np.array_equal(wide[128:], w[128:]) and np.array_equal(wide[:, 128:], w[:, 128:])
+    assert not np.array_equal(wide[:128, :128], w[:128, :128])
+    assert (np.frexp(factors[1])[0] == 0.5).all() and factors[0, 0] == np.abs(w[:128, :128]).max() / np.float32(448)
+
+
 @formats
 def test_rounding_is_to_the_nearest(kind: Format) -> None:
     """Of all that the block's scale allows."""
