@@ -1,7 +1,10 @@
-"""What a compiled program does, read from its text."""
+"""What a compiled program does, read from its text; and a traced one, from its jaxpr."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
 
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
@@ -41,3 +44,33 @@ def operations(text: str, kinds: tuple[str, ...] = COLLECTIVES) -> list[Op]:
         return ops
 
     return run("ENTRY")
+
+
+def inside_shard_map(jaxpr: Any) -> Any:
+    """Return the jaxpr of the one `shard_map` of a traced function, or of the function that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return eqn.params["jaxpr"]
+        if eqn.primitive.name in ("jit", "pjit"):
+            return inside_shard_map(eqn.params["jaxpr"].jaxpr)
+    raise ValueError("there is no shard_map")
+
+
+def origins(jaxpr: Any, var: Any) -> set[Any]:
+    """Every variable that this one comes from, itself included."""
+    made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    found, todo = set(), [var]
+    while todo:
+        at = todo.pop()
+        if not isinstance(at, Literal) and at not in found:
+            found.add(at)
+            todo += made_by[at].invars if at in made_by else []
+    return found
+
+
+def runs(eqn: Any, primitive: str) -> bool:
+    """Whether an equation of a traced function is this primitive, or calls a function that has it."""
+    if eqn.primitive.name == primitive:
+        return True
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
+    return any(runs(inner, primitive) for leaf in leaves if hasattr(leaf, "eqns") for inner in leaf.eqns)

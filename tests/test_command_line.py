@@ -22,7 +22,7 @@ def test_moments_go_where_the_weights_are(tier: str) -> None:
 
 def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_train(["tiny-unfused", "--comm.exchange", "flat"], PRESETS)
-    assert config.comm == CommConfig(exchange="flat", fuse_dense=False)
+    assert config.comm == CommConfig(exchange="flat", schedule="none", fuse_dense=False)
     with pytest.raises(SystemExit):
         parse_train(["tiny", "--comm.fuse-dense", "False"], PRESETS)
     assert "Unrecognized options: --comm.fuse-dense" in capsys.readouterr().err

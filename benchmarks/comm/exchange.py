@@ -42,7 +42,8 @@ def make_program(
 
         def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             dispatched = exchange.dispatch(x, Choices(idx, weights, counts))
-            return exchange.combine(dispatched.rows_MD, dispatched.handle), dispatched.dropped[None]
+            outs = [arrived.rows_MD for arrived in dispatched.chunks]
+            return exchange.combine(outs, dispatched.handle), dispatched.dropped[None]
 
         if direction == "forward":
             return there_and_back(x, weights)

@@ -34,7 +34,11 @@ COMMANDS = {
 }
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "fusion": {"one_by_one": {"fuse_dense": False}, "fused": {}, "fused_flat": {"hierarchical": False}},
+    "fusion": {
+        "one_by_one": {"schedule": "none", "fuse_dense": False},
+        "fused": {},
+        "fused_flat": {"hierarchical": False},
+    },
     "levels": {"flat": ONE_LEVEL, "hierarchical": {"exchange": "dedup"}},
     "order": {name: {"schedule": name} for name in ("ready", "none", "fixed", "priority", "chunks", "pipelined")},
 }

@@ -4,8 +4,12 @@ Legend: T local tokens, D hidden, K choices a token, N = T K assignments, E expe
 R devices = P nodes x Q devices a node, C buffer rows per destination, M rows of a whole buffer.
 Both ways only gather rows, forwards and backwards. Buffers have a fixed size: where more is sent to a destination than
 it has rows, the largest weights get them, of equal ones the first, and what finds no row is counted. Sums are float32.
+
+A buffer may cross in chunks, so that experts begin with the first. Chunks share its rows: they are dealt out to them in
+turn, once it is known what is kept, so every chunk has an even part of what each expert gets, and no number changes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,21 +24,15 @@ from kernels_pallas.saved import saved, saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "rows", "group_sizes_L", "dropped", "handle"],
-    meta_fields=["expected_rows"],
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "rows", "group_sizes_L"], meta_fields=["expected_rows"])
 @dataclass(frozen=True)
-class DispatchedTokens:
-    """Rows for this device's experts. handle: what `combine` needs to take the experts' outputs back."""
+class ArrivedRows:
+    """A chunk of the rows for this device's experts."""
 
     x: jax.Array  # [M, D] as `rows_MD`; [T, D], this device's tokens, where `rows` says which of them each row is
     rows: RowMap | None
     group_sizes_L: jax.Array  # int32
     expected_rows: int  # sum of group_sizes_L when the load is even
-    dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up
-    handle: Any
 
     @property
     def rows_MD(self) -> jax.Array:
@@ -45,6 +43,16 @@ class DispatchedTokens:
             return dispatch(self.x, self.rows.src_M, self.rows.slot_TK, self.rows.complete)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DispatchedTokens:
+    """What has been sent to experts. handle: what `combine` needs to take their outputs back."""
+
+    chunks: tuple[ArrivedRows, ...]
+    dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up
+    handle: Any
+
+
 class Choices(NamedTuple):
     """Each token's experts, an index of E standing for none, their weights, and how often each expert is chosen."""
 
@@ -52,15 +60,27 @@ class Choices(NamedTuple):
     topk_weights_TK: jax.Array
     counts_E: jax.Array  # int32
 
+    @classmethod
+    def counted(cls, topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, num_experts: int) -> "Choices":
+        """Count how often each expert is chosen."""
+        experts = jnp.arange(num_experts, dtype=topk_idx_TK.dtype)
+        counts_E = (topk_idx_TK[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
+        return cls(topk_idx_TK, topk_weights_TK, counts_E)
+
 
 class Exchange(Protocol):
     """The movement of tokens to experts and back."""
 
-    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
+    def dispatch(
+        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+    ) -> DispatchedTokens:
         """Each token's row to its experts. full_capacity: buffers with room for everything."""
 
-    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
-        """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing."""
+    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+        """float32 y_TD: the weighted sum of each token's experts' outputs; what was dropped adds nothing.
+
+        outs: [M, D] of each chunk.
+        """
 
 
 def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +98,9 @@ class OneDevice:
 
     complete: bool = True
 
-    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
+    def dispatch(
+        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+    ) -> DispatchedTokens:
         with jax.named_scope("dispatch"):
             topk_idx_TK, topk_weights_TK, counts_E = chosen
             order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
@@ -88,11 +110,12 @@ class OneDevice:
                 token_N = jnp.where(used_N, token_N, topk_idx_TK.shape[0])
                 slot_TK = jnp.where(topk_idx_TK < counts_E.size, slot_TK, topk_idx_TK.size)
         rows, dropped = RowMap(token_N, slot_TK, complete=self.complete), jnp.zeros((), jnp.int32)
-        return DispatchedTokens(x_TD, rows, counts_E, topk_idx_TK.size, dropped, (topk_weights_TK, rows))
+        arrived = ArrivedRows(x_TD, rows, counts_E, topk_idx_TK.size)
+        return DispatchedTokens((arrived,), dropped, (topk_weights_TK, rows))
 
-    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
         with jax.named_scope("combine"):
-            topk_weights_TK, rows = handle
+            (out_MD,), (topk_weights_TK, rows) = outs, handle
             return combine(saved(out_MD, "expert_out"), topk_weights_TK, rows.src_M, rows.slot_TK, rows.complete)
 
 
@@ -104,15 +127,20 @@ class PerDevice:
     num_devices: int
     capacity_factor: float | None
 
-    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
+    def dispatch(
+        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+    ) -> DispatchedTokens:
         num_assignments = chosen.topk_idx_TK.size
         fair_rows = num_assignments / self.num_devices
         rows = buffer_rows(fair_rows, num_assignments, self.capacity_factor, full_capacity)
-        return self.dispatch_rows(x_TD, chosen, rows, num_assignments)
+        return self.dispatch_rows(x_TD, chosen, rows, num_assignments, num_chunks)
 
-    def dispatch_rows(self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int) -> DispatchedTokens:
-        """Dispatch with `rows` per destination device."""
+    def dispatch_rows(
+        self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int, num_chunks: int = 1
+    ) -> DispatchedTokens:
+        """Dispatch with `rows` per destination device, in at most `num_chunks` chunks."""
         (num_tokens, k), num_devices = chosen.topk_idx_TK.shape, self.num_devices
+        num_chunks, width = _chunks_of(rows, num_chunks)
         with jax.named_scope("dispatch"):
             idx_N, kept_E = _drop_lightest(chosen, num_devices, rows)
             order_N, rank_N = _order_by_expert(idx_N, kept_E.size)
@@ -121,32 +149,72 @@ class PerDevice:
             starts_R = jnp.cumsum(totals_R) - totals_R
             at_C = jnp.arange(rows, dtype=jnp.int32)
             sorted_RC = jnp.where(at_C < totals_R[:, None], starts_R[:, None] + at_C, num_tokens * k)
-            token_M = jnp.take(order_N // k, sorted_RC.reshape(-1), mode="fill", fill_value=num_tokens)
+            token_RC = jnp.take(order_N // k, sorted_RC, mode="fill", fill_value=num_tokens)
+            token_M = _deal_out(token_RC, num_chunks, num_tokens).reshape(-1)
             dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
-            slot_N = jnp.where(dest_N < num_devices, dest_N * rows + place_N, num_devices * rows)
-            slot_TK = slot_N.reshape(num_tokens, k)
+            slot_TK = _slots(dest_N, place_N, num_devices, rows, num_chunks).reshape(num_tokens, k)
             send_MD = dispatch(x_TD, token_M, slot_TK)
-        with jax.named_scope("all_to_all"):
-            recv_RCD, recv_RL = self.all_to_all((send_MD.reshape(num_devices, rows, -1), kept_RL))
-            recv_RCD = saved(recv_RCD, "expert_rows")
-            recv_RL = saved_residual(recv_RL, "routing")
-        with jax.named_scope("sort_by_expert"):
-            sort = _sort_of_arrivals(recv_RL, rows)
-            rows_MD = dispatch(recv_RCD.reshape(send_MD.shape), sort[0], sort[1][:, None], True)
-            group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
+        arrived, sorts = [], []
+        sizes_XRL = _sizes_in_chunks(kept_RL, num_chunks)
+        for sent_RCD, sizes_RL in zip(send_MD.reshape(num_chunks, num_devices, width, -1), sizes_XRL, strict=True):
+            with jax.named_scope("all_to_all"):
+                recv_RCD, recv_RL = self.all_to_all((sent_RCD, sizes_RL))
+                recv_RCD = saved(recv_RCD, "expert_rows")
+                recv_RL = saved_residual(recv_RL, "routing")
+            with jax.named_scope("sort_by_expert"):
+                sorts.append(sort := _sort_of_arrivals(recv_RL, width))
+                recv_MD = recv_RCD.reshape(num_devices * width, -1)
+                rows_MD = dispatch(recv_MD, sort[0], sort[1][:, None], True)
+                group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
+            arrived.append(ArrivedRows(rows_MD, None, group_sizes_L, -(-expected_rows // num_chunks)))
         dropped = chosen.counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
-        handle = sort, chosen.topk_weights_TK, token_M, slot_TK
-        return DispatchedTokens(rows_MD, None, group_sizes_L, expected_rows, dropped, handle)
+        return DispatchedTokens(tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, slot_TK))
 
-    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
-        (order_M, rank_M), topk_weights_TK, token_M, slot_TK = handle
-        with jax.named_scope("sort_by_source"):
-            out_MD = dispatch(out_MD, rank_M, order_M[:, None], True)
-        with jax.named_scope("all_to_all_back"):
-            back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
+    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+        sorts, topk_weights_TK, token_M, slot_TK = handle
+        back = []
+        for out_MD, (order_M, rank_M) in zip(outs, sorts, strict=True):
+            with jax.named_scope("sort_by_source"):
+                out_MD = dispatch(out_MD, rank_M, order_M[:, None], True)
+            with jax.named_scope("all_to_all_back"):
+                back_MD = self.all_to_all(out_MD.reshape(self.num_devices, -1, out_MD.shape[1])).reshape(out_MD.shape)
+                back.append(saved(back_MD, "expert_out"))
         with jax.named_scope("combine"):
-            return combine(saved(back_MD, "expert_out"), topk_weights_TK, token_M, slot_TK)
+            return combine(_together(back), topk_weights_TK, token_M, slot_TK)
+
+
+def _chunks_of(rows: int, num_chunks: int) -> tuple[int, int]:
+    """Return (chunks, rows in each) of `rows` per destination; no more chunks than rows."""
+    num_chunks = max(1, min(num_chunks, rows))
+    return num_chunks, -(-rows // num_chunks)
+
+
+def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
+    """[chunks, R, width, ...]: each destination's rows in turn to the chunks, the last ones padded with `empty`."""
+    num_chunks, width = _chunks_of(x_RC.shape[1], num_chunks)
+    padding = [(0, 0)] * x_RC.ndim
+    padding[1] = 0, num_chunks * width - x_RC.shape[1]
+    x_RC = jnp.pad(x_RC, padding, constant_values=empty)
+    return jnp.moveaxis(x_RC.reshape(x_RC.shape[0], width, num_chunks, *x_RC.shape[2:]), 2, 0)
+
+
+def _slots(dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int) -> jax.Array:
+    """Where `_deal_out` puts place `place` of `rows` of a destination in all chunks; behind them if there is none."""
+    num_chunks, width = _chunks_of(rows, num_chunks)
+    slot = (place % num_chunks * num_dest + dest) * width + place // num_chunks
+    return jnp.where((dest < num_dest) & (place < rows), slot, num_chunks * num_dest * width)
+
+
+def _sizes_in_chunks(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
+    """int32 [chunks, R, L]: each expert's rows in each chunk; a destination's lie in order of expert."""
+    ends_RL = jnp.cumsum(sizes_RL, axis=1, dtype=jnp.int32)
+    last_X = jnp.arange(num_chunks - 1, -1, -1, dtype=jnp.int32)[:, None, None]
+    return (ends_RL + last_X) // num_chunks - (ends_RL - sizes_RL + last_X) // num_chunks
+
+
+def _together(chunks: Sequence[jax.Array]) -> jax.Array:
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
 def _is_among_heaviest(dest_N: jax.Array, weights_N: jax.Array, totals_R: jax.Array, rows: int) -> jax.Array:
@@ -216,7 +284,9 @@ class PerNode:
     nodes_per_token: float
     capacity_factor: float | None
 
-    def dispatch(self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False) -> DispatchedTokens:
+    def dispatch(
+        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+    ) -> DispatchedTokens:
         topk_idx_TK, topk_weights_TK, counts_E = chosen
         (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
         node_size = counts_E.size // num_nodes  # experts of a node
@@ -225,37 +295,72 @@ class PerNode:
         with jax.named_scope("dispatch"):
             on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(num_nodes, dtype=jnp.int32)
             weights_TP = jnp.where(on_TKP, topk_weights_TK[:, :, None], 0).sum(axis=1)
-            slot_TP, src_M = _rows_for(on_TKP.any(axis=1), weights_TP, rows)
-            lost_TKP = on_TKP & (slot_TP == src_M.size)[:, None, :]
+            place_TP, src_PC = _places_for(on_TKP.any(axis=1), weights_TP, rows)
+            lost_TKP = on_TKP & (place_TP == rows)[:, None, :]
+            nodes, src_M = jnp.arange(num_nodes, dtype=jnp.int32), src_PC.reshape(-1)
             idx_MK = _choices_of_rows(topk_idx_TK, src_M, num_nodes, node_size)
-            send = dispatch(x_TD, src_M, slot_TP), dispatch(topk_weights_TK, src_M, slot_TP), idx_MK
+            send_MK = dispatch(topk_weights_TK, src_M, _slots(nodes, place_TP, num_nodes, rows, 1))
+            slot_TP = _slots(nodes, place_TP, num_nodes, rows, num_chunks)
+            src_XPC = _deal_out(src_PC, num_chunks, num_tokens)
+            send_XPCD = dispatch(x_TD, src_XPC.reshape(-1), slot_TP).reshape(*src_XPC.shape, -1)
         with jax.named_scope("all_to_all_across"):
-            recv = self.across(jax.tree.map(lambda a: a.reshape(num_nodes, rows, -1), send))
-            recv_MD, weights_MK, idx_MK = (a.reshape(num_nodes * rows, -1) for a in recv)
-            weights_MK = saved(weights_MK, "routing")
-            idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32)
-        sizes = (idx_MK.reshape(-1, 1) == jnp.arange(node_size, dtype=jnp.int32)).sum(axis=0, dtype=jnp.int32)
-        fair_rows, most_rows = num_tokens * k / self.inside.num_devices, num_nodes * rows * k
+            weights_MK, idx_MK = self.across(tuple(a.reshape(num_nodes, rows, k) for a in (send_MK, idx_MK)))
+            weights_MK = saved(weights_MK, "routing").reshape(-1, k)
+            idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
+        there = Choices.counted(idx_MK, weights_MK, node_size)
+        fair_rows, expected_rows = num_tokens * k / self.inside.num_devices, -(-num_tokens * k // len(send_XPCD))
+        by_chunk, device_rows, lost = self._shared_out(there, len(send_XPCD), fair_rows, full_capacity)
+        arrived = []
+        for send_PCD, chosen in zip(send_XPCD, by_chunk, strict=True):
+            with jax.named_scope("all_to_all_across"):
+                recv_MD = self.across(send_PCD).reshape(-1, send_PCD.shape[-1])
+            arrived.append(self.inside.dispatch_rows(recv_MD, chosen, device_rows, expected_rows))
+        dropped = sum((part.dropped for part in arrived), lost + lost_TKP.sum(dtype=jnp.int32))
+        handle = [part.handle for part in arrived], src_XPC.reshape(-1), slot_TP
+        return DispatchedTokens(tuple(part.chunks[0] for part in arrived), dropped, handle)
+
+    def _shared_out(
+        self, there: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
+    ) -> tuple[list[Choices], int, jax.Array]:
+        """Return (choices by chunk, rows for each device inside the node, choices that all chunks together drop).
+
+        there: the choices of all rows that cross. What is kept does not depend on the number of chunks, but may all be
+        in one of them, so that each has rows for it. A dropless first try, which may overflow, shares them evenly.
+        """
+        num_rows, k = there.topk_idx_TK.shape
+        node_size, most_rows = there.counts_E.size, num_rows * k
         device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, full_capacity)
-        there = Choices(idx_MK, weights_MK, sizes)
-        arrived = self.inside.dispatch_rows(recv_MD, there, device_rows, num_tokens * k)
-        dropped = arrived.dropped + lost_TKP.sum(dtype=jnp.int32)
-        return replace(arrived, dropped=dropped, handle=(arrived.handle, src_M, slot_TP))
+        if num_chunks == 1:
+            return [there], device_rows, jnp.zeros((), jnp.int32)
+        idx_N, kept_E = _drop_lightest(there, self.inside.num_devices, device_rows)
+        rows_PCK = self.num_nodes, -1, k
+        idx_XPCK = _deal_out(idx_N.reshape(rows_PCK), num_chunks, node_size)
+        weights_XPCK = _deal_out(there.topk_weights_TK.reshape(rows_PCK), num_chunks, 0)
+        chunks = zip(idx_XPCK.reshape(num_chunks, -1, k), weights_XPCK.reshape(num_chunks, -1, k), strict=True)
+        by_chunk = [Choices.counted(idx_MK, weights_MK, node_size) for idx_MK, weights_MK in chunks]
+        most_rows = idx_XPCK[0].size
+        if self.capacity_factor is None:
+            device_rows = buffer_rows(fair_rows / num_chunks, most_rows, None, full_capacity)
+        lost = there.counts_E.sum(dtype=jnp.int32) - kept_E.sum(dtype=jnp.int32)
+        return by_chunk, min(device_rows, most_rows), lost
 
-    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
+    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
         inside, src_M, slot_TP = handle
-        partial_MD = self.inside.combine(out_MD, inside).astype(out_MD.dtype)
-        with jax.named_scope("all_to_all_across_back"):
-            back_MD = self.across(partial_MD.reshape(self.num_nodes, -1, partial_MD.shape[1]))
+        back = []
+        for out_MD, own in zip(outs, inside, strict=True):
+            partial_MD = self.inside.combine([out_MD], own).astype(out_MD.dtype)
+            with jax.named_scope("all_to_all_across_back"):
+                back_PCD = self.across(partial_MD.reshape(self.num_nodes, -1, partial_MD.shape[1]))
+                back.append(back_PCD.reshape(partial_MD.shape))
         with jax.named_scope("combine"):
-            return sum_rows(back_MD.reshape(partial_MD.shape), src_M, slot_TP)
+            return sum_rows(_together(back), src_M, slot_TP)
 
 
-def _rows_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(slot_TP, src_M): the row of each needed (token, node) among `rows` per node, tokens in order; and the inverse.
+def _places_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(place_TP, src_PC): the row of each needed (token, node) among the node's, tokens in order; and the inverse.
 
-    Where a node has too few, the largest weights get them. slot_TP is M where none is needed or none is left; src_M is
-    T for an empty row.
+    Where a node has too few, the largest weights get them. place_TP is `rows` where none is needed or none is left;
+    src_PC is T for an empty row.
     """
     num_tokens, num_nodes = needed_TP.shape
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)
@@ -268,11 +373,11 @@ def _rows_for(needed_TP: jax.Array, weights_TP: jax.Array, rows: int) -> tuple[j
 
     if rows < num_tokens:
         needed_TP = lax.cond((totals_P > rows).any(), drop, lambda: needed_TP)
-    place_TP = jnp.cumsum(needed_TP, axis=0, dtype=jnp.int32) - 1
-    slot_TP = jnp.where(needed_TP, nodes * rows + place_TP, num_nodes * rows)
-    slot_TP = saved_residual(slot_TP, "routing")
-    src_M = jnp.full(num_nodes * rows, num_tokens, jnp.int32)
-    return slot_TP, src_M.at[slot_TP].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
+    place_TP = jnp.where(needed_TP, jnp.cumsum(needed_TP, axis=0, dtype=jnp.int32) - 1, rows)
+    place_TP = saved_residual(place_TP, "routing")
+    src_PC = jnp.full((num_nodes, rows), num_tokens, jnp.int32)
+    tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    return place_TP, src_PC.at[nodes, place_TP].set(tokens_T, mode="drop")
 
 
 def _choices_of_rows(topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, node_size: int) -> jax.Array:
@@ -302,7 +407,9 @@ def make_exchange(
     return PerNode(make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor)
 
 
-def sent_to_experts(exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices) -> list[tuple[AllToAll, Any]]:
+def sent_to_experts(
+    exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices, num_chunks: int = 1
+) -> list[tuple[AllToAll, Any]]:
     """Return the all-to-alls of `exchange.dispatch`, each with the shapes that it is given; chosen: shapes too."""
     sent: list[tuple[AllToAll, Any]] = []
 
@@ -318,5 +425,5 @@ def sent_to_experts(exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices
         exchange = replace(exchange, across=noting(exchange.across), inside=inside)
     elif isinstance(exchange, PerDevice):
         exchange = replace(exchange, all_to_all=noting(exchange.all_to_all))
-    jax.eval_shape(exchange.dispatch, x, chosen)
+    jax.eval_shape(partial(exchange.dispatch, num_chunks=num_chunks), x, chosen)
     return sent

@@ -153,24 +153,26 @@ def reduce_scatter_buffer_local(rows_RG: jax.Array, hierarchy: Hierarchy) -> jax
 
 
 def all_reduce_local(tree: Any, hierarchy: Hierarchy) -> Any:
-    """The float32 sum over devices of every array of a pytree, as one vector.
-
-    Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather inside the node.
-    """
+    """The float32 sum over devices of every array of a pytree, as one vector."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    total = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
-    if len(hierarchy) == 1:
-        total = lax.psum(total, hierarchy[0])
-    else:
-        across, inside = hierarchy
-        size = total.size
-        total = jnp.pad(total, (0, -size % lax.axis_size(inside)))
-        total = lax.psum(lax.psum_scatter(total, inside, scatter_dimension=0, tiled=True), across)
-        total = lax.all_gather(total, inside, tiled=True)[:size]
     parts = [ShardInBuffer(leaf.shape, 0, jnp.float32) for leaf in leaves]
+    total = all_reduce_buffer_local(pack(leaves, parts), hierarchy)
     return jax.tree.unflatten(structure, unpack_gradients(total, parts))
+
+
+def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array:
+    """[G]: the sum over devices.
+
+    Over two levels: a reduce-scatter inside the node, an all-reduce across nodes, an all-gather inside the node.
+    """
+    if len(hierarchy) == 1:
+        return lax.psum(row_G, hierarchy[0])
+    across, inside = hierarchy
+    part = jnp.pad(row_G, (0, -row_G.size % lax.axis_size(inside)))
+    part = lax.psum(lax.psum_scatter(part, inside, scatter_dimension=0, tiled=True), across)
+    return lax.all_gather(part, inside, tiled=True)[: row_G.size]
 
 
 _Parts = tuple[ShardInBuffer, ...]

@@ -5,7 +5,7 @@ R devices, M rows of the buffer of what arrives. All runs inside `shard_map`. XL
 elsewhere `exchange.py`'s `PerDevice` pads every part to the largest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.collectives.exchange import Choices, DispatchedTokens
+from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
 
 RaggedAllToAll = Callable[..., jax.Array]
@@ -73,10 +73,11 @@ class Ragged:
             rows_MD = self._moved(send_ND, rows, *outward)
         sizes_L, none = parts.taken_RL.sum(axis=0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
         handle = parts, chosen.topk_weights_TK, token_N, slot_TK
-        return DispatchedTokens(rows_MD, None, sizes_L, expected_rows, none, handle)
+        return DispatchedTokens((ArrivedRows(rows_MD, None, sizes_L, expected_rows),), none, handle)
 
-    def combine(self, out_MD: jax.Array, handle: Any) -> jax.Array:
-        """Return float32 [T, D], the weighted sum of each token's experts' outputs."""
+    def combine(self, outs: Sequence[jax.Array], handle: Any) -> jax.Array:
+        """Return float32 [T, D], the weighted sum of each token's experts' outputs; outs: the one chunk's."""
+        (out_MD,) = outs
         parts, topk_weights_TK, token_N, slot_TK = handle
         with jax.named_scope("all_to_all_back"):
             back = parts.taken_at_RL, parts.taken_RL, parts.returns_to_RL

@@ -59,8 +59,9 @@ def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, in
     return list(itertools.pairwise(round(i * width / count) for i in range(count + 1 if count else 0)))
 
 
-def _is_number(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.number)
+def _can_wait(x: Any) -> bool:
+    """Whether there are numbers whose bits can be made to depend on others."""
+    return jnp.issubdtype(x.dtype, jnp.number) and x.size > 0
 
 
 class _Line(NamedTuple):
@@ -172,7 +173,7 @@ class _Program:
         first = self.lines[max(products, key=lambda i: (latest[i], -i))]
         known = {name: at for at, line in enumerate(self.lines) for name in line.outputs}
         inputs = zip(first.inputs, first.eqn.invars, strict=True)
-        numbers = (name for name, var in inputs if not isinstance(name, Literal) and _is_number(var.aval))
+        numbers = (name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval))
         return max(numbers, key=lambda name: known.get(name, -1))
 
     def _latest(self) -> list[int]:
@@ -308,7 +309,7 @@ def interleave(
             can_start = order.zero_of(operands[0])
             operands = [order.after(x) for x in operands]
         if line.gives_way:
-            numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _is_number(x))
+            numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_wait(x))
             smallest = min(numbers, key=lambda i: operands[i].nbytes)
             operands[smallest] = order.behind(operands[smallest], can_start)
         with jax.named_scope(line.scope):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, literals, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive
 
 ExchangeKind = Literal["flat", "hierarchical", "dedup"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
@@ -65,6 +65,7 @@ class CommConfig:
 
     exchange: ExchangeChoice = "auto"  # of tokens with their experts; dedup: a token crosses once to a node
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
+    exchange_chunks: int = 0  # of the all-to-alls with schedule = pipelined; 0: two
     # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense parameter
     embedding: EmbeddingChoice = "auto"
     # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer than experts (Lina)
@@ -78,7 +79,14 @@ class CommConfig:
 
     def __post_init__(self) -> None:
         literals(self)
-        not_negative(self, "bucket_bytes", "chunk_bytes")
+        not_negative(self, "bucket_bytes", "chunk_bytes", "exchange_chunks")
+        if self.exchange_chunks:
+            constraint = f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"
+            check_field(self.schedule == "pipelined", self, "exchange_chunks", constraint)
+            check_field(self.exchange_chunks > 1, self, "exchange_chunks", "must be at least 2, or 0")
+        ordered = self.schedule == "none" or self.fuse_dense or not self.shard_dense
+        constraint = "must be none with fuse_dense = False: every parameter is gathered and reduced by itself"
+        check_field(ordered, self, "schedule", constraint)
         packing = self.packing
         power = (
             isinstance(packing, int) and not isinstance(packing, bool) and packing > 0 and not packing & (packing - 1)

@@ -263,6 +263,9 @@ class TrainConfig:
             check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {_streamed(self.tiers)}")
             fused = self.comm.fuse_dense or not self.comm.shard_dense
             check_field(fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers")
+            ordered = self.comm.shard_dense or self.comm.schedule == "none"
+            constraint = "must be none with experts on other tiers and comm.shard_dense = False"
+            check_field(ordered, self.comm, "comm.schedule", constraint)
         experts = shape[1] * shape[2]
         axes = "mesh.expert_inter x mesh.expert_intra" + " / comm.packing" * (self.comm.first_packing > 1)
         constraint = f"must be a multiple of {axes} = {experts}"

@@ -125,8 +125,9 @@ def experts_on_mesh(
         if mesh.devices.flat[0].platform == "cpu":
             slots = _few_slots(num_devices * num_tokens, k, num_experts)
         options: dict[str, Any] = {"activation": exchange.activation, "slots": slots}
-        out_MD = grouped_mlp(there.rows_MD, there.group_sizes_L, weights, **options)
-        return routed.y_TD + sent.combine(out_MD, there.handle)
+        (arrived,) = there.chunks
+        out_MD = grouped_mlp(arrived.rows_MD, arrived.group_sizes_L, weights, **options)
+        return routed.y_TD + sent.combine([out_MD], there.handle)
 
     y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(routed, turns_EC, weights)
     return y_TD

@@ -5,7 +5,7 @@ arrived for this device's experts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from jmoe.collectives.exchange import Choices, DispatchedTokens, Exchange, make_exchange
+from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens, Exchange, make_exchange
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
@@ -54,38 +54,30 @@ class MoEMetrics:
 
 def dispatch_local(
     x_TD: jax.Array, routing: Routing, exchange: Exchange, *, full_capacity: bool = False, num_chunks: int = 1
-) -> list[DispatchedTokens]:
+) -> DispatchedTokens:
     """Each token's rows where their experts are, inside `shard_map`, in `num_chunks` parts; see `moe`."""
-    num_chunks = 1 if x_TD.shape[0] % num_chunks else num_chunks
-    experts = jnp.arange(routing.counts_E.shape[0], dtype=routing.topk_idx_TK.dtype)
-    arrived = []
-    parts = (jnp.split(a, num_chunks) for a in (x_TD, routing.topk_idx_TK, routing.topk_weights_TK))
-    for x, idx, weights in zip(*parts, strict=True):
-        counts_E = (idx[:, :, None] == experts).sum(axis=(0, 1), dtype=jnp.int32)
-        arrived.append(exchange.dispatch(x, Choices(idx, weights, counts_E), full_capacity))
-    return arrived
+    chosen = Choices.counted(routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0])
+    return exchange.dispatch(x_TD, chosen, full_capacity, num_chunks)
 
 
-def _run_experts(expert_fn: ExpertFn, part: DispatchedTokens) -> jax.Array:
+def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
     """Our own experts gather their rows themselves; a user's are given them."""
-    if isinstance(expert_fn, Experts):
-        return expert_fn(part.x, part.group_sizes_L, part.expected_rows, part.rows)
-    return expert_fn(part.rows_MD, part.group_sizes_L, part.expected_rows)
-
-
-def combine_local(arrived: Sequence[DispatchedTokens], expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
-    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe`."""
     with jax.named_scope("experts"):
-        out = [_run_experts(expert_fn, part) for part in arrived]
-    y = [exchange.combine(out_MD, part.handle) for out_MD, part in zip(out, arrived, strict=True)]
-    return jnp.concatenate(y)
+        if isinstance(expert_fn, Experts):
+            return expert_fn(arrived.x, arrived.group_sizes_L, arrived.expected_rows, arrived.rows)
+        return expert_fn(arrived.rows_MD, arrived.group_sizes_L, arrived.expected_rows)
 
 
-def moe_stats(routing: Routing, arrived: Sequence[DispatchedTokens], *, keep_routing: bool = False) -> MoEStats:
+def combine_local(dispatched: DispatchedTokens, expert_fn: ExpertFn, exchange: Exchange) -> jax.Array:
+    """float32 y_TD: the weighted sum of each token's experts, once its rows have arrived; see `moe`."""
+    return exchange.combine([_run_experts(expert_fn, arrived) for arrived in dispatched.chunks], dispatched.handle)
+
+
+def moe_stats(routing: Routing, dispatched: DispatchedTokens, *, keep_routing: bool = False) -> MoEStats:
     """Return what this device knows of its routing. keep_routing: every token's too."""
     kept = routing if keep_routing else None
-    dropped = jnp.stack([part.dropped for part in arrived]).sum(dtype=jnp.int32)
-    return MoEStats(routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum, dropped, kept)
+    sums = routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum
+    return MoEStats(*sums, dispatched.dropped, kept)
 
 
 def moe(
@@ -96,14 +88,14 @@ def moe(
     *,
     full_capacity: bool = False,
     num_chunks: int = 1,
-) -> tuple[jax.Array, list[DispatchedTokens]]:
+) -> tuple[jax.Array, DispatchedTokens]:
     """Return (float32 y_TD, the weighted sum of each token's experts; what was dispatched), inside `shard_map`.
 
-    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. num_chunks: the tokens go in so many
-    parts, if that divides them, each with buffers of its own; experts begin when the first has come.
+    expert_fn(rows sorted by local expert, group_sizes_L, expected rows) -> rows. num_chunks: the rows go in so many
+    parts, which share the buffers' capacity; experts begin when the first has come.
     """
-    arrived = dispatch_local(x_TD, routing, exchange, full_capacity=full_capacity, num_chunks=num_chunks)
-    return combine_local(arrived, expert_fn, exchange), arrived
+    dispatched = dispatch_local(x_TD, routing, exchange, full_capacity=full_capacity, num_chunks=num_chunks)
+    return combine_local(dispatched, expert_fn, exchange), dispatched
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class ExpertParallel:
     mesh: of your `jit`, its axes of type Auto. expert_axes: hold the experts (and split tokens): one axis, or two,
     (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert axes
     also `hierarchical` and `dedup`, which sends a token once to a node; `auto` takes one of them by topology and top-k.
-    num_chunks: tokens are exchanged in so many parts, so that experts begin with the first.
+    num_chunks: rows are exchanged in so many parts, so that experts begin with the first.
     """
 
     mesh: Mesh
@@ -214,13 +206,13 @@ class MoELayer(nnx.Module):
             self._check_routing(routing, x_TD.shape[0])
             return replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
 
-    def dispatch(self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> list[DispatchedTokens]:
+    def dispatch(self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> DispatchedTokens:
         """Send each token's row to its experts' devices, inside `shard_map`, in `num_chunks` parts."""
         return dispatch_local(x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks)
 
-    def apply_experts(self, arrived: Sequence[DispatchedTokens]) -> jax.Array:
+    def apply_experts(self, dispatched: DispatchedTokens) -> jax.Array:
         """Return float32 y_TD: the weighted sum of each token's experts, once its rows are where they are."""
-        return combine_local(arrived, self.experts, self.exchange)
+        return combine_local(dispatched, self.experts, self.exchange)
 
     def local(
         self,
@@ -237,8 +229,8 @@ class MoELayer(nnx.Module):
         """
         routing = self.route(x_TD, key=key, train=train)
         options: dict[str, Any] = {"full_capacity": full_capacity, "num_chunks": self.num_chunks}
-        y_TD, arrived = moe(x_TD, routing, self.experts, self.exchange, **options)
-        return y_TD, moe_stats(routing, arrived, keep_routing=keep_routing)
+        y_TD, dispatched = moe(x_TD, routing, self.experts, self.exchange, **options)
+        return y_TD, moe_stats(routing, dispatched, keep_routing=keep_routing)
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
         """Raise `ValueError` if a user's own router did not choose what the layer was made for."""

@@ -5,7 +5,7 @@ A dense block is `attend`, `feed_forward`; one with experts is `attend`, `route`
 with its reverse pass, the host that streams experts and the decoder with a KV cache know nothing else of a layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +104,13 @@ class Block(nnx.Module):
             chosen = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
             return h_TD, self.moe.route(h_TD, key=key, train=train, **chosen)
 
-    def dispatch(self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> list[DispatchedTokens]:
+    def dispatch(self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> DispatchedTokens:
         """Send each token to its experts' devices; see `MoELayer.dispatch`."""
         assert self.moe is not None
         with jax.named_scope("moe"):
             return self.moe.dispatch(h_TD, routing, full_capacity=full_capacity)
 
-    def apply_experts(self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: Sequence[DispatchedTokens]) -> jax.Array:
+    def apply_experts(self, x_BSD: jax.Array, h_TD: jax.Array, dispatched: DispatchedTokens) -> jax.Array:
         """Return x + the weighted sum of each token's experts + the shared expert."""
         assert self.moe is not None
         with jax.named_scope("moe"):

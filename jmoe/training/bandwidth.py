@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.collectives.schedule import chunk_bytes
+from jmoe.collectives.schedule import SCHEDULES, chunk_bytes
 from jmoe.config import CommConfig
 from jmoe.mesh import ALL, BATCH, REPLICATED
 
@@ -41,7 +41,7 @@ def gathered_bytes_per_s(mesh: Mesh) -> float:
 
 def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
     """Return the bytes that this network takes at once; None where it need not be measured."""
-    gathers = config.shard_dense and config.fuse_dense and mesh.size > 1
-    if not gathers or config.chunk_bytes or jax.process_count() == 1:
+    chunked = SCHEDULES[config.schedule].chunked and mesh.size > 1
+    if not chunked or config.chunk_bytes or jax.process_count() == 1:
         return None
     return chunk_bytes(gathered_bytes_per_s(mesh))

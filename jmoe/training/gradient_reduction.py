@@ -5,6 +5,7 @@ Legend: N layers of a kind, R devices, G elements of a device's part of the grad
 Runs inside `shard_map` over all devices, or on one. What differs between devices has a leading dimension of R.
 """
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,13 +25,18 @@ def _names_in_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(name for name in path_names(path) if name not in STACK_PATHS)
 
 
-def reduce_gradients_local(grads: Any, model: ShardedModel) -> Any:
-    """Sum gradients over the devices that hold the same parameter (gathered ones are summed already)."""
+def reduce_gradients_local(grads: Any, model: ShardedModel, done: Collection[str] = ()) -> Any:
+    """Sum gradients over the devices that hold the same parameter (gathered ones are summed already).
+
+    done: names at the top whose gradients are all summed already.
+    """
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
     sums, everywhere = {}, {}
     for i, (path, g) in enumerate(leaves):
-        if is_expert(path):
+        if path_names(path)[0] in done:
+            sums[i] = g
+        elif is_expert(path):
             sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
         elif model.is_sharded(_names_in_layer(path)) or mesh.size == 1:
             sums[i] = g

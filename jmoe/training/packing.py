@@ -176,9 +176,8 @@ def micro_operations(trainer: FusedTrainer, state: TrainState) -> tuple[float, f
     """
     model = trainer.model
     layer: Any = model.abstract.moe_layers.moe
-    config, chunks = model.config, layer.num_chunks
+    config = model.config
     tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // model.mesh.size
-    tokens = tokens if tokens % chunks else tokens // chunks
     shapes = _Shapes(tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype)
     sent_s = _all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
     return sent_s, _experts_s(model, layer, shapes, state)
@@ -199,7 +198,7 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
     shape: Any = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
     chosen = Choices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
-    sent = sent_to_experts(layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen)
+    sent = sent_to_experts(layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks)
 
     def body(trees: Any) -> Any:
         return [all_to_all(tree) for (all_to_all, _), tree in zip(sent, trees, strict=True)]

@@ -3,16 +3,19 @@
 Legend: R devices, C elements of a device's part of a layer's flat buffer, G the same for gradients, N layers of a kind.
 
 Forwards, a layer runs while the next one's parameters are gathered. Backwards, layer i runs while the parameters of
-layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are reduced onto their shards. So at most two
-layers are unsharded at any time. `collectives.schedule` says when inside the layer that happens. What `jax.vjp` of a
-layer keeps for its backward pass is kept, but for its parameters.
+layer i - 1 are gathered and the gradients of layer i + 1, a *bucket*, are summed over devices: onto their shards, or
+where a parameter is on all devices, or an expert on several, by an all-reduce. So at most two layers are unsharded at
+any time. `collectives.schedule` says when inside the layer that happens. What `jax.vjp` of a layer keeps for its
+backward pass is kept, but for its parameters.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +24,9 @@ from jax import lax
 from jmoe.collectives.fusion import (
     BufferLayout,
     Hierarchy,
+    ShardInBuffer,
     all_gather_buffer_local,
+    all_reduce_buffer_local,
     pack,
     pack_gradients,
     reduce_scatter_buffer_local,
@@ -30,6 +35,8 @@ from jmoe.collectives.fusion import (
 )
 from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
 from jmoe.config import LayerKind
+from jmoe.layers.router import RouterBias
+from jmoe.mesh import DATA, is_expert
 from jmoe.models.block import ApplyBlock
 from jmoe.models.decoder import STACKS, LayerInputs, LayerPlan
 from jmoe.training.vjp import with_known, without
@@ -69,17 +76,84 @@ def _units(plan: LayerPlan, layers_per_bucket: int) -> list[_Unit]:
     return units
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["indices", "rows_RG"], meta_fields=["kinds"])
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
+    """Return gradients of parameters as those of all variables of a stack, in their order; a router's bias has none."""
+    own = iter(jax.tree.leaves(grads))
+    variables = jax.tree.leaves(state, is_leaf=_is_variable)
+    return [jnp.zeros_like(v[...]) if isinstance(v, RouterBias) else next(own) for v in variables]
+
+
+class _LayerGradients(NamedTuple):
+    """What is still to be summed of a layer's gradients, by the devices that hold the same; or the sums.
+
+    rows: [R, G] of what is sharded over all devices, as a sum this device's [G]. everywhere, experts: flat, of what is
+    on all devices and of what those with the same experts have.
+    """
+
+    rows: jax.Array
+    everywhere: jax.Array
+    experts: jax.Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["indices", "grads"], meta_fields=["kinds"])
 @dataclass(frozen=True)
 class _Bucket:
     """Gradients that are not reduced yet: of some layers, by their kinds and places in the stacks."""
 
     kinds: tuple[LayerKind, ...] = ()
     indices: tuple[jax.Array, ...] = ()
-    rows_RG: tuple[jax.Array, ...] = ()
+    grads: tuple[_LayerGradients, ...] = ()
 
-    def add(self, kind: LayerKind, index: Any, rows_RG: jax.Array) -> "_Bucket":
-        return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.rows_RG, rows_RG))
+    def add(self, kind: LayerKind, index: Any, grads: _LayerGradients) -> "_Bucket":
+        return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.grads, grads))
+
+
+class _Rest:
+    """The parameters of a kind's layers that do not travel in its buffer, by how their gradients are summed."""
+
+    def __init__(self, layers: BufferLayout, state: Any, *, reduces: bool) -> None:
+        def devices(path: Any, variable: Any) -> str:
+            if isinstance(variable, RouterBias) or not reduces:
+                return "none"
+            return "everywhere" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
+
+        sums = layers.split(jax.tree_util.tree_map_with_path(devices, state, is_leaf=_is_variable))[1]
+        self._parts = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
+        self._as_they_are, self._everywhere, self._experts = (
+            [i for i, over in enumerate(sums) if over == name] for name in ("none", "everywhere", "replicas")
+        )
+
+    def size(self) -> int:
+        """Return how many elements of a layer are summed."""
+        return sum(self._parts[i].size for i in self._everywhere + self._experts)
+
+    def apart(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients to sum over all devices and over those with the same experts, flat."""
+        everywhere, experts = (
+            pack([grads[i] for i in some], [self._parts[i] for i in some]) for some in (self._everywhere, self._experts)
+        )
+        return everywhere, experts
+
+    def put_others(self, stacks: list[jax.Array], index: Any, grads: list[jax.Array]) -> list[jax.Array]:
+        """Return all layers' gradients with those of this layer in place that are not summed here."""
+        return self._put(stacks, index, self._as_they_are, [grads[i] for i in self._as_they_are])
+
+    def put_sums(
+        self, stacks: list[jax.Array], index: Any, everywhere: jax.Array, experts: jax.Array
+    ) -> list[jax.Array]:
+        """Return all layers' gradients with the sums of this layer's in place; undoes `apart`."""
+        for some, row_G in ((self._everywhere, everywhere), (self._experts, experts)):
+            stacks = self._put(stacks, index, some, unpack_gradients(row_G, [self._parts[i] for i in some]))
+        return stacks
+
+    @staticmethod
+    def _put(stacks: list[jax.Array], index: Any, some: list[int], grads: list[jax.Array]) -> list[jax.Array]:
+        new = dict(zip(some, grads, strict=True))
+        return [_put(w, index, new[i]) if i in new else w for i, w in enumerate(stacks)]
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +166,7 @@ class _Kept:
     extras: dict[LayerKind, Any]
     unsharded: jax.Array  # the last layer's parameters
     residuals: list[Any]  # by unit: of all repeats but the last, and of the last
+    summed: Any  # see `ReverseScan`
 
 
 @dataclass(frozen=True)
@@ -103,6 +178,9 @@ class ReverseScan:
     schedule: Schedule
     bucket_bytes: int  # of float32 gradients that are reduced at once; 0: of one layer
     chunk_bytes: int  # see `collectives.schedule`
+    # Gradients of what does not travel in the buffer are summed over devices; False: a later accumulation step does it,
+    reduces: bool = True
+    summed: Any = None  # adding the layers' gradients of the earlier ones, by kind
 
     # Work: the gathers and reductions that `interleave` places
 
@@ -113,7 +191,7 @@ class ReverseScan:
         num_devices = lax.axis_size(self.axes)
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
         chunks = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
-        return self._works("gather", all_gather_buffer_local, row_C, chunks)
+        return self._works("gather", partial(all_gather_buffer_local, hierarchy=self.hierarchy), row_C, chunks)
 
     def unsharded(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
         """[R, C] from its chunks; none where no parameter of a layer is split."""
@@ -124,14 +202,20 @@ class ReverseScan:
         """Return the collectives that sum gradients over devices; side by side their results are this device's row."""
         limits = [limit for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked) if limit]
         chunks = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
-        return self._works("reduce", reduce_scatter_buffer_local, rows_RG, chunks)
+        return self._works("reduce", partial(reduce_scatter_buffer_local, hierarchy=self.hierarchy), rows_RG, chunks)
+
+    def all_reductions(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
+        """Return the collectives that sum [G] over the devices of `hierarchy`; every element goes there and back."""
+        limits = [limit for limit in (self.bucket_bytes, -(-self.chunk_bytes // 2) * self.schedule.chunked) if limit]
+        chunks = cuts(row_G.size, 4, min(limits, default=row_G.nbytes))
+        return self._works("all_reduce", partial(all_reduce_buffer_local, hierarchy=hierarchy), row_G, chunks)
 
     def _works(self, scope: str, collective: Any, rows: jax.Array, chunks: Iterable[tuple[int, int]]) -> list[Work]:
         """Return `collective` of each chunk of columns."""
 
         def work(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope(scope):
-                return collective(after(rows[..., start:end]), self.hierarchy)
+                return collective(after(rows[..., start:end]))
 
         return [partial(work, start=start, end=end) for start, end in chunks]
 
@@ -148,15 +232,16 @@ class ReverseScan:
         scan = _Scan(self, plan, apply_block, states)
 
         @jax.custom_vjp
-        def layers(states: Any, extras: Any, x: jax.Array) -> Any:
-            return scan.forward(states, extras, x)[0]
+        def layers(states: Any, extras: Any, summed: Any, x: jax.Array) -> Any:
+            return scan.forward(states, extras, summed, x)[0]
 
         def backward(kept: _Kept, cotangents: Any) -> Any:
             states, x = scan.backward(kept, *cotangents)
-            return states, None, x
+            return states, None, None, x
 
         layers.defvjp(scan.forward, backward)
-        y, stats = layers(states, extras, x)
+        summed = self.summed and {kind: _of_variables(g, states[kind]) for kind, g in self.summed.items()}
+        y, stats = layers(states, extras, summed, x)
         return y, stats
 
 
@@ -169,33 +254,43 @@ class _Scan:
         self.config, self.apply_block = config, apply_block
         self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
         self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
+        self.rest = {k: _Rest(layers, states[k], reduces=config.reduces) for k, layers in self.kinds.items()}
         layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.units = _units(plan, self.layers_per_bucket)
 
     def _gradient_bytes(self, kind: LayerKind) -> int:
-        return 4 * self.num_devices * sum(part.size for part in self.kinds[kind].parts)
+        return 4 * (self.num_devices * sum(part.size for part in self.kinds[kind].parts) + self.rest[kind].size())
 
-    def _reductions(self, bucket: _Bucket) -> list[Work]:
-        """Return the collectives that sum a bucket's gradients over devices."""
+    def _reductions(self, bucket: _Bucket) -> list[list[Work]]:
+        """Return the collectives that sum a bucket's gradients over devices, by how `_LayerGradients` are summed."""
         if not bucket.kinds:
-            return []
-        return self.config.reductions(jnp.concatenate(bucket.rows_RG, axis=1))
+            return [[], [], []]
+        joined = _LayerGradients(*(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True)))
+        return [
+            self.config.reductions(joined.rows),
+            self.config.all_reductions(joined.everywhere, self.config.hierarchy),
+            self.config.all_reductions(joined.experts, ((DATA,),)),
+        ]
 
-    def _store(
-        self, sums: dict[LayerKind, jax.Array], bucket: _Bucket, reduced: list[jax.Array]
-    ) -> dict[LayerKind, jax.Array]:
-        """A bucket's sums in their layers' places."""
-        row, start, sums = jnp.concatenate([jnp.zeros(0), *reduced]), 0, dict(sums)
-        for kind, index in zip(bucket.kinds, bucket.indices, strict=True):
-            end = start + sums[kind].shape[1]
-            sums[kind] = _put(sums[kind], index, row[start:end])
-            start = end
-        return sums
+    def _store(self, sums: Any, drest: Any, bucket: _Bucket, reduced: list[list[jax.Array]]) -> tuple[Any, Any]:
+        """Return (the flat sums of what is sharded, gradients of the rest), with a bucket's in their layers' places."""
+        sums, drest, starts = dict(sums), dict(drest), [0, 0, 0]
+        rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
+        for kind, index, grads in zip(bucket.kinds, bucket.indices, bucket.grads, strict=True):
+            ends = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
+            mine = [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
+            own = _LayerGradients(*mine)
+            sums[kind] = _put(sums[kind], index, own.rows)
+            drest[kind] = self.rest[kind].put_sums(drest[kind], index, own.everywhere, own.experts)
+            starts = ends
+        return sums, drest
 
     # Forwards
 
-    def forward(self, states: dict[LayerKind, Any], extras: dict[LayerKind, Any], x: jax.Array) -> tuple[Any, _Kept]:
+    def forward(
+        self, states: dict[LayerKind, Any], extras: dict[LayerKind, Any], summed: Any, x: jax.Array
+    ) -> tuple[Any, _Kept]:
         """((x, statistics), what the backward pass needs)."""
         flat, rest = {}, {}
         for kind, layers in self.kinds.items():
@@ -214,7 +309,7 @@ class _Scan:
             residuals.append((None if early is None else early[0], last[0]))
             stats.append((unit, None if early is None else early[1], last[1]))
         unsharded, x = carry
-        return (x, self._in_order(stats)), _Kept(flat, rest, extras, unsharded, residuals)
+        return (x, self._in_order(stats)), _Kept(flat, rest, extras, unsharded, residuals, summed)
 
     def _forward_unit(
         self, flat: Any, rest: Any, extras: Any, unit: _Unit, repeat: Any, carry: Any, ahead: jax.Array | None
@@ -298,10 +393,13 @@ class _Scan:
             if repeats > 1:
                 carry = run(unit, 0, layer_of(early, 0), carry, before)
         _, dx, bucket, sums, drest = carry
-        sums = self._store(sums, bucket, [send(lambda rows: rows) for send in self._reductions(bucket)])
+        last = [[send(lambda rows: rows) for send in works] for works in self._reductions(bucket)]
+        sums, drest = self._store(sums, drest, bucket, last)
         states = {}
         for kind, layers in self.kinds.items():
             shards = jax.vmap(partial(unpack_gradients, parts=layers.parts))(sums[kind])
+            if kept.summed is not None:
+                shards = jax.tree.map(jnp.add, shards, layers.split(kept.summed[kind])[0])
             states[kind] = layers.join(shards, drest[kind])
         return states, dx
 
@@ -315,6 +413,7 @@ class _Scan:
             kind, index = unit.kinds[position], unit.index(position, repeat)
             before = kept.flat[unit.kinds[position - 1]][unit.index(position - 1, repeat)] if position else ahead
             gathers, reductions = self.config.gathers(before), self._reductions(pending)
+            work = gathers + list(itertools.chain(*reductions))
             args = (
                 unsharded,
                 layer_of(kept.rest[kind], index),
@@ -324,13 +423,18 @@ class _Scan:
                 layer_of(dstats, index) if kind == "moe" else [],
             )
             (rows_RG, drest_here, dx), results = interleave(
-                partial(self._backward_layer, kind), args, gathers + reductions, self.config.schedule, self.axes, dx
+                partial(self._backward_layer, kind), args, work, self.config.schedule, self.axes, dx
             )
             if before is not None:
                 unsharded = self.config.unsharded(results[: len(gathers)], before)
-            sums, pending = self._store(sums, pending, results[len(gathers) :]), _Bucket()
-            drest = drest | {kind: _put(drest[kind], index, drest_here)}
-            open_bucket = open_bucket.add(kind, index, rows_RG)
+            done = iter(results[len(gathers) :])
+            sums, drest = self._store(sums, drest, pending, [list(itertools.islice(done, len(w))) for w in reductions])
+            if kept.summed is not None:
+                earlier = layer_of(self.kinds[kind].split(kept.summed[kind])[1], index)
+                drest_here = jax.tree.map(jnp.add, drest_here, earlier)
+            drest = drest | {kind: self.rest[kind].put_others(drest[kind], index, drest_here)}
+            pending = _Bucket()
+            open_bucket = open_bucket.add(kind, index, _LayerGradients(rows_RG, *self.rest[kind].apart(drest_here)))
             if position == 0 or len(open_bucket.kinds) == self.layers_per_bucket:
                 pending, open_bucket = open_bucket, _Bucket()
         return unsharded, dx, pending, sums, drest

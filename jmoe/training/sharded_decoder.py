@@ -4,6 +4,7 @@ Legend: B local batch, S sequence, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,17 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES
+from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, Schedule
 from jmoe.config import TrainConfig
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import ExpertParallel
 from jmoe.mesh import (
     ALL,
+    DATA,
     EXPERT,
+    is_expert,
+    path_names,
     shardings,
     split_over,
 )
-from jmoe.models.decoder import Decoder, Execution, scan_layers
+from jmoe.models.decoder import STACKS, Decoder, Execution, scan_layers
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_model import ShardedModel
@@ -50,9 +54,23 @@ class ShardedDecoder(ShardedModel):
     def build(self) -> Decoder:
         """Draw the decoder's parameters."""
         config = self.config
-        num_chunks = SCHEDULES[config.comm.schedule].num_chunks if self.fused else 1
+        num_chunks = self.comm_schedule.num_chunks
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, num_chunks=num_chunks)
         return Decoder(config.model, parallel, rngs=nnx.Rngs(config.seed))
+
+    @property
+    def comm_schedule(self) -> Schedule:
+        """Return how all-to-alls and other collectives share the network."""
+        schedule, chunks = SCHEDULES[self.config.comm.schedule], self.config.comm.exchange_chunks
+        return replace(schedule, num_chunks=chunks) if chunks else schedule
+
+    @property
+    def sums_in_layers(self) -> bool:
+        """Whether layers have gradients that devices sum as they are: of experts with replicas, or of what is whole."""
+        leaves = jax.tree_util.tree_leaves_with_path({name: self.shapes.get(name) for name in STACKS.values()})
+        replicas = self.mesh.shape[DATA] > 1
+        whole = (not self.is_sharded(path_names(path)[1:]) for path, _ in leaves if not is_expert(path))
+        return any(whole) or (replicas and any(is_expert(path) for path, _ in leaves))
 
     @property
     def notes(self) -> list[str]:
@@ -65,14 +83,15 @@ class ShardedDecoder(ShardedModel):
         return notes
 
     def reverse_scan(self, chunk_bytes: int | None = None) -> ReverseScan | None:
-        """Make what runs the layers in training where their parameters travel as one buffer.
+        """Make what runs the layers in training where none of their parameters is gathered by itself.
 
         chunk_bytes: how much the network takes at once; None: `comm.chunk_bytes`, or as much as is ever useful.
         """
         comm, layout = self.config.comm, lambda stack: self.layout(stack, stacked=True)
+        if self.mesh.size == 1 or (comm.shard_dense and not comm.fuse_dense):
+            return None
         limit_bytes = chunk_bytes or comm.chunk_bytes or MAX_CHUNK_BYTES
-        schedule = SCHEDULES[comm.schedule]
-        return ReverseScan(layout, self.hierarchy, schedule, comm.bucket_bytes, limit_bytes) if self.fused else None
+        return ReverseScan(layout, self.hierarchy, self.comm_schedule, comm.bucket_bytes, limit_bytes)
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ gradients are reduced once. No collective lies on a differentiable path except t
 whose transposes are themselves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,11 @@ from jax.sharding import Mesh
 from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
+from jmoe.models.decoder import STACKS
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
+from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, experts_of, read_experts, with_experts
 from jmoe.training.update import (
@@ -77,7 +79,8 @@ class FusedTrainer:
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity, **constants)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
-            grads = reduce_gradients_local(grads, self.model)
+            done: Collection[str] = () if self._layers is None else STACKS.values()
+            grads = reduce_gradients_local(grads, self.model, done)
             metrics = over_devices(num_devices, metrics)
         squares = over_devices(num_devices, squared_norms_local(grads, self.model))
         dropless = self.config.model.capacity_factor is None and "dropped" in metrics
@@ -89,28 +92,40 @@ class FusedTrainer:
     ) -> tuple[Any, Metrics]:
         """Return this device's part of the gradients, summed over accumulation steps, and of the metrics.
 
+        A reverse scan over the layers has summed their gradients over devices already, beside the last step's layers.
         batch: tokens [A, B, S + 1], or what begins with them. constants: of `token_loss_local`.
         """
-        loss = partial(self.loss_local, loss_scale=state.loss_scale, full_capacity=full_capacity, **constants)
-        loss_and_gradients = jax.value_and_grad(loss, has_aux=True)
+        options = {"loss_scale": state.loss_scale, "full_capacity": full_capacity} | constants
         draws = self.config.model.router.draws
 
-        def one(index: jax.Array, part: Any) -> tuple[Any, Metrics]:
+        def one(index: Any, part: Any, layers: ReverseScan | None) -> tuple[Any, Metrics]:
+            loss_and_gradients = jax.value_and_grad(partial(self.loss_local, layers=layers, **options), has_aux=True)
             key = router_key(self.config, state.step, lax.axis_index(ALL), index) if draws else None
             (_, metrics), grads = loss_and_gradients(state.params, state.router_bias, part, key)
             return grads, metrics
 
-        num_parts, first = jax.tree.leaves(batch)[0].shape[0], jax.tree.map(lambda x: x[0], batch)
-        if num_parts == 1:
-            return one(jnp.int32(0), first)
+        def several(first: int, last: int, layers: ReverseScan | None) -> tuple[Any, Metrics]:
+            if last == first + 1:
+                return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch), layers)
 
-        def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, one(*xs)), None
+            def accumulate(carry: Any, xs: Any) -> tuple[Any, None]:
+                index, part = xs
+                return jax.tree.map(jnp.add, carry, one(index, part, layers)), None
 
-        steps = jnp.arange(num_parts, dtype=jnp.int32)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, steps[0], first))
-        grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, (steps, batch))[0]
-        return grads_and_metrics
+            xs = jnp.arange(first, last, dtype=jnp.int32), jax.tree.map(lambda x: x[first:last], batch)
+            shapes = jax.eval_shape(partial(one, layers=layers), *jax.tree.map(lambda x: x[0], xs))
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            grads_and_metrics: tuple[Any, Metrics] = lax.scan(accumulate, zeros, xs)[0]
+            return grads_and_metrics
+
+        num_parts, layers = jax.tree.leaves(batch)[0].shape[0], self._layers
+        if num_parts == 1 or layers is None or not self.model.sums_in_layers:
+            return several(0, num_parts, layers)
+        grads, metrics = several(0, num_parts - 1, replace(layers, reduces=False))
+        earlier = {kind: grads.pop(name) for kind, name in STACKS.items() if name in grads}
+        last, last_metrics = several(num_parts - 1, num_parts, replace(layers, summed=earlier))
+        sums = {name: jax.tree.map(jnp.add, g, last[name]) for name, g in grads.items()}
+        return last | sums, jax.tree.map(jnp.add, metrics, last_metrics)
 
     def loss_local(
         self,
@@ -121,18 +136,19 @@ class FusedTrainer:
         *,
         loss_scale: LossScale | None,
         full_capacity: bool,
+        layers: ReverseScan | None = None,
         **constants: Any,
     ) -> tuple[jax.Array, Metrics]:
         """Return this device's part of the loss, scaled, and what it consists of, which is not.
 
-        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. constants: of
-        `token_loss_local`.
+        part: tokens [B, S + 1], or what begins with them. key: for what the router draws. layers: of
+        `ShardedDecoder.__call__`. constants: of `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(part)[0]
         num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         options = {"key": key, "train": True, "full_capacity": full_capacity}
         hidden, head, stats = self.model(
-            params, router_bias, tokens_BS[:, :-1], self._layers, remat=config.remat == "layer", **options
+            params, router_bias, tokens_BS[:, :-1], layers, remat=config.remat == "layer", **options
         )
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):

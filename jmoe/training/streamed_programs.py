@@ -74,7 +74,7 @@ class RoutedTokens(NamedTuple):
 
     x_BSD: jax.Array
     h_TD: jax.Array
-    dispatched: list[DispatchedTokens]
+    dispatched: DispatchedTokens
     arrived_E: jax.Array  # how many rows for each expert, int32
     topk_idx_TK: jax.Array
     stats: MoEStats  # this device's, [R] each
@@ -164,7 +164,7 @@ class LayerPrograms:
     def __init__(self, model: ShardedDecoder, chunk_bytes: int | None = None) -> None:
         self.config, self.mesh, self._model = model.config, model.mesh, model
         self.dtype = model.dtype
-        self._scan = model.reverse_scan(chunk_bytes)
+        self._scan = model.reverse_scan(chunk_bytes) if model.fused else None
         decoder: Any = nnx.eval_shape(model.build)
         self._experts = FunctionalModule(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
@@ -344,11 +344,11 @@ class LayerPrograms:
         key = self._router_key(layer) if train else None
         h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, topk_idx_TK=topk_idx_TK)
         dispatched = block.dispatch(h_TD, routing, full_capacity=full_capacity)
-        sizes = [part.group_sizes_L for part in dispatched]
+        sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
         return RoutedTokens(
             x_BSD,
             h_TD,
-            [replace(part, dropped=part.dropped[None]) for part in dispatched],
+            replace(dispatched, dropped=dispatched.dropped[None]),
             sum(sizes[1:], sizes[0]),
             routing.topk_idx_TK,
             jax.tree.map(lambda value: value[None], moe_stats(routing, dispatched)),

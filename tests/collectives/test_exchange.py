@@ -21,6 +21,7 @@ from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
 from jmoe.planning.exchange import ExchangePlan, buffer_rows, exchange_traffic, nodes_per_token, plan_exchange
+from tests.compiled import inside_shard_map, origins, runs
 
 SPLITS = [(2, 4), (4, 2)]  # (nodes, devices of a node)
 AXES = ("node", "gpu")
@@ -44,7 +45,9 @@ def experts(rows_MD: jax.Array, group_sizes_L: jax.Array, w_LD: jax.Array) -> ja
 
 
 @functools.cache
-def program(kind: str, split: tuple[int, int], k: int, factor: float | None, full_capacity: bool) -> Callable[..., Any]:
+def program(
+    kind: str, split: tuple[int, int], k: int, factor: float | None, full_capacity: bool, num_chunks: int = 1
+) -> Callable[..., Any]:
     """(x [8 T, D], idx, weights [8 T, K], w [E, D], g [8 T, D]) -> (y, dropped of each device, gradients)."""
     mesh = jax.make_mesh(split, AXES, axis_types=(AxisType.Auto,) * 2)
     exchange = make_exchange(planned(kind, split, k), AXES, factor)
@@ -53,10 +56,11 @@ def program(kind: str, split: tuple[int, int], k: int, factor: float | None, ful
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
 
         def layer(x: jax.Array, weights: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-            arrived = exchange.dispatch(x, Choices(idx, weights, counts_E), full_capacity)
-            assert arrived.expected_rows == T * k
-            out_MD = experts(arrived.rows_MD, arrived.group_sizes_L, w)
-            return exchange.combine(out_MD, arrived.handle), arrived.dropped
+            there = exchange.dispatch(x, Choices(idx, weights, counts_E), full_capacity, num_chunks)
+            assert len(there.chunks) == num_chunks
+            assert there.chunks[0].expected_rows == -(-T * k // num_chunks)
+            outs = [experts(arrived.rows_MD, arrived.group_sizes_L, w) for arrived in there.chunks]
+            return exchange.combine(outs, there.handle), there.dropped
 
         y, vjp, dropped = jax.vjp(layer, x, weights, w, has_aux=True)
         return y, dropped[None], vjp(g)
@@ -83,9 +87,14 @@ def draw(routing: str, k: int, dtype: Any = jnp.float32) -> tuple[Any, ...]:
 
 
 def run(
-    kind: str, split: tuple[int, int], args: tuple[Any, ...], factor: float | None = None, worst: bool = True
+    kind: str,
+    split: tuple[int, int],
+    args: tuple[Any, ...],
+    factor: float | None = None,
+    worst: bool = True,
+    num_chunks: int = 1,
 ) -> Any:
-    return jax.block_until_ready(program(kind, split, args[1].shape[1], factor, worst)(*args))
+    return jax.block_until_ready(program(kind, split, args[1].shape[1], factor, worst, num_chunks)(*args))
 
 
 def dense(args: tuple[Any, ...], kept_TK: np.ndarray | None = None) -> Any:
@@ -245,6 +254,45 @@ def test_a_dropless_first_try_holds_twice_the_fair_share_and_counts_the_rest() -
     assert int(dropped.sum()) == (~kept_choices(args, (2, 4), 2.0)).sum() > 0
 
 
+# ---- in chunks
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "factor", "num_chunks"),
+    [
+        ("flat", 2, 0.5, 2),
+        ("flat", 2, None, 3),
+        ("hierarchical", 1, 1.0, 3),
+        ("dedup", 2, 0.5, 2),
+        ("dedup", 8, 0.6, 3),
+        ("dedup", 2, None, 2),
+    ],
+)
+def test_chunks_share_capacity(kind: str, k: int, factor: float | None, num_chunks: int) -> None:
+    """Whatever the number of chunks: the same choices dropped, the same values bit for bit, the same gradients."""
+    args = draw("uniform" if factor is None else "skewed", k)
+    y, dropped, grads = run(kind, (2, 4), args, factor, worst=False)
+    assert factor is None or dropped.any()
+    y_chunks, dropped_chunks, grads_chunks = run(kind, (2, 4), args, factor, worst=False, num_chunks=num_chunks)
+    np.testing.assert_array_equal(y_chunks, y)
+    assert int(dropped_chunks.sum()) == int(dropped.sum())
+    assert_same(grads_chunks, grads)
+
+
+def test_chunks_cross_one_after_another() -> None:
+    """Each chunk is an all-to-all of its own, of its part of the rows; the first's experts do not wait for the last."""
+    args = draw("uniform", 2)
+    closed = jax.make_jaxpr(program("flat", (2, 4), 2, 1.0, False, 2))(*args)
+    inside = inside_shard_map(closed.jaxpr)
+    sent = [eqn for eqn in inside.eqns if runs(eqn, "all_to_all") and eqn.invars[0].aval.shape[-1] == D]
+    whole = buffer_rows(T * 2 / DEVICES, T * 2, 1.0)
+    there, back = sent[:2], sent[2:4]
+    assert [eqn.invars[0].aval.shape for eqn in there + back] == [(DEVICES, whole // 2, D)] * 4
+    assert there[0].outvars[0] in origins(inside, back[0].invars[0])
+    assert there[1].outvars[0] not in origins(inside, back[0].invars[0])
+    assert there[1].outvars[0] in origins(inside, back[1].invars[0])
+
+
 # ---- what crosses
 
 
@@ -296,8 +344,8 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
 
     def body(idx_TK: jax.Array) -> jax.Array:
         counts_E = (idx_TK.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
-        arrived = exchange.dispatch(jnp.ones((T, D)), Choices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True)
-        _, src_M, _ = arrived.handle
+        there = exchange.dispatch(jnp.ones((T, D)), Choices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True)
+        _, src_M, _ = there.handle
         return (src_M.reshape(4, -1) < T).sum(axis=1)[None]  # rows that this device sent to each node
 
     spec = split_over(AXES)

@@ -27,9 +27,10 @@ def program(move: Any, rows: int) -> Any:
     def body(x: jax.Array, idx: jax.Array, weights: jax.Array, w: jax.Array) -> Any:
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
         exchange = Ragged("gpu", DEVICES, move)
-        arrived = exchange.dispatch_rows(x, Choices(idx, weights, counts_E), rows, idx.size)
+        there = exchange.dispatch_rows(x, Choices(idx, weights, counts_E), rows, idx.size)
+        (arrived,) = there.chunks
         out_MD = experts(arrived.rows_MD, arrived.group_sizes_L, w)
-        return exchange.combine(out_MD, arrived.handle), arrived.group_sizes_L
+        return exchange.combine([out_MD], there.handle), arrived.group_sizes_L
 
     spec = split_over(("gpu",))
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))

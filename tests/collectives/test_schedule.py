@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Literal
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, After, chunk_bytes, cuts, interleave
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
-from tests.compiled import operations
+from tests.compiled import inside_shard_map, operations, origins
 
 MESH = make_mesh((1, 1, 8))
 
@@ -78,18 +77,6 @@ def test_interleave(name: str, order: str | None) -> None:
     assert order is None or found == order.replace("a", "t")
 
 
-def _origins(jaxpr: Any, var: Any) -> set[Any]:
-    """Every variable that this one comes from, itself included."""
-    made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    found, todo = set(), [var]
-    while todo:
-        at = todo.pop()
-        if not isinstance(at, Literal) and at not in found:
-            found.add(at)
-            todo += made_by[at].invars if at in made_by else []
-    return found
-
-
 @pytest.mark.parametrize(("name", "gives_way"), [("chunks", True), ("ready", False)])
 def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(name: str, gives_way: bool) -> None:
     def body(x: jax.Array, w: jax.Array) -> Any:
@@ -98,16 +85,16 @@ def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(name: str, g
     specs: Any = (BATCH, REPLICATED)
     mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=(BATCH, []), check_vma=False)
     closed = jax.make_jaxpr(mapped)(jnp.zeros((256, 16)), jnp.zeros((16, 16)))
-    (inside,) = (eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    inside = inside_shard_map(closed.jaxpr)
     there, back, _ = (eqn for eqn in inside.eqns if eqn.primitive.name == "all_to_all")
-    (attended,) = (x for x in _origins(inside, there.invars[0]) if _made_by(inside, x) == "tanh")
+    (attended,) = (x for x in origins(inside, there.invars[0]) if _made_by(inside, x) == "tanh")
     products = [eqn for eqn in inside.eqns if eqn.primitive.name == "dot_general"]
-    shared = [p for p in products if p.outvars[0] not in _origins(inside, back.invars[0])]
+    shared = [p for p in products if p.outvars[0] not in origins(inside, back.invars[0])]
     assert len(shared) == 2
-    origins = [_origins(inside, p.invars[0]) | _origins(inside, p.invars[1]) for p in shared]
-    waits = [any(_made_by(inside, x) == "and" for x in found) for found in origins]
+    origins_of = [origins(inside, p.invars[0]) | origins(inside, p.invars[1]) for p in shared]
+    waits = [any(_made_by(inside, x) == "and" for x in found) for found in origins_of]
     assert waits == [gives_way, gives_way]
-    assert all(attended in found and there.outvars[0] not in found for found in origins)
+    assert all(attended in found and there.outvars[0] not in found for found in origins_of)
 
 
 def _made_by(jaxpr: Any, var: Any) -> str:

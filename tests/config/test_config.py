@@ -139,6 +139,22 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (CommConfig, {"packing": 6}, wrong("packing", 6, "must be a power of two, or auto")),
     (CommConfig, {"packing": "off"}, wrong("packing", "off", "must be a power of two, or auto")),
     (CommConfig, {"exchange": "ring"}, wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup")),
+    (CommConfig, {"exchange_chunks": -1}, wrong("exchange_chunks", -1, "must not be negative")),
+    (
+        CommConfig,
+        {"schedule": "pipelined", "exchange_chunks": 1},
+        wrong("exchange_chunks", 1, "must be at least 2, or 0"),
+    ),
+    (
+        CommConfig,
+        {"exchange_chunks": 3},
+        wrong("exchange_chunks", 3, "must be 0 with schedule = 'chunks': only pipelined cuts all-to-alls"),
+    ),
+    (
+        CommConfig,
+        {"fuse_dense": False},
+        wrong("schedule", "chunks", "must be none with fuse_dense = False: every parameter is gathered"),
+    ),
     (EngineMesh, {"placement": "random"}, "placement = 'random': must be one of even, lina, eplb"),
     (EngineMesh, {"devices": 2, "dense": "pipeline"}, "dense = 'pipeline': must be one of replicated, tensor"),
     (EngineMesh, {"dense": "tensor"}, "dense = 'tensor': needs mesh.devices above 1"),

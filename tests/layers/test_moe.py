@@ -438,9 +438,8 @@ def test_our_experts_gather_rows_that_a_users_are_given() -> None:
     assert_trees_close(a.dx, b.dx)
     for name in ("w_up", "w_down"):
         assert_trees_close(a.dparams["experts"][name], b.dparams["experts"]["experts"][name])
-    arrived = ours.exchange.dispatch(
-        x, Choices(jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
-    )
+    chosen = Choices(jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
+    (arrived,) = ours.exchange.dispatch(x, chosen).chunks
     assert arrived.x is x
     assert arrived.rows_MD.shape == (2 * T, D)
 

@@ -90,7 +90,9 @@ def test_parameters_that_no_number_of_devices_divides() -> None:
 
 @pytest.mark.slow
 def test_one_by_one_takes_more() -> None:
-    fused, single = (Counter(op.kind for op in collectives(1, 1, 8, fuse_dense=fuse)) for fuse in (True, False))
+    fused, single = (
+        Counter(op.kind for op in collectives(1, 1, 8, schedule="none", fuse_dense=fuse)) for fuse in (True, False)
+    )
     assert single["all-gather"] > 4 * fused["all-gather"]
     assert single["reduce-scatter"] > 4 * fused["reduce-scatter"]
 
@@ -122,7 +124,7 @@ def backward_orders(ops: list[Op]) -> list[list[str]]:
             if back and (not orders or "there" in orders[-1]):
                 orders.append([])
             orders[-1].append("back" if back else "there")
-        elif orders and op.kind != "all-reduce":
+        elif orders and (op.kind != "all-reduce" or "all_reduce" in op.scopes):
             orders[-1].append(op.kind)
     return orders
 
@@ -140,10 +142,41 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
         assert order[:hops] == ["back"] * hops  # both levels, nothing between them
         experts, between, attention = order[hops:first], order[first : last + 1], order[last + 1 :]
         assert set(experts) | set(attention) <= {"all-gather", "reduce-scatter"}
-        assert between == ["there"] * 3 * num_chunks  # rows inside the node, then weights and rows across
+        assert between == ["there"] * (2 * num_chunks + 1)  # rows inside the node and across, and the weights once
     for order in orders[1:-1]:
         experts, attention = order[hops : order.index("there")], order[order[::-1].index("there") * -1 :]
         assert experts and "reduce-scatter" in attention
+
+
+REPLICATED: dict[str, Any] = {"shard_dense": False, "hierarchical": False, "exchange": "flat"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "comm", "kinds"),
+    [((1, 2, 2), REPLICATED, {"all-reduce"}), ((2, 1, 2), {}, {"all-reduce", "all-gather", "reduce-scatter"})],
+    ids=["replicated dense parameters", "experts' gradients over data"],
+)
+def test_all_reduces_give_way_to_all_to_alls(
+    shape: tuple[int, int, int], comm: dict[str, Any], kinds: set[str]
+) -> None:
+    """A layer's gradients are all-reduced in chunks beside the products of the layer before it."""
+    chunk_bytes = 9000
+    orders = backward_orders(collectives(*shape, chunk_bytes=chunk_bytes, **comm))
+    assert len(orders) == 4
+    for order in orders:
+        first, last = order.index("there"), len(order) - 1 - order[::-1].index("there")
+        assert order[0] == "back" and order[first : last + 1] == ["there"]
+        assert set(order) - {"there", "back"} <= kinds
+    between = orders[1:-1]
+    assert all({*order[: order.index("there")]} & kinds for order in between)  # during the experts
+    assert all("all-reduce" in order[order.index("there") :] for order in between)  # during attention
+    dense = 4 * layer_elements(MODEL)[-1] if comm else 0
+    experts = 4 * 8 * 3 * MODEL.hidden_size * MODEL.moe_intermediate_size // 2 if shape[0] > 1 else 0
+    chunks = -(-dense // (chunk_bytes // 2)) + -(-experts // (chunk_bytes // 2))
+    assert [order.count("all-reduce") for order in between] == [chunks] * 2
+    orders = backward_orders(collectives(*shape, chunk_bytes=chunk_bytes, schedule="fixed", **comm))
+    for order in orders[1:-1]:
+        assert order.count("all-reduce") == 1 and order[-1] == "all-reduce"
 
 
 @pytest.mark.slow

@@ -218,10 +218,11 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
     "changes",
     [
         pytest.param({"shard_dense": False}, marks=pytest.mark.slow),
-        pytest.param({"fuse_dense": False}, marks=pytest.mark.slow),
+        pytest.param({"fuse_dense": False, "schedule": "none"}, marks=pytest.mark.slow),
         {"exchange": "flat", "remat": "layer", "schedule": "ready"},
         {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
-        {"schedule": "pipelined", "chunk_bytes": 2000},
+        {"schedule": "pipelined", "exchange_chunks": 3, "chunk_bytes": 2000, "shard_dense": False},
+        pytest.param({"schedule": "pipelined", "chunk_bytes": 2000}, marks=pytest.mark.slow),
         pytest.param({"schedule": "fixed", "bucket_bytes": 2000}, marks=pytest.mark.slow),
         pytest.param({"schedule": "priority", "bucket_bytes": 20000}, marks=pytest.mark.slow),
     ],
@@ -230,6 +231,7 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
         "dense parameters one by one",
         "flat exchange, remat, work as soon as it is known",
         "two-level exchange, all else flat, in any order",
+        "dense parameters whole, chunks, exchange in three pieces",
         "chunks, exchange in two pieces",
         "buckets of a part of a layer",
         "buckets of two layers",
@@ -237,6 +239,16 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
 )
 def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
     assert_same_run(run((2, 2, 2), **changes), run(ONE))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_chunks_of_the_exchange_change_no_number_under_capacity(shape: tuple[int, int, int]) -> None:
+    full = dataclasses.replace(MODEL, capacity_factor=0.75)
+    whole, chunks = (run(shape, model=full, schedule=schedule) for schedule in ("chunks", "pipelined"))
+    assert whole.metrics[0]["dropped"].sum() > 0
+    for a, b in zip(chunks.metrics, whole.metrics, strict=True):
+        np.testing.assert_array_equal(a["dropped"], b["dropped"])
+    assert_same_run(chunks, whole)
 
 
 @pytest.mark.parametrize(("shape", "there", "back"), [((1, 1, 8), 3, 2), ((1, 2, 4), 7, 5)], ids=["flat", "dedup"])
@@ -247,10 +259,19 @@ def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: i
     assert text.count('all_to_all"(') == N * (there + back)
 
 
-def test_gradient_accumulation() -> None:
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ((1, 1, 2), {}),
+        ((2, 1, 1), {"gradient_accumulation_steps": 4}),
+        pytest.param((2, 1, 2), {"shard_dense": False, "chunk_bytes": 2000}, marks=pytest.mark.slow),
+    ],
+    ids=["dense parameters sharded", "experts' gradients over data", "dense parameters whole"],
+)
+def test_gradient_accumulation(shape: tuple[int, int, int], changes: dict[str, Any]) -> None:
     """Without the balance loss, which is a product of two means over the tokens that share a forward pass."""
     one = run(ONE, model=NO_BALANCE)
-    assert_same_run(run((1, 1, 2), model=NO_BALANCE, gradient_accumulation_steps=2), one)
+    assert_same_run(run(shape, model=NO_BALANCE, **{"gradient_accumulation_steps": 2} | changes), one)
 
 
 def test_bfloat16_stays_near_float32() -> None:
@@ -273,7 +294,7 @@ def test_initial_state_is_the_same_on_every_mesh() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "matrix", "vector"),
-    [({}, 8, 8), ({"fuse_dense": False}, 8, 1), ({"shard_dense": False}, 1, 1)],
+    [({}, 8, 8), ({"fuse_dense": False, "schedule": "none"}, 8, 1), ({"shard_dense": False}, 1, 1)],
     ids=["one buffer", "one by one", "whole"],
 )
 def test_what_is_split(changes: dict[str, Any], matrix: int, vector: int) -> None:

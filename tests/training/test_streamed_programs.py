@@ -111,7 +111,16 @@ def test_a_step_that_overflows_changes_nothing_and_runs_again() -> None:
     [
         ((2, 1, 2), {}, "mesh.data = 2: must be 1 with experts on other tiers .tiers.experts = 'host' and "),
         ((0, 1, 2), {}, "mesh.data = 2: must be 1"),
-        ((1, 2, 2), {"fuse_dense": False}, "comm.fuse_dense = False: must be True with experts on other tiers"),
+        (
+            (1, 2, 2),
+            {"shard_dense": False},
+            "comm.schedule = 'chunks': must be none with experts on other tiers and comm.shard_dense = False",
+        ),
+        (
+            (1, 2, 2),
+            {"schedule": "none", "fuse_dense": False},
+            "comm.fuse_dense = False: must be True with experts on other tiers",
+        ),
     ],
 )
 def test_meshes_that_are_refused(shape: tuple[int, int, int], comm: dict[str, Any], words: str) -> None:
@@ -122,7 +131,7 @@ def test_meshes_that_are_refused(shape: tuple[int, int, int], comm: dict[str, An
 @pytest.mark.slow
 def test_dense_parameters_on_every_device() -> None:
     """Nothing to gather; parameters that no number of devices divides are the same case."""
-    config = spread_over(SPREAD, 1, 1, 2, shard_dense=False)
+    config = spread_over(SPREAD, 1, 1, 2, shard_dense=False, schedule="none")
     same_training(train(config, HOST, steps=2), train(config, steps=2))
 
 
