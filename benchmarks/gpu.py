@@ -12,11 +12,8 @@ if __name__ == "__main__":
     import script  # noqa: F401  makes benchmarks and jmoe importable
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
+from benchmarks.lib.parts import run_part
 from benchmarks.lib.published import LAYERS, published, tiny
 
 HERE = Path(__file__).resolve().parent
@@ -75,29 +73,6 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     for policy in ("resident", f"ring --expert-tier host {sizes['ring']}", "experts --expert-tier host"):
         found.append(Part(f"decode_{policy.split()[0]}", f"{decode} {policy}", 60, needs="model"))
     return [*found, Part("retention", f"training_tiers.py retention {sizes['retention']}", 90)]
-
-
-def run(part: Part, limit_s: float, environment: dict[str, str]) -> dict[str, Any]:
-    """Return the part's result, or `failed` and its last lines; whatever it started has ended."""
-    begun = time.perf_counter()
-    program, *options = part.command.split()
-    command = [sys.executable, str(HERE / program), *options]
-    with tempfile.TemporaryFile("w+", errors="replace") as printed, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=printed, stderr=errors, env=environment, start_new_session=True)
-        try:
-            code: int | str = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = f"longer than {limit_s:.0f} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        printed.seek(0), errors.seek(0)
-        lines, complaints = printed.read().strip().splitlines(), errors.read().strip().splitlines()
-    seconds = round(time.perf_counter() - begun, 1)
-    if code == 0 and lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            return {"seconds": seconds, "result": json.loads(lines[-1])}
-    return {"seconds": seconds, "failed": f"{code}", "last_lines": [*lines[-3:], *complaints[-12:]]}
 
 
 def utilisation(out: Path) -> dict[str, float]:
@@ -157,7 +132,8 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
         elif left_s <= 0:
             done = {"failed": "no time left"}
         else:
-            done = run(part, min(part.seconds, left_s), environment)
+            program, *options = part.command.split()
+            done = run_part([str(HERE / program), *options], min(part.seconds, left_s), environment)
         result = done.pop("result", None)
         report.progress({"part": part.name} | done)
         if result is None:

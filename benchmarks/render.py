@@ -4,11 +4,16 @@ Every result file is one section: what was measured, by which command, on which 
 rows. What is the same in all rows of a table stands above it. No figure is written by hand.
 """
 
+if __name__ == "__main__":
+    import script  # noqa: F401  makes benchmarks and jmoe importable
+
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.paper.index import PLACES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
@@ -111,9 +116,22 @@ def body(result: dict[str, Any], level: int) -> Iterator[str]:
             yield from table([value])
 
 
+def papers() -> Iterator[str]:
+    """The papers' tables and figures, ours beside theirs."""
+    yield "## the papers' tables and figures\n"
+    yield "`python -m benchmarks.paper` lists them with the command of each; `--all --quick` runs smoke tests. Environments of"
+    yield "the systems that we compare with come from `benchmarks/peers/setup.py`.\n"
+    yield "| paper | shows | the paper has | here | not shown here |\n|---|---|---|---|---|"
+    for place in PLACES:
+        result = f" ([file](../benchmarks/results/{place.result}))" if place.result else ""
+        cells = (f"{place.paper}, {place.place}", place.shows, place.paper_has, place.here() + result, place.lacking)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
 def page() -> str:
     """The whole of docs/benchmarks.md."""
-    lines = [HEAD]
+    lines = [HEAD, *papers()]
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
         lines.append(f"## {result.get('benchmark', path.stem)}\n")

@@ -13,24 +13,16 @@ if __name__ == "__main__":
 
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
+from benchmarks.lib.peers import compared, decoding_speeds, last_object
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HERE = Path(__file__).resolve().parent
 SIZES = "--policy resident --dtype bfloat16 --batch 1 8 --new-tokens 33 --long-prompt 512 --rounds 2"
-
-
-def last_object(command: list[str], folder: Path | None = None) -> dict[str, Any]:
-    """Return the JSON object in the last line that a program prints."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
 
 
 def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
@@ -57,30 +49,20 @@ def main() -> None:
             here = last_object([sys.executable, *ours.split()])
             theirs = ["node", str(HERE / "llamacpp.mjs"), str(Path(row["gguf"]).resolve()), str(a.threads), "2"]
             both.append((here, last_object(theirs, a.node)))
-            report.progress({"experts": row["experts"]} | {k: round(v, 1) for k, v in speeds(both[-1][0]).items()})
-            report.progress({"llama.cpp": row["gguf"]} | {k: round(v, 1) for k, v in speeds(both[-1][1]).items()})
+            report.progress(
+                {"experts": row["experts"]} | {k: round(v, 1) for k, v in decoding_speeds(both[-1][0]).items()}
+            )
+            report.progress(
+                {"llama.cpp": row["gguf"]} | {k: round(v, 1) for k, v in decoding_speeds(both[-1][1]).items()}
+            )
     results = []
     for row, both in zip(rows, rounds, strict=True):
-        here, there = ([speeds(side) for side in sides] for sides in zip(*both, strict=True))
         result: dict[str, Any] = {"model": Path(row["model"]).name, "experts": row["experts"]}
         result["llama_cpp"] = Path(row["gguf"]).stem.rpartition("-")[2]
         result["bits"] = bits(row["model"], row["experts"], row["gguf"])
-        for name in here[0]:
-            mine, others = [s[name] for s in here], [s[name] for s in there]
-            result[name] = {
-                "jmoe": report.median(mine, 1),
-                "llama.cpp": report.median(others, 1),
-                "ratio": report.ratio(mine, others),
-                "rounds": [[round(x, 1) for x in pair] for pair in zip(mine, others, strict=True)],
-            }
-        results.append(result)
+        sides = [(decoding_speeds(here), decoding_speeds(there)) for here, there in both]
+        results.append(result | compared(sides, "llama.cpp"))
     report.finish({"versions": report.versions("jax"), "rows": results})
-
-
-def speeds(side: dict[str, Any]) -> dict[str, float]:
-    """Return tokens a second: decoded by one sequence, by eight, and prefilled."""
-    decoded = side["decode_tokens_per_s"]
-    return {"one": decoded["1"], "eight": decoded["8"], "prefill_512": side["long_prefill_tokens_per_s"]}
 
 
 if __name__ == "__main__":

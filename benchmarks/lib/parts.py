@@ -1,0 +1,43 @@
+"""A benchmark in a process of its own, with a limit of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def run_part(
+    arguments: Sequence[str], limit_s: float, environment: dict[str, str], folder: Path | None = None
+) -> dict[str, Any]:
+    """Run Python with these arguments, in a folder; return `seconds` and its `result`, or `failed` and its last lines.
+
+    The result is the JSON object in its last line. Whatever it started has ended.
+    """
+    begun = time.perf_counter()
+    command = [sys.executable, *arguments]
+    with tempfile.TemporaryFile("w+", errors="replace") as printed, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=printed, stderr=errors, env=environment, cwd=folder, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"longer than {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0), errors.seek(0)
+        lines, complaints = printed.read().strip().splitlines(), errors.read().strip().splitlines()
+    seconds = round(time.perf_counter() - begun, 1)
+    if code == 0 and lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            return {"seconds": seconds, "result": json.loads(lines[-1])}
+    return {"seconds": seconds, "failed": f"{code}", "last_lines": [*lines[-3:], *complaints[-12:]]}

@@ -1,0 +1,39 @@
+"""Ours beside a peer's: programs whose last line is a JSON object, in turn, and what a row of a result has of both."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+
+
+def last_object(command: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
+    """Return the JSON object in the last line that a program prints; a program that fails ends this one."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise SystemExit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr[-2000:]}")
+    last: dict[str, Any] = json.loads(lines[-1])
+    return last
+
+
+def decoding_speeds(side: Mapping[str, Any]) -> dict[str, float]:
+    """Return tokens a second: decoded by one sequence, by eight, and prefilled."""
+    decoded = side["decode_tokens_per_s"]
+    return {"one": decoded["1"], "eight": decoded["8"], "prefill_512": side["long_prefill_tokens_per_s"]}
+
+
+def compared(rounds: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], peer: str) -> dict[str, Any]:
+    """Return for each figure both sides' medians, the median of the rounds' ratios, and the rounds (ours, theirs)."""
+    row = {}
+    for name in rounds[0][0]:
+        mine, others = ([side[name] for side in sides] for sides in zip(*rounds, strict=True))
+        row[name] = {
+            "jmoe": report.median(mine, 1),
+            peer: report.median(others, 1),
+            "ratio": report.ratio(mine, others),
+            "rounds": [[round(x, 1) for x in pair] for pair in zip(mine, others, strict=True)],
+        }
+    return row

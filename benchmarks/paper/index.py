@@ -1,0 +1,418 @@
+"""The tables and figures of SE-MoE, MoESys and Lina: what shows each here, what they have and what is measured here."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A table, figure or section of a paper.
+
+    paper_has: its figures, with their machines; ours: the same of the committed `result`, in words. command: what makes
+    that, from the repository's root. quick: the arguments of Python for a smoke test of the same, in `limit_s` at most;
+    None: it needs root, a model or hours, and only the committed result is shown. lacking: what is not shown here.
+    """
+
+    name: str
+    paper: str
+    place: str
+    shows: str
+    paper_has: str
+    command: str
+    result: str | None
+    ours: Callable[[Result], str]
+    quick: str | None = None
+    limit_s: int = 120
+    lacking: str = ""
+
+    def committed(self) -> Result | None:
+        """Return the committed result."""
+        if self.result is None:
+            return None
+        loaded: Result = json.loads((RESULTS / self.result).read_text())
+        return loaded
+
+    def here(self) -> str:
+        """Return our figures in words."""
+        result = self.committed()
+        return "-" if result is None else self.ours(result)
+
+
+def _row(rows: list[Result], **wanted: Any) -> Result:
+    return next(row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+
+
+def _orders(result: Result, rate: float, figure: str) -> dict[str, float]:
+    return {row["variant"]: row[figure] for row in result["rows"] if row["mbit_per_s"] == rate}
+
+
+def _shares(result: Result) -> str:
+    rates = sorted({row["mbit_per_s"] for row in result["rows"]})
+    parts = []
+    for rate in rates:
+        row = _row(result["rows"], mbit_per_s=rate, variant="none")
+        parts.append(f"{row['all_to_alls_s'] / row['seconds']:.0%} at {rate:g} Mbit/s")
+    return "all-to-alls take " + ", ".join(parts) + " of a step's time"
+
+
+def _step_times(result: Result) -> str:
+    rates = sorted({row["mbit_per_s"] for row in result["rows"]})
+    steps = [_orders(result, rate, "ratio_to_ready")["chunks"] for rate in rates]
+    sooner = [_orders(result, rate, "ratio_all_to_alls_to_ready")["chunks"] for rate in rates]
+    return (
+        f"{min(steps):.2f} to {max(steps):.2f} times, all-to-alls {min(sooner):.1f} to {max(sooner):.1f} times sooner"
+    )
+
+
+def _ablation(result: Result) -> str:
+    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in _orders(result, 200.0, "ratio_to_ready").items())
+
+
+def _cutting(result: Result) -> str:
+    rows = result["overhead_of_cutting"]["rows"]
+    return (
+        f"without a link: a step with chunks {1 / _row(rows, variant='chunks')['ratio_to_priority']:.2f} times as long"
+    )
+
+
+def _packing(result: Result) -> str:
+    rows = [row for row in result["rows"] if row["controller"]]
+    chosen = [f"{row['experts_per_device']} a device ({row['ratio_to_unpacked']:.2f} of unpacked)" for row in rows]
+    return "; ".join(chosen)
+
+
+def _inference(result: Result) -> str:
+    parts = []
+    for name in ("trained", "fixture"):
+        rows = result[name]["batches"]
+        lina, ideal = (_row(rows, contestant=contestant) for contestant in ("lina, l = 3", "ideal"))
+        parts.append(f"{name}: median {lina['ratio']:.2f}, 95th percentile {lina['ratio_p95']:.2f}, ")
+        parts[-1] += f"of {ideal['ratio']:.2f} and {ideal['ratio_p95']:.2f} that are possible on two devices"
+    simulated = result["fixture"]["simulated"]["rows"][0]
+    return "; ".join(parts) + f"; 16 devices, simulated: {simulated['ratio']:.2f}"
+
+
+def _skew(result: Result) -> str:
+    parts = []
+    for name in ("trained", "fixture"):
+        layers = result[name]["most_over_least_popular"]
+        parts.append(f"{result[name]['experts']} experts: {min(layers):.1f} to {max(layers):.1f} by layer")
+    return "; ".join(parts)
+
+
+def _planning(result: Result) -> str:
+    took = result["trained"]["overhead_ms"]
+    return (
+        f"plan {took['plan_16_devices']:.2f} ms for 16 devices, {took['nothing_changes']:.2f} ms where nothing changes"
+    )
+
+
+def _guesses(result: Result) -> str:
+    rows = result["text"]["accuracy"]
+    return ", ".join(f"{row['estimator']} {row['among_2']:.0%}" for row in rows)
+
+
+def _levels(result: Result) -> str:
+    rows = [row for row in result["rows"] if row["variant"] == "two_level" and row["mbit_per_s"] == 100.0]
+    return ", ".join(f"top-{row['top_k']} of {row['experts']}: {row['ratio_to_flat']:.2f} times" for row in rows)
+
+
+def _embedding(result: Result) -> str:
+    parts = []
+    for row in result["rows"]:
+        if row["mbit_per_s"] > 0 and row["embedding"] != "replicated":
+            speed, part = 1 / row["ratio_to_replicated"], row["table_part_of_replicated"]
+            parts.append(f"{row['embedding']} {speed:.1f} times as fast with {part:.2f} of the bytes")
+    return ", ".join(parts)
+
+
+def _fusion(result: Result) -> str:
+    rows = [row for row in result["rows"] if row["variant"] == "fused"]
+    return ", ".join(f"{row['ratio_to_one_by_one']:.2f} times at {row['mbit_per_s']:g} Mbit/s" for row in rows)
+
+
+def _deepspeed(result: Result) -> str:
+    rows = [row for row in result["deepspeed"] if row["system"] == "jmoe" and row["dtype"] == "bfloat16"]
+    return ", ".join(f"{row['ratio']:.2f} times, processes: {row['processes']}" for row in rows)
+
+
+def _ring(result: Result) -> str:
+    wide, compressed = (row["speed_of_resident"]["ring"] for row in result["rows"])
+    return f"{wide:.2f} of resident with half of the layers; compressed experts {compressed:.2f}"
+
+
+def _table3(result: Result) -> str:
+    two = _row(result["rows"], layout="elastic")["speed_up"]
+    eight = _row(result["simulated"], devices=8)["compared_to_4_devices"]
+    return f"{two:.2f} times on two devices; 4/2/1/1 simulated {eight:.2f} times a device"
+
+
+def _table6(result: Result) -> str:
+    rows = [row for row in result["rows"] if row["model"] == "grown"]
+    return ", ".join(f"{row['place']}: {row['tokens_per_s']:g} tokens/s" for row in rows)
+
+
+def _ufo(result: Result) -> str:
+    imbalanced, dense = (_row(result["rows"], contestant=name) for name in ("imbalanced", "dense"))
+    return (
+        f"{imbalanced['speed_up_of_super_network']:.2f} times imbalanced tasks, "
+        f"{dense['speed_up_of_super_network']:.2f} of a dense model a task"
+    )
+
+
+def _deployment(result: Result) -> str:
+    stages = {row["stage"]: row for row in result["stages"]}
+    first, last = stages["whole"], stages["distilled, mxfp4"]
+    return (
+        f"{first['mb']:g} to {last['mb']:g} MB, {first['bits_per_byte']:.3f} to {last['bits_per_byte']:.3f} bits a byte"
+    )
+
+
+def _none(result: Result) -> str:
+    return "-"
+
+
+NOT_AT_HAND = "figures not at hand"
+ORDER = "sudo NPROC=4 python benchmarks/communication.py order"
+ORDER_QUICK = "benchmarks/communication.py order --rates 0 --rounds 1"
+ORDER_FILE = "order_two_nodes_cpu.json"
+PLACES = (
+    Place(
+        "moesys-table-1",
+        "MoESys",
+        "Table 1",
+        "a dense model against a peer",
+        NOT_AT_HAND,
+        "python benchmarks/training.py --experts 0",
+        None,
+        _none,
+        quick="benchmarks/training.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
+        lacking="no peer has been run on a dense model here: only our side is measured",
+    ),
+    Place(
+        "moesys-table-2",
+        "MoESys (SE-MoE Table 1)",
+        "Table 2",
+        "GPT-MoE training against DeepSpeed-MoE",
+        "1.28 times on one node, 1.33 on several; about 12 GB less a GPU",
+        "python benchmarks/alternate.py, with the commands in the file",
+        "training_peers_cpu.json",
+        _deepspeed,
+        quick="benchmarks/training.py --layers 2 --batch 2 --warmup 1 --steps 3",
+        lacking="one shape, two processes at most; the peer's side comes from the file",
+    ),
+    Place(
+        "moesys-table-3",
+        "MoESys",
+        "Table 3",
+        "elastic multi-task training",
+        "1.182 times a GPU: 62.6 to 74.0 samples/s, 4 GPUs 1/1/1/1 to 8 GPUs 4/2/1/1",
+        "python benchmarks/paper/moesys_table3.py",
+        "moesys_table3_cpu.json",
+        _table3,
+        quick="benchmarks/paper/moesys_table3.py --quick",
+        limit_s=240,
+    ),
+    Place(
+        "moesys-table-4",
+        "MoESys",
+        "Table 4",
+        "embedding partition",
+        "22 to 48 % less memory, 1.04 to 1.156 times the tokens/s",
+        "sudo python benchmarks/communication.py embedding",
+        "embedding_two_nodes_cpu.json",
+        _embedding,
+        quick="benchmarks/communication.py embedding --rates 0 --rounds 1 --vocab-size 4096 --hidden-size 64 "
+        "--tokens 128",
+        limit_s=240,
+        lacking="one vocabulary in place of nine rows",
+    ),
+    Place(
+        "moesys-table-5",
+        "MoESys",
+        "Table 5, Figure 11",
+        "communication fused and in two levels, crosswise",
+        "all-to-alls 15.5 % shorter, 1.103 times end to end",
+        "sudo python benchmarks/communication.py fusion --rates 0 200",
+        "fusion_two_nodes_cpu.json",
+        _fusion,
+        quick="benchmarks/communication.py fusion --rates 0 --rounds 1",
+        limit_s=240,
+    ),
+    Place(
+        "moesys-table-6",
+        "MoESys",
+        "Table 6",
+        "decoding on several devices",
+        "10.0 to 209.6 billion parameters on 1 to 16 GPUs; 1.058 to 1.13 times DeepSpeed's tokens/s",
+        "sudo python benchmarks/paper/moesys_table6.py",
+        "moesys_table6_cpu.json",
+        _table6,
+        quick="benchmarks/paper/moesys_table6.py --quick --places 1 2",
+        limit_s=300,
+        lacking="DeepSpeed's inference kernels need a GPU",
+    ),
+    Place(
+        "moesys-figure-10",
+        "MoESys",
+        "Figure 10",
+        "all-to-all in two levels against flat, 2 nodes measured, 4 simulated",
+        "15.5 % less communication, 1.103 times end to end on 4 nodes",
+        "sudo python benchmarks/communication.py levels",
+        "levels_two_nodes_cpu.json",
+        _levels,
+        quick="benchmarks/simulate_communication.py --nodes 2 4 --plot ''",
+        lacking="a step is not split into forward, backward and optimizer; 4 nodes are simulated",
+    ),
+    Place(
+        "moesys-figure-12",
+        "MoESys",
+        "Figure 12",
+        "prefill through a ring of slots",
+        "nearly the speed of resident weights with about 30 % less GPU memory (58.2 billion parameters, 16 A100)",
+        "python benchmarks/paper/fig12.py --model DIR --batch 8 --prompt 512 --compressed int4",
+        "ring_prefill_cpu.json",
+        _ring,
+    ),
+    Place(
+        "moesys-ufo",
+        "MoESys",
+        "section 5.3",
+        "a super-network of image tasks (UFO)",
+        "697 against 425 images/s of PyTorch 1.10, 18 % less memory (32 A100)",
+        "python benchmarks/paper/ufo.py",
+        "ufo_cpu.json",
+        _ufo,
+        quick="benchmarks/paper/ufo.py --quick",
+        limit_s=300,
+        lacking="PyTorch 1.10's super-network has not been run: the baselines are others",
+    ),
+    Place(
+        "moesys-deployment",
+        "MoESys (SE-MoE section 3.1)",
+        "section 3.3.1, Figure 3",
+        "from a trained model to a deployed one",
+        "no figures",
+        "python benchmarks/paper/deploy_path.py --folder DIR",
+        "deploy_path_cpu.json",
+        _deployment,
+    ),
+    Place(
+        "lina-share",
+        "Lina",
+        "Tables 1 and 2, Figures 2 to 6",
+        "the all-to-all's share of a step; its contention with the all-reduce",
+        NOT_AT_HAND,
+        ORDER,
+        ORDER_FILE,
+        _shares,
+        quick=ORDER_QUICK,
+        limit_s=420,
+        lacking="two nodes, one shape",
+    ),
+    Place(
+        "lina-step",
+        "Lina",
+        "section 7.2, step time and all-to-all time",
+        "all-to-alls before all-reduces, in chunks",
+        "1.37 to 1.73 times the step time of DeepSpeed, all-to-alls at least 2.21 times",
+        ORDER,
+        ORDER_FILE,
+        _step_times,
+        lacking="against our own step with what XLA would do; smoke test: lina-share",
+    ),
+    Place(
+        "lina-ablation",
+        "Lina",
+        "section 7.2, ablation",
+        "each of Lina's means by itself, 200 Mbit/s, step time of `ready` over its",
+        NOT_AT_HAND,
+        ORDER,
+        ORDER_FILE,
+        _ablation,
+        lacking="smoke test: lina-share",
+    ),
+    Place(
+        "lina-overhead",
+        "Lina",
+        "section 7.2, overheads",
+        "what cutting collectives into chunks costs",
+        "1.02 and 1.7 %",
+        "NPROC=4 python benchmarks/communication.py order --rates 0 --variants priority chunks pipelined --rounds 15 "
+        "--chunk-bytes 1500000",
+        ORDER_FILE,
+        _cutting,
+        lacking="on two cores each chunk wakes four threads: steps vary by 1.6 times in one run",
+    ),
+    Place(
+        "lina-packing",
+        "Lina",
+        "Tables 3 and 4",
+        "expert packing",
+        "pipelining efficiency from 33 to 86 %",
+        "sudo python benchmarks/paper/lina_packing.py",
+        "lina_packing_two_nodes_cpu.json",
+        _packing,
+    ),
+    Place(
+        "lina-skew",
+        "Lina",
+        "Figures of section 2 on inference",
+        "tokens of the most popular expert over those of the least popular one",
+        "4.02 with 4 experts, 5.56 with 16",
+        "sudo python benchmarks/paper/lina_inference.py --folder DIR",
+        "lina_inference_two_nodes_cpu.json",
+        _skew,
+        lacking="smoke test: lina-inference",
+    ),
+    Place(
+        "lina-planning",
+        "Lina",
+        "section 7.3, overheads",
+        "what planning a batch's experts costs",
+        "6.2 ms; 1.45 ms where nothing changes",
+        "sudo python benchmarks/paper/lina_inference.py --folder DIR",
+        "lina_inference_two_nodes_cpu.json",
+        _planning,
+        lacking="smoke test: lina-inference",
+    ),
+    Place(
+        "lina-popularity",
+        "Lina",
+        "Table 5, Figure 9",
+        "experts of the next layer, guessed from a token's path",
+        "54 to 58 %; paths of three layers 60 to 64 %",
+        "python -m benchmarks.paper.popularity --model DIR --text FILE --other OTHER",
+        "popularity_cpu.json",
+        _guesses,
+    ),
+    Place(
+        "lina-inference",
+        "Lina",
+        "section 7.3, Figures 16 to 19",
+        "experts where the tokens are, planned for each batch",
+        "median 1.36 to 1.54 times, 95th percentile 1.68 and 1.82",
+        "sudo python benchmarks/paper/lina_inference.py --folder DIR",
+        "lina_inference_two_nodes_cpu.json",
+        _inference,
+        quick="benchmarks/paper/lina_inference.py --rate 0 --quick",
+        limit_s=300,
+    ),
+    Place(
+        "simulator",
+        "all",
+        "rows of more nodes than two",
+        "the simulator against exchanges that were measured",
+        "-",
+        "python -m benchmarks.paper.simulator",
+        None,
+        _none,
+        quick="-m benchmarks.paper.simulator",
+    ),
+)

@@ -1,0 +1,47 @@
+"""The simulator of many nodes against exchanges that were measured on two; the last line is one JSON object.
+
+    python -m benchmarks.paper.simulator
+
+`benchmarks/simulate_communication.py` says how long exchanges take on up to 1,024 nodes. Here the same link model, with
+the measured link's rate, predicts every exchange of `results/exchange_two_nodes_cpu.json`: `error` is predicted /
+measured - 1. The link carries the bytes of both nodes' two ranks, one after the other.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.simulate_communication import Level
+
+MEASURED = Path(__file__).resolve().parents[1] / "results" / "exchange_two_nodes_cpu.json"
+LATENCY_S, SENDERS = 1e-4, 2  # of a message on this link; nodes, each of which sends `formula_bytes`
+
+
+def predicted_s(row: dict[str, Any]) -> float:
+    """Return the seconds of an exchange there and back (twice with its backward pass) over the row's link."""
+    link = Level(row["mbit_per_s"] * 1e6 / 8 / SENDERS, LATENCY_S, LATENCY_S)
+    collectives = {"forward": 2, "backward": 4}[row["direction"]]
+    return link.seconds(row["formula_bytes"], collectives, collectives)
+
+
+def check(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each measured one over a link."""
+    rows = []
+    for row in measured["rows"]:
+        if row["mbit_per_s"] > 0:
+            kept = {name: row[name] for name in ("mbit_per_s", "top_k", "experts", "direction", "exchange", "seconds")}
+            seconds = predicted_s(row)
+            rows.append(kept | {"predicted_s": round(seconds, 4), "error": round(seconds / row["seconds"] - 1, 3)})
+    return rows
+
+
+def main() -> None:
+    report.parser(__doc__).parse_args()
+    rows = check(json.loads(MEASURED.read_text()))
+    largest = max((row["error"] for row in rows), key=abs)
+    report.finish({"benchmark": "simulated against measured exchanges", "largest_error": largest, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The index of the papers' tables and figures: whole, true to the result files; what fails stops nothing."""
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lib.parts import run_part
+from benchmarks.paper import __main__ as command
+from benchmarks.paper import simulator
+from benchmarks.paper.index import PLACES, RESULTS, Place
+
+ROOT = Path(__file__).resolve().parent.parent
+BESIDE_NO_PAPER = {"eplb"}  # of benchmarks/paper: what shows no table or figure of the three papers
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.paper", *arguments])
+    code = command.main()
+    return code, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_every_benchmark_of_the_papers_is_in_the_index() -> None:
+    words = " ".join(f"{place.command} {place.quick}" for place in PLACES)
+    scripts = {path.stem for path in (ROOT / "benchmarks" / "paper").glob("*.py")} - {"__main__", "index"}
+    assert {name for name in scripts if name not in words} == BESIDE_NO_PAPER
+    assert len({place.name for place in PLACES}) == len(PLACES)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_what_is_shown_is_there(place: Place) -> None:
+    """A place has a committed result whose figures can be told, or a smoke test; and programs that exist."""
+    assert place.quick is not None or place.result is not None
+    assert place.lacking or place.result is not None or place.paper == "all"
+    if place.result is not None:
+        assert any(character.isdigit() for character in place.here())
+    for text in filter(None, (place.command, place.quick)):
+        program = next((word for word in shlex.split(text.replace(",", "")) if word.endswith(".py")), None)
+        module = next((word for word in text.split() if word.startswith("benchmarks.paper.")), None)
+        assert program or module
+        assert (ROOT / (program or f"{str(module).replace('.', '/')}.py")).is_file()
+
+
+def test_the_simulator_predicts_what_was_measured() -> None:
+    """Every exchange over a link within 10 %; and twice the bytes would be noticed."""
+    measured = json.loads((RESULTS / "exchange_two_nodes_cpu.json").read_text())
+    rows = simulator.check(measured)
+    assert len(rows) >= 24 and {row["mbit_per_s"] for row in rows} == {50.0, 100.0, 200.0}
+    assert max(abs(row["error"]) for row in rows) < 0.1
+    doubled = [row | {"formula_bytes": 2 * row["formula_bytes"]} for row in measured["rows"]]
+    assert min(row["error"] for row in simulator.check({"rows": doubled})) > 0.8
+
+
+def test_a_smoke_test_that_fails_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named with its last lines, and so is one that takes too long; what has no smoke test is shown."""
+    programs = {
+        "fails": "import sys; print('half of it'); sys.exit('out of memory')",
+        "hangs": "import time; time.sleep(3600)",
+        "says_no_json": "print('done')",
+        "works": "print('{}')",
+    }
+    made = []
+    for name, text in programs.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        quick = str(tmp_path / f"{name}.py")
+        made.append(Place(name, "P", "T", "s", "-", "python x.py", None, command.beside, quick=quick, limit_s=3))
+    committed = next(place for place in PLACES if place.name == "moesys-figure-12")
+    monkeypatch.setattr(command, "PLACES", (*made, committed))
+    code, result = call(monkeypatch, capsys, "--all", "--quick")
+    assert code == 1 and result["failed"] == ["fails", "hangs", "says_no_json"]
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows["fails"]["last_lines"] == ["half of it", "out of memory"]
+    assert rows["hangs"]["failed"] == "longer than 3 s"
+    assert not rows["moesys-figure-12"]["ran"] and "resident" in rows["moesys-figure-12"]["here"]
+    assert call(monkeypatch, capsys, "works", "--quick")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table-9"], "table-9: must be among moesys-table-1"),
+        (["--all"], "--all: needs --quick"),
+        (["--quick"], "--quick: needs names or --all"),
+        (["moesys-figure-12"], "moesys-figure-12: needs what you have"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.paper", *arguments])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert message in capsys.readouterr().err
+
+
+def test_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.paper"])
+    assert command.main() == 0
+    shown = capsys.readouterr().out
+    assert all(f"{place.name}: {place.paper}, {place.place}" in shown for place in PLACES)
+    assert "10.0 to 209.6 billion parameters" in shown
+
+
+def test_a_part_that_was_run(tmp_path: Path) -> None:
+    """Its last line is the result; children that it leaves behind have ended."""
+    (tmp_path / "part.py").write_text(
+        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('first')\nprint('{\"child\": %d}' % child.pid)"
+    )
+    done = run_part([str(tmp_path / "part.py")], 60, {})
+    state = Path(f"/proc/{done['result']['child']}/stat")
+    ends = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < ends, "the child is still there"

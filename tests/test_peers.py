@@ -1,0 +1,50 @@
+"""What compares us with other systems: figures of both sides, programs that fail, environments."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib.peers import compared, decoding_speeds, last_object
+from benchmarks.peers import setup
+
+
+def test_both_sides_of_a_row() -> None:
+    """Ratios are of a round's two sides, not of two medians."""
+    row = compared([({"one": 8.0}, {"one": 2.0}), ({"one": 9.0}, {"one": 9.0}), ({"one": 10.0}, {"one": 5.0})], "peer")
+    assert row == {"one": {"jmoe": 9.0, "peer": 5.0, "ratio": 2.0, "rounds": [[8.0, 2.0], [9.0, 9.0], [10.0, 5.0]]}}
+    side = {"decode_tokens_per_s": {"1": 3.0, "8": 4.0}, "long_prefill_tokens_per_s": 5.0}
+    assert decoding_speeds(side) == {"one": 3.0, "eight": 4.0, "prefill_512": 5.0}
+
+
+def test_a_program_of_a_peer() -> None:
+    assert last_object([sys.executable, "-c", "print('loading'); print('{\"a\": 1}')"]) == {"a": 1}
+    for program in ("import sys; print('{}'); sys.exit('no such model')", "pass"):
+        with pytest.raises(SystemExit, match=r"(?s)status [01]\n"):
+            last_object([sys.executable, "-c", program])
+
+
+def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is named; nothing is written into a folder that has files."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="must be empty or new"):
+        setup.set_up("transformers", tmp_path / "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes"]
+    failing = (sys.executable, "-c", "import sys; sys.exit('no route to the index')")
+    written = (sys.executable, "-c", "open('first', 'w').close()")
+    monkeypatch.setattr(setup, "steps", lambda peer, folder: [written, failing, ("never",)])
+    with pytest.raises(ValueError, match=r"(?s)status 1\nno route to the index"):
+        setup.set_up("deepspeed", tmp_path / "new")
+    assert (tmp_path / "new" / "first").exists()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="npm: is not on the PATH"):
+        setup.set_up("llama.cpp", tmp_path / "llama")
+    assert not (tmp_path / "llama").exists()
+
+
+def test_torch_is_installed_before_what_needs_it(tmp_path: Path) -> None:
+    for peer in setup.PACKAGES:
+        make, first, *_ = setup.steps(peer, tmp_path)
+        assert make[1:3] == ("-m", "venv") and first[-1] == "torch"
+        assert first[0] == str(tmp_path / "bin" / "python")
