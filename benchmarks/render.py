@@ -119,8 +119,8 @@ def body(result: dict[str, Any], level: int) -> Iterator[str]:
 def papers() -> Iterator[str]:
     """The papers' tables and figures, ours beside theirs."""
     yield "## the papers' tables and figures\n"
-    yield "`python -m benchmarks.paper` lists them with their commands; `--all --quick` runs smoke tests of those that need"
-    yield "neither root nor hours. Environments of the peers come from `benchmarks/peers/setup.py`.\n"
+    yield "`python -m benchmarks.paper` lists them with their commands; `--all --quick` runs smoke tests of those that"
+    yield "need neither root nor hours. Environments of the peers come from `benchmarks/peers/setup.py`.\n"
     yield "| paper | shows | the paper has | here | not shown here |\n|---|---|---|---|---|"
     for place in PLACES:
         result = f" ([file](../benchmarks/results/{place.result}))" if place.result else ""
