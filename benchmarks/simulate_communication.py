@@ -3,16 +3,17 @@
     python benchmarks/simulate_communication.py                     also draws docs/communication_simulated.png
     python benchmarks/simulate_communication.py --nodes 8 --across-gb-per-s 25 --plot ''
 
-Nodes of 8 GPUs, NVLink inside, one InfiniBand port a GPU across; every GPU has its own tokens, whatever the number of
-nodes. Bytes are those of `exchange_traffic` and `embedding_traffic` of `jmoe.planning`, the formulas that
-tests compare with the compiled programs and benchmarks with the counters of a real link. A collective takes its latency
-once, a while for every message of a device, and its bytes at the level's full rate; messages of different levels of one
-collective overlap, collectives do not. Not in the model: congestion, uneven routing, and compute, which hides part of
-all this. Uniform routing is the worst case of dedup.
+Nodes of 8 GPUs, NVLink inside, one InfiniBand port a GPU across, 32 nodes below each leaf switch and the spine between
+these; every GPU has its own tokens, whatever the number of nodes. Bytes are those of `exchange_traffic` and
+`embedding_traffic` of `jmoe.planning`, the formulas that tests compare with the compiled programs and benchmarks with
+the counters of a real link; an exchange's time is that by which a run chooses it, `exchange_seconds`. A collective
+takes its latency once, a while for every message of a device, and its bytes at the link's full rate; messages of
+different levels of one collective overlap, collectives do not. Not in the model: congestion, uneven routing, and
+compute, which hides part of all this. Uniform routing is the worst case of dedup.
 
-exchange: dispatch and combine of one layer, forwards, one expert on each GPU. (Buffers hold rows in eights: with few
-rows for each of thousands of GPUs, the flat exchange sends them half empty.) embedding: lookup and head with their
-gradients, of one pass.
+exchange: dispatch and combine of one layer, forwards, one expert on each GPU; `auto` is what a run chooses for both
+passes. (Buffers hold rows in eights: with few rows for each of thousands of GPUs, the flat exchange sends them half
+empty.) embedding: lookup and head with their gradients, of one pass.
 
 The last line of output is one JSON object.
 """
@@ -21,63 +22,29 @@ if __name__ == "__main__":
     import script  # noqa: F401  makes benchmarks and jmoe importable
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
+from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding
-from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic, plan_exchange
+from jmoe.planning.exchange import ExchangeLoad, Traffic, exchange_seconds, exchange_traffic, plan_exchange
 
 GPUS_PER_NODE = 8
 ROUNDS = 2  # of rows: as many as ids that are all different need
-EXCHANGES = ("flat", "hierarchical", "dedup", "dedup, 4 nodes a token")
+EXCHANGES = ("flat", "hierarchical", "dedup", "dedup, 4 nodes a token", "auto")
 EMBEDDINGS = ("replicated", "columns", "rows", "columns, parallel head")
 
 
-@dataclass(frozen=True)
-class Level:
-    """One GPU's link to the others of its level."""
-
-    bytes_per_s: float
-    latency_s: float  # of a collective
-    message_s: float  # of each further message that a GPU sends in it
-
-    def seconds(self, sent_bytes: float, messages: float, collectives: int) -> float:
-        """For so many bytes and messages to all peers, in so many collectives one after the other."""
-        if messages == 0:
-            return 0.0
-        return collectives * self.latency_s + messages * self.message_s + sent_bytes / self.bytes_per_s
+def level_seconds(link: LinkConfig, message_s: float, sent_bytes: float, messages: int, collectives: int) -> float:
+    """For so many bytes and messages to all peers, in so many collectives one after the other."""
+    if messages == 0:
+        return 0.0
+    return collectives * link.latency_s + messages * message_s + sent_bytes / link.bytes_per_s
 
 
-@dataclass(frozen=True)
-class Cluster:
-    across: Level
-    inside: Level
-
-    def together(self, sent: Traffic, messages: tuple[float, float], collectives: int) -> float:
-        """Both levels at once, as a flat collective uses them."""
-        return max(self.levels(sent, messages, (collectives, collectives)))
-
-    def in_turn(self, sent: Traffic, messages: tuple[float, float], collectives: tuple[int, int]) -> float:
-        """One level after the other, as hops do."""
-        return sum(self.levels(sent, messages, collectives))
-
-    def levels(self, sent: Traffic, messages: tuple[float, float], collectives: tuple[int, int]) -> tuple[float, float]:
-        across = self.across.seconds(sent.across_bytes, messages[0], collectives[0])
-        return across, self.inside.seconds(sent.inside_bytes, messages[1], collectives[1])
-
-
-def exchange_seconds(cluster: Cluster, plan: ExchangePlan, sent: Traffic) -> float:
-    """Rows there and back: flat in two collectives to all GPUs, else two hops each way. (Small data rides along.)"""
-    peers = plan.num_nodes - 1, plan.devices_per_node - 1
-    if plan.kind == "flat":
-        return cluster.together(sent, (2 * peers[0] * plan.devices_per_node, 2 * peers[1]), 2)
-    return cluster.in_turn(sent, (2 * peers[0], 2 * peers[1]), (2, 2))
-
-
-def embedding_seconds(cluster: Cluster, plan: EmbeddingPlan, sent: Traffic, tied: bool, rounds: int) -> float:
-    """All-to-alls to all GPUs; the rest in two levels.
+def embedding_seconds(links: LinksConfig, plan: EmbeddingPlan, sent: Traffic, tied: bool, rounds: int) -> float:
+    """All-to-alls to all GPUs; the rest in two levels. Between nodes everything takes the farthest link.
 
     A whole parameter is gathered and its gradient scattered by rings, a hop a peer. A parallel head gathers hidden
     states, in eight chunks three numbers of the softmax, and scatters gradients.
@@ -90,27 +57,30 @@ def embedding_seconds(cluster: Cluster, plan: EmbeddingPlan, sent: Traffic, tied
     flat = all_to_alls * peers[0] * plan.devices_per_node, all_to_alls * peers[1]
     messages = flat[0] + levels * peers[0], flat[1] + levels * peers[1]
     collectives = all_to_alls + levels
-    return cluster.in_turn(sent, messages, (collectives, collectives))
+    across = links.spine if plan.num_nodes > links.nodes_per_leaf else links.leaf
+    sizes = (across, sent.across_bytes, messages[0]), (links.inside, sent.inside_bytes, messages[1])
+    return sum(level_seconds(link, links.message_s, size, count, collectives) for link, size, count in sizes)
 
 
-def simulate_exchange(a: argparse.Namespace, cluster: Cluster, kind: str, nodes: int) -> dict[str, Any]:
+def simulate_exchange(a: argparse.Namespace, links: LinksConfig, kind: str, nodes: int) -> dict[str, Any]:
     name, limited, _ = kind.partition(",")
     experts = nodes * GPUS_PER_NODE
     groups = {"n_group": nodes, "topk_group": min(nodes, 4)} if limited and nodes > 4 else {}
-    topology = {"num_nodes": nodes, "devices_per_node": GPUS_PER_NODE}
-    plan = plan_exchange(name, **topology, num_experts=experts, num_experts_per_tok=a.top_k, **groups)  # type: ignore[arg-type]
-    sizes = {"num_experts": experts, "num_experts_per_tok": a.top_k, "row_bytes": 2 * a.hidden_size}
-    sent = exchange_traffic(plan, num_tokens=a.tokens, capacity_factor=1.0, **sizes)
-    return _row("exchange", kind, nodes, sent, exchange_seconds(cluster, plan, sent))
+    sizes = {"num_experts": experts, "num_experts_per_tok": a.top_k}
+    load = ExchangeLoad(links, a.tokens, 2 * a.hidden_size, capacity_factor=1.0)
+    topology = {"num_nodes": nodes, "devices_per_node": GPUS_PER_NODE, "load": load}
+    plan = plan_exchange(name, **topology, **sizes, **groups)  # type: ignore[arg-type]
+    sent = exchange_traffic(plan, num_tokens=a.tokens, row_bytes=load.row_bytes, capacity_factor=1.0, **sizes)
+    return _row("exchange", kind, nodes, sent, exchange_seconds(plan, sent, links)) | {"exchange": plan.kind}
 
 
-def simulate_embedding(a: argparse.Namespace, cluster: Cluster, kind: str, nodes: int) -> dict[str, Any]:
+def simulate_embedding(a: argparse.Namespace, links: LinksConfig, kind: str, nodes: int) -> dict[str, Any]:
     vocabulary = Vocabulary(a.vocab_size, a.hidden_size, a.tied, a.tokens, activation_bytes=2, sharded=True)
     name, parallel, _ = kind.partition(",")
     plan = plan_embedding(name, vocabulary, num_nodes=nodes, devices_per_node=GPUS_PER_NODE)  # type: ignore[arg-type]
     plan = EmbeddingPlan(plan.kind, "", nodes, GPUS_PER_NODE, parallel_head=True) if parallel else plan
     sent = embedding_traffic(plan, vocabulary, ROUNDS)
-    seconds = embedding_seconds(cluster, plan, sent, a.tied, ROUNDS)
+    seconds = embedding_seconds(links, plan, sent, a.tied, ROUNDS)
     return _row("embedding", kind, nodes, sent, seconds) | {"parallel_head": plan.parallel_head}
 
 
@@ -131,7 +101,7 @@ def draw(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
     for j, (what, kinds) in enumerate((("exchange", EXCHANGES), ("embedding", EMBEDDINGS))):
         axes[0, j].set_title(titles[what], fontsize=10)
         for i, (name, unit, label) in enumerate(scales):
-            for kind, style in zip(kinds, ("o-", "s--", "^-", "D:"), strict=True):
+            for kind, style in zip(kinds, ("o-", "s--", "^-", "D:", "*:"), strict=False):
                 points = [(r["nodes"], r[name] / unit) for r in rows if (r["what"], r["kind"]) == (what, kind)]
                 axes[i, j].plot(*zip(*points, strict=True), style, label=kind, markersize=4)
             axes[i, j].set(xscale="log", ylabel=label)
@@ -155,7 +125,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="the head is the table")
     parser.add_argument("--across-gb-per-s", type=float, default=50, help="of a GPU: 400 Gbit/s InfiniBand")
     parser.add_argument("--inside-gb-per-s", type=float, default=450, help="of a GPU: NVLink 4")
+    parser.add_argument("--spine-gb-per-s", type=float, help="of a GPU, to nodes below other leaf switches; as across")
+    parser.add_argument("--nodes-per-leaf", type=int, default=32)
     parser.add_argument("--across-latency-us", type=float, default=20)
+    parser.add_argument("--spine-latency-us", type=float, default=25)
     parser.add_argument("--inside-latency-us", type=float, default=8)
     parser.add_argument("--message-us", type=float, default=0.5, help="of each message of a collective")
     default = Path(__file__).resolve().parent.parent / "docs" / "communication_simulated.png"
@@ -165,11 +138,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def simulate(a: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for every kind of exchange and embedding and number of nodes."""
-    message_s = a.message_us / 1e6
-    across = Level(a.across_gb_per_s * 1e9, a.across_latency_us / 1e6, message_s)
-    cluster = Cluster(across, Level(a.inside_gb_per_s * 1e9, a.inside_latency_us / 1e6, message_s))
-    rows = [simulate_exchange(a, cluster, kind, nodes) for kind in EXCHANGES for nodes in a.nodes]
-    return rows + [simulate_embedding(a, cluster, kind, nodes) for kind in EMBEDDINGS for nodes in a.nodes]
+    across = LinkConfig(a.across_gb_per_s * 1e9, a.across_latency_us / 1e6)
+    inside = LinkConfig(a.inside_gb_per_s * 1e9, a.inside_latency_us / 1e6)
+    spine = LinkConfig((a.spine_gb_per_s or a.across_gb_per_s) * 1e9, a.spine_latency_us / 1e6)
+    links = LinksConfig(inside, across, across, spine, a.message_us / 1e6, a.nodes_per_leaf)
+    rows = [simulate_exchange(a, links, kind, nodes) for kind in EXCHANGES for nodes in a.nodes]
+    return rows + [simulate_embedding(a, links, kind, nodes) for kind in EMBEDDINGS for nodes in a.nodes]
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """The exchange alone: tokens to their experts and back, `dispatch` and `combine`; the experts change nothing.
 
 Forward alone and with its backward pass, the kinds of exchange in turn. A shape is K:E:T, K of E experts for each of a
-rank's T tokens of 1024 bfloat16. Formula: `jmoe.planning.exchange.exchange_traffic`.
+rank's T tokens of 1024 bfloat16. Formula: `jmoe.planning.exchange.exchange_traffic`. The links are measured at the
+start, as a run does; `planned_seconds` is what `jmoe.planning.exchange.exchange_seconds` makes of them, and `auto` the
+exchange that a run would take.
 """
 
 import argparse
@@ -11,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.ranks import NUM_NODES, Clock, Taken
-from jmoe.planning.exchange import ExchangePlan, exchange_traffic, plan_exchange
+from jmoe.config.cluster import LinksConfig
+from jmoe.planning.exchange import (
+    ExchangeLoad,
+    ExchangePlan,
+    Traffic,
+    exchange_seconds,
+    exchange_traffic,
+    plan_exchange,
+)
 
 COMMANDS = {"exchange": "the exchange alone"}
 HIDDEN_SIZE = 1024
@@ -19,7 +29,7 @@ DIRECTIONS = ("forward", "backward")  # backward: the forward pass too
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128"], help="K:E:T")
+    parser.add_argument("--shapes", nargs="+", default=["2:8:560", "8:64:128", "1:64:128"], help="K:E:T")
     parser.add_argument("--kinds", nargs="+", default=["flat", "hierarchical", "dedup"])
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     parser.add_argument("--capacity-factor", type=float, default=1.0, help="buffers of this many fair shares")
@@ -70,33 +80,38 @@ def draw(mesh: Any, rank: int, shape: tuple[int, int, int]) -> tuple[Any, ...]:
     return tuple(jax.make_array_from_process_local_data(sharding, part) for part in (x, idx, weights))
 
 
-def formula_bytes(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str) -> int:
-    """Return the bytes that the ranks of one node send to the other."""
+def formula(plan: ExchangePlan, shape: tuple[int, int, int], a: argparse.Namespace, direction: str) -> Traffic:
+    """Return the bytes that a rank sends."""
     k, num_experts, num_tokens = shape
     sizes = {"num_tokens": num_tokens, "num_experts": num_experts, "num_experts_per_tok": k}
     backward = direction == "backward"
-    sent = exchange_traffic(
+    return exchange_traffic(
         plan, **sizes, row_bytes=2 * HIDDEN_SIZE, capacity_factor=a.capacity_factor, backward=backward
     )
-    return a.ranks_per_node * sent.across_bytes
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
     """Return one row for every shape, direction and kind of exchange."""
-    rows = []
+    from jmoe.training.bandwidth import measured_links
+
+    rows, links = [], measured_links(mesh)
     for shape in a.shapes:
         k, num_experts, num_tokens = map(int, shape.split(":"))
-        rows += measure_shape(a, mesh, clock, (k, num_experts, num_tokens))
+        rows += measure_shape(a, mesh, clock, (k, num_experts, num_tokens), links)
     return rows
 
 
-def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+def measure_shape(
+    a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, int, int], links: LinksConfig
+) -> list[dict[str, Any]]:
     import jax
 
     k, num_experts, num_tokens = shape
     args = draw(mesh, a.rank, shape)
-    topology = {"num_nodes": NUM_NODES, "devices_per_node": a.ranks_per_node}
-    plans = {kind: plan_exchange(kind, **topology, num_experts=num_experts, num_experts_per_tok=k) for kind in a.kinds}
+    layer = {"num_nodes": NUM_NODES, "devices_per_node": a.ranks_per_node}
+    layer |= {"num_experts": num_experts, "num_experts_per_tok": k}
+    plans = {kind: plan_exchange(kind, **layer) for kind in a.kinds}
+    auto = plan_exchange("auto", **layer, load=ExchangeLoad(links, num_tokens, 2 * HIDDEN_SIZE, a.capacity_factor))
     programs, dropped = {}, {}
     for kind, plan in plans.items():
         for direction in a.directions:
@@ -110,8 +125,10 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
             taken[key].add(*clock(program, *args))
     rows, reference = [], a.kinds[0]
     for (direction, kind), rounds in taken.items():
-        formula = formula_bytes(plans[kind], shape, a, direction)
+        sent, of = (formula(plans[each], shape, a, direction) for each in (kind, reference))
+        planned_s = exchange_seconds(plans[kind], sent, links, backward=direction == "backward")
         row = rounds.row(reference, taken[direction, reference])
+        formula_bytes = a.ranks_per_node * sent.across_bytes
         rows.append(
             {
                 "mbit_per_s": a.rates[0],
@@ -121,9 +138,11 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
                 "direction": direction,
                 "exchange": kind,
                 **row,
-                "formula_bytes": formula,
-                "sent_to_formula": round(row["sent_bytes"] / formula, 3),
-                "formula_ratio": round(formula / formula_bytes(plans[reference], shape, a, direction), 3),
+                "planned_seconds": round(planned_s, 4),
+                "auto": auto.kind,
+                "formula_bytes": formula_bytes,
+                "sent_to_formula": round(row["sent_bytes"] / formula_bytes, 3),
+                "formula_ratio": round(sent.across_bytes / of.across_bytes, 3),
                 "dropped_fraction": round(dropped[kind], 4),
             }
         )

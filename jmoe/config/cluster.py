@@ -1,4 +1,4 @@
-"""A cluster on paper, as a TOML file describes it (`train.py PRESET --plan --cluster FILE`). Standard library only."""
+"""Clusters, devices and links as TOML files describe them (`--cluster`, `--comm.links`). Standard library only."""
 
 from __future__ import annotations
 
@@ -28,6 +28,38 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         positive(self, "inside_bytes_per_s", "between_bytes_per_s")
         not_negative(self, "inside_latency_s", "between_latency_s")
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """What a device can send one way, and how long a collective takes that sends next to nothing."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        positive(self, "bytes_per_s")
+        not_negative(self, "latency_s")
+
+
+@dataclass(frozen=True)
+class LinksConfig:
+    """Links from a device to others, by how far these are, nearest first.
+
+    inside: of its node. rail: in the same place of another node below the same leaf switch. leaf: elsewhere in such a
+    node. spine: below other leaf switches. nodes_per_leaf: how many nodes a leaf switch has; 0: all. message_s: of each
+    message of a collective, whichever way it goes.
+    """
+
+    inside: LinkConfig
+    rail: LinkConfig
+    leaf: LinkConfig
+    spine: LinkConfig
+    message_s: float = 0.0
+    nodes_per_leaf: int = 0
+
+    def __post_init__(self) -> None:
+        not_negative(self, "message_s", "nodes_per_leaf")
 
 
 @dataclass(frozen=True)
@@ -86,6 +118,21 @@ class DevicesConfig:
 def read_cluster(path: Path) -> ClusterConfig:
     """Return the cluster that a TOML file describes; `ValueError` naming the file and the field."""
     return _read("cluster", path, lambda table: _made(ClusterConfig, table, ""))
+
+
+def read_links(path: Path) -> LinksConfig:
+    """Return the links that a TOML file describes; `ValueError` naming the file and the field."""
+    return _read("comm.links", path, lambda table: _made(LinksConfig, table, ""))
+
+
+def links_text(links: LinksConfig) -> str:
+    """Return a TOML file that `read_links` understands."""
+    lines = []
+    for name, value in dataclasses.asdict(links).items():
+        if isinstance(value, dict):
+            value = "{" + ", ".join(f"{part} = {number!r}" for part, number in value.items()) + "}"
+        lines.append(f"{name} = {value}\n")
+    return "".join(lines)
 
 
 def read_machines(path: Path) -> tuple[DevicesConfig, ...]:

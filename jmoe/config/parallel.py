@@ -66,6 +66,7 @@ class CommConfig:
     exchange: ExchangeChoice = "auto"  # of tokens with their experts; dedup: a token crosses once to a node
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
     exchange_chunks: int = 0  # of the all-to-alls with schedule = pipelined; 0: two
+    links: str = ""  # TOML file of the links that exchange = auto plans for; empty: several processes measure them
     # columns, rows: each device keeps and looks up its part of the table; replicated: as any dense parameter
     embedding: EmbeddingChoice = "auto"
     # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer than experts (Lina)
@@ -84,6 +85,8 @@ class CommConfig:
             constraint = f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"
             check_field(self.schedule == "pipelined", self, "exchange_chunks", constraint)
             check_field(self.exchange_chunks > 1, self, "exchange_chunks", "must be at least 2, or 0")
+        constraint = f"must be empty with exchange = {self.exchange!r}: only auto is planned for them"
+        check_field(not self.links or self.exchange == "auto", self, "links", constraint)
         ordered = self.schedule == "none" or self.fuse_dense or not self.shard_dense
         constraint = "must be none with fuse_dense = False: every parameter is gathered and reduced by itself"
         check_field(ordered, self, "schedule", constraint)

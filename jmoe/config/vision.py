@@ -236,6 +236,7 @@ class VisionTrainConfig(TrainConfig):
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
         check_field(not self.cluster, self, "cluster", "must not be given for images")
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
+        check(not self.comm.links, "comm.links", self.comm.links, "must be empty for images")
         check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")
         alone = self.layout == "even" or self.mesh.expert_inter * self.mesh.expert_intra == 1
         shape = self.mesh.expert_inter, self.mesh.expert_intra

@@ -21,7 +21,7 @@ from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import EXPERTS_PATH, path_names, split_over
-from jmoe.planning.exchange import ExchangePlan, plan_exchange
+from jmoe.planning.exchange import ExchangeLoad, ExchangePlan, plan_exchange
 from kernels_pallas.saved import saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -105,7 +105,8 @@ class ExpertParallel:
     mesh: of your `jit`, its axes of type Auto. expert_axes: hold the experts (and split tokens): one axis, or two,
     (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert axes
     also `hierarchical` and `dedup`, which sends a token once to a node; `auto` takes one of them by topology and top-k.
-    num_chunks: rows are exchanged in so many parts, so that experts begin with the first.
+    num_chunks: rows are exchanged in so many parts, so that experts begin with the first. load: what a layer exchanges
+    over which links, for `auto`.
     """
 
     mesh: Mesh
@@ -113,6 +114,7 @@ class ExpertParallel:
     data_axes: tuple[str, ...] = ()
     exchange: ExchangeChoice = "auto"
     num_chunks: int = 1
+    load: ExchangeLoad | None = None
 
     def __post_init__(self) -> None:
         for name in ("expert_axes", "data_axes"):
@@ -143,6 +145,7 @@ class ExpertParallel:
             devices_per_node=devices_per_node,
             num_experts=config.num_experts,
             num_experts_per_tok=config.num_experts_per_tok,
+            load=self.load,
             **groups,
         )
 

@@ -9,11 +9,20 @@ from math import ceil, comb
 from typing import get_args
 
 from jmoe.config.checks import check
+from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.config.parallel import ExchangeChoice, ExchangeKind
 
 DROPLESS_BUFFER = 2.0  # first try of a dropless exchange: this multiple of a fair share per destination
-# Dedup makes two hops and permutes twice: it has to save at least this part of the rows that cross between nodes.
+# Two hops permute twice: they have to save at least this part of the time, or where no links are known dedup this part
+# of the rows that cross between nodes.
 MIN_SAVING = 0.1
+# All-to-alls there and back that cross between nodes, and that go on inside, forwards and backwards: of rows, of how
+# many there are for each expert, and of what dedup says of a row: its weights and its experts.
+COLLECTIVES: dict[ExchangeKind, tuple[tuple[int, int], tuple[int, int]]] = {
+    "flat": ((3, 3), (2, 2)),
+    "hierarchical": ((3, 3), (2, 2)),
+    "dedup": ((4, 3), (3, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,16 @@ class ExchangePlan:
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class ExchangeLoad:
+    """What a device exchanges in a layer, `num_tokens` of its own as rows of `row_bytes`, and over which links."""
+
+    links: LinksConfig
+    num_tokens: int
+    row_bytes: int
+    capacity_factor: float | None
 
 
 def nodes_per_token(
@@ -66,8 +85,13 @@ def plan_exchange(
     num_experts_per_tok: int,
     n_group: int = 1,
     topk_group: int = 1,
+    load: ExchangeLoad | None = None,
 ) -> ExchangePlan:
-    """Return the exchange of this name, or with `auto` the one that suits the topology and the routing; and why."""
+    """Return the exchange of this name, or with `auto` the one that suits the topology and the routing; and why.
+
+    With a load it is the one that takes least time, there and back in both passes; without one only the rows that cross
+    between nodes are known.
+    """
     names = ("auto", *get_args(ExchangeKind))
     check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")
     reached = nodes_per_token(num_nodes, num_experts, num_experts_per_tok, n_group, topk_group)
@@ -78,10 +102,34 @@ def plan_exchange(
         chosen, reason = kind, "as configured"
     elif num_nodes == 1:
         chosen, reason = "flat", "all experts are on one node"
-    else:
+    elif load is None:
         chosen = "dedup" if dedup <= (1 - MIN_SAVING) * flat else "flat"
         reason = f"{dedup:.2f} rows a token cross between {num_nodes} nodes with dedup, {flat:.2f} without"
+    else:
+        sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+        seconds = {
+            each: planned_seconds(ExchangePlan(each, "", num_nodes, devices_per_node, reached), load, **sizes)
+            for each in get_args(ExchangeKind)
+        }
+        fastest = min(seconds, key=lambda each: seconds[each])
+        chosen = fastest if seconds[fastest] <= (1 - MIN_SAVING) * seconds["flat"] else "flat"
+        times = ", ".join(f"{1e3 * taken:.3g} ms {each}" for each, taken in seconds.items())
+        reason = f"on these links a layer's all-to-alls take {times}"
     return ExchangePlan(chosen, reason, num_nodes, devices_per_node, reached)
+
+
+def planned_seconds(plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int, num_experts_per_tok: int) -> float:
+    """Return how long a layer's all-to-alls take, there and back in both passes."""
+    sent = exchange_traffic(
+        plan,
+        num_tokens=load.num_tokens,
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        row_bytes=load.row_bytes,
+        capacity_factor=load.capacity_factor,
+        backward=True,
+    )
+    return exchange_seconds(plan, sent, load.links, backward=True)
 
 
 def buffer_rows(fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False) -> int:
@@ -136,6 +184,34 @@ def exchange_traffic(
     across = rows * (passes * (2 * row_bytes + 4 * k) + k * index_bytes(num_experts // p))
     rows = buffer_rows(num_tokens * k / q, p * rows * k, capacity_factor)
     return Traffic((p - 1) * across, (q - 1) * (passes * 2 * rows * row_bytes + sizes_bytes))
+
+
+def exchange_seconds(plan: ExchangePlan, sent: Traffic, links: LinksConfig, *, backward: bool = False) -> float:
+    """Return how long a layer's all-to-alls take that send this much.
+
+    A collective takes the latency of the farthest link that it uses, a while for every message, and its bytes; what
+    goes far uses the near links too. A flat one uses those inside and across at once, two hops one after the other.
+    """
+    p, q = plan.num_nodes, plan.devices_per_node
+    below = min(p, links.nodes_per_leaf or p)  # nodes under one leaf switch
+    # peers in other nodes by link; in two hops a device sends along its rail alone
+    peers = (below - 1, (below - 1) * (q - 1), (p - below) * q) if plan.kind == "flat" else (below - 1, 0, p - below)
+    across, inside = (sum(times) for times in zip(*COLLECTIVES[plan.kind][: 1 + backward], strict=True))
+    across_s = _level_seconds((links.rail, links.leaf, links.spine), peers, sent.across_bytes, across, links.message_s)
+    inside_s = _level_seconds((links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s)
+    return max(across_s, inside_s) if plan.kind == "flat" else across_s + inside_s
+
+
+def _level_seconds(
+    path: tuple[LinkConfig, ...], peers: tuple[int, ...], sent_bytes: float, collectives: int, message_s: float
+) -> float:
+    """Return seconds of `collectives` that send so many bytes in all, evenly to the peers at each link's distance."""
+    everyone = sum(peers)
+    if everyone == 0:
+        return 0.0
+    farthest = max(i for i, there in enumerate(peers) if there)
+    bytes_s = max(sent_bytes * sum(peers[i:]) / everyone / link.bytes_per_s for i, link in enumerate(path))
+    return collectives * (path[farthest].latency_s + everyone * message_s) + bytes_s
 
 
 def index_bytes(largest: int) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jmoe.config import MeshConfig, TrainConfig, check
-from jmoe.config.cluster import ClusterConfig
+from jmoe.config.cluster import ClusterConfig, read_links
 from jmoe.config.tiers import TIERS
 from jmoe.planning.cluster import ClusterPlan, Exchanged, link_figures, plan_cluster
-from jmoe.planning.exchange import plan_exchange
+from jmoe.planning.exchange import ExchangeLoad, plan_exchange
 from jmoe.planning.training import plan_training
 from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 
@@ -77,16 +78,21 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     training = plan_training(trained, own.placement, own.machine)
     data, inter, intra = split.check_devices(nodes * per_node, per_node)
     limited = model.router.kind == "group_limited"
-    groups = {"n_group": model.router.n_group, "topk_group": model.router.topk_group} if limited else {}
+    groups: dict[str, Any] = {"n_group": model.router.n_group, "topk_group": model.router.topk_group} if limited else {}
+    row_bytes, load = trained.compute_bytes * model.hidden_size, None
+    if config.comm.links:
+        tokens = trained.step_tokens // trained.num_devices // trained.micro_batches
+        load = ExchangeLoad(read_links(Path(config.comm.links)), tokens, row_bytes, model.capacity_factor)
     exchange = plan_exchange(
         config.comm.exchange,
         num_nodes=inter,
         devices_per_node=intra,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
+        load=load,
         **groups,
     )
-    exchanged = Exchanged(exchange, trained.compute_bytes * model.hidden_size, model.capacity_factor)
+    exchanged = Exchanged(exchange, row_bytes, model.capacity_factor)
     batch_tokens = split.batch_size * split.sequence_length
     return ClusterRow(nodes, (data, inter, intra), plan_cluster(training, exchanged, cluster, batch_tokens))
 

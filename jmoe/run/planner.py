@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
+from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.layers.experts import up_columns
@@ -57,7 +58,9 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
-        kept_bytes=compute_bytes * kept_elements(config.model, part, devices) if config.remat == "none" else 0,
+        kept_bytes=0
+        if config.remat != "none"
+        else compute_bytes * kept_elements(model, part, devices, _buffers(config)),
         micro_batches=parts,
         max_micro_batches=max(parts, config.batch_size // (replicas * devices)),
         replicas=replicas,
@@ -66,15 +69,23 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     )
 
 
-def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int) -> int:
+def _buffers(config: TrainConfig) -> int:
+    """Return how many buffers of rows a device may have: under capacity each chunk of dedup has a whole one."""
+    comm, mesh = config.comm, config.mesh
+    whole = comm.exchange in ("auto", "dedup") and config.model.capacity_factor is not None
+    whole = whole and mesh.expert_inter > 1 and mesh.expert_intra != 1
+    return comm.exchange_chunks or SCHEDULES[comm.schedule].num_chunks if whole else 1
+
+
+def kept_elements(model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1) -> int:
     """Return what all layers keep for the backward pass besides their inputs (`models.decoder.SAVED`), on all devices.
 
     That is queries, keys, values and attention's output, hidden states, and what the first products of feed-forwards
-    make; with experts also the normed tokens, their rows where they are sent, and what comes back.
+    make; with experts also the normed tokens, their rows where they are sent, and what comes back. buffers: of rows.
     """
     hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
-    rows = num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+    rows = buffers * num_devices * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
     up, dense_up, shared_up = (
         up_columns(size, model.hidden_act)
         for size in (model.moe_intermediate_size, model.intermediate_size, model.shared_expert_intermediate_size)

@@ -1,6 +1,8 @@
-"""Measures the bandwidth between the devices of a mesh."""
+"""Measures the links between the devices of a mesh."""
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,21 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from jmoe.collectives.schedule import SCHEDULES, chunk_bytes
-from jmoe.config import CommConfig
-from jmoe.mesh import ALL, BATCH, REPLICATED
+from jmoe.config import CommConfig, TrainConfig
+from jmoe.config.cluster import LinkConfig, LinksConfig, links_text, read_links
+from jmoe.data.shards import write_atomic
+from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED
 
 PAYLOAD_BYTES = 1 << 20
+LATENCY_BYTES = 256
+MOST_BYTES = 1 << 24
+LONG_S = 2e-3  # what takes so long is not latency alone
 ROUNDS = 3
+REPEATS = 4
+NUMBERS = 7  # of three links and a message
 
 
 def gathered_bytes_per_s(mesh: Mesh) -> float:
@@ -30,13 +40,7 @@ def gathered_bytes_per_s(mesh: Mesh) -> float:
     )
     size = -(-PAYLOAD_BYTES // 4 // mesh.size) * mesh.size
     x = jax.jit(lambda: jnp.zeros(size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH))()
-    seconds = []
-    for _ in range(1 + ROUNDS):  # the first one compiles
-        begun = time.perf_counter()
-        jax.block_until_ready(gather(x))
-        seconds.append(time.perf_counter() - begun)
-    mine = np.float32(4 * size / min(seconds[1:]))
-    return float(np.min(multihost_utils.process_allgather(mine)))
+    return 4 * size / _slowest_s(gather, x)
 
 
 def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
@@ -45,3 +49,90 @@ def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
     if not chunked or config.chunk_bytes or jax.process_count() == 1:
         return None
     return chunk_bytes(gathered_bytes_per_s(mesh))
+
+
+def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
+    """Return the links that an exchange is planned for: as given, else as measured; None where they decide nothing.
+
+    A run measures once on a mesh: what it finds is kept in its output folder, so that it goes on as it began. Every
+    process calls this.
+    """
+    if config.comm.links:
+        return read_links(Path(config.comm.links))
+    chooses = config.comm.exchange == "auto" and min(mesh.shape[axis] for axis in EXPERT) > 1
+    if not chooses or jax.process_count() == 1:
+        return None
+    path = Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
+    kept = _kept_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
+    numbers = multihost_utils.broadcast_one_to_all(kept)
+    if numbers[0] > 0:
+        return _links(numbers)
+    links = measured_links(mesh)
+    if jax.process_index() == 0 and path.parent.is_dir():
+        write_atomic(path, links_text(links).encode())
+    return links
+
+
+def _kept_links(path: Path) -> NDArray[np.float32]:
+    """Return what an earlier start of the run measured; zeros if there is nothing of use."""
+    try:
+        kept = read_links(path)
+    except ValueError:
+        return np.zeros(NUMBERS, np.float32)
+    near = kept.inside, kept.rail, kept.leaf
+    return np.array([*(n for link in near for n in (link.bytes_per_s, link.latency_s)), kept.message_s], np.float32)
+
+
+def _links(numbers: NDArray[np.float32]) -> LinksConfig:
+    """Return links from their numbers. Nothing is known of a spine: all nodes are below one leaf switch."""
+    *pairs, message_s = (float(n) for n in numbers)
+    inside, rail, leaf = (LinkConfig(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True))
+    return LinksConfig(inside, rail, leaf, leaf, message_s)
+
+
+def measured_links(mesh: Mesh) -> LinksConfig:
+    """Return the links between the devices that share the experts, the slowest process's times on each.
+
+    Every device sends to one other: to its neighbour in the node, to its own place in the next node, to its neighbour's
+    place there.
+    """
+    num_nodes, per_node = (mesh.shape[axis] for axis in EXPERT)
+    small = LATENCY_BYTES // 4
+
+    def link(nodes: int, places: int) -> tuple[float, float]:
+        to = [
+            (node * per_node + place, (node + nodes) % num_nodes * per_node + (place + places) % per_node)
+            for node in range(num_nodes)
+            for place in range(per_node)
+        ]
+        send = lambda x: lax.ppermute(x, EXPERT, to)  # noqa: E731
+        latency_s, size = _seconds(mesh, send, small), small
+        seconds = latency_s
+        while seconds < max(LONG_S, 2 * latency_s) and 4 * size < MOST_BYTES:
+            seconds = _seconds(mesh, send, size := 8 * size)
+        return 4 * size / max(seconds - latency_s, 0.1 * seconds), latency_s
+
+    inside, rail, leaf = link(0, 1), link(1, 0), link(1, 1)
+    peers = num_nodes * per_node - 1
+    all_to_all = lambda x: lax.all_to_all(x.reshape(peers + 1, -1), EXPERT, 0, 0, tiled=True).reshape(-1)  # noqa: E731
+    together_s = _seconds(mesh, all_to_all, small * (peers + 1))
+    message_s = max(0.0, together_s - max(rail[1], leaf[1])) / peers
+    return _links(np.array([*inside, *rail, *leaf, message_s], np.float32))
+
+
+def _seconds(mesh: Mesh, move: Callable[[jax.Array], jax.Array], size: int) -> float:
+    """Return how long it takes to move so many float32 numbers of each device, one time after another."""
+    body = lambda x: lax.fori_loop(0, REPEATS, lambda _, x: move(x), x)  # noqa: E731
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False))
+    zeros = jax.jit(lambda: jnp.zeros(mesh.size * size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH))()
+    return _slowest_s(program, zeros) / REPEATS
+
+
+def _slowest_s(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Return the seconds of a program at its best, on the process where that is worst."""
+    seconds = []
+    for _ in range(1 + ROUNDS):  # the first one compiles
+        begun = time.perf_counter()
+        jax.block_until_ready(program(x))
+        seconds.append(time.perf_counter() - begun)
+    return float(np.max(multihost_utils.process_allgather(np.float32(min(seconds[1:])))))

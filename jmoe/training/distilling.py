@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.config import TrainConfig, check
 from jmoe.layers.loss import distillation_losses
 from jmoe.mesh import ACCUMULATED_BATCH, REPLICATED
+from jmoe.training.bandwidth import links_of, measured_chunk_bytes
 from jmoe.training.state import TrainState
 from jmoe.training.step import FusedTrainer, Metrics
 
@@ -35,7 +36,7 @@ class DistillingTrainer(FusedTrainer):
     def __init__(
         self, config: TrainConfig, mesh: Mesh, teacher: Callable[[np.ndarray], jax.Array], head_HV: jax.Array
     ) -> None:
-        super().__init__(config, mesh)
+        super().__init__(config, mesh, measured_chunk_bytes(config.comm, mesh), links_of(config, mesh))
         plan = self.model.head.plan
         constraint = "splits the output head: must be replicated with distil.teacher"
         check(not plan.parallel_head, "comm.embedding", plan.kind, constraint)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, Schedule
 from jmoe.config import TrainConfig
+from jmoe.config.cluster import LinksConfig
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import ExpertParallel
 from jmoe.mesh import (
@@ -28,14 +29,20 @@ from jmoe.mesh import (
 )
 from jmoe.models.decoder import STACKS, Decoder, Execution, scan_layers
 from jmoe.planning.embedding import Vocabulary, plan_embedding
+from jmoe.planning.exchange import ExchangeLoad
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
 
 
+def _local_tokens(config: TrainConfig, mesh: Mesh) -> int:
+    """Return the tokens of a device in one accumulation step."""
+    return config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
+
+
 def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     model, inside = config.model, mesh.shape[ALL[-1]]
-    tokens = config.batch_size * config.sequence_length // config.gradient_accumulation_steps // mesh.size
+    tokens = _local_tokens(config, mesh)
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     tied, sharded = model.tie_word_embeddings, config.comm.shard_dense
     vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
@@ -44,9 +51,13 @@ def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
 
 
 class ShardedDecoder(ShardedModel):
-    """The decoder as a pure function of nested dicts of this device's parameters."""
+    """The decoder as a pure function of nested dicts of this device's parameters.
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    links: between devices, for the choice of an exchange; None: not known.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, links: LinksConfig | None = None) -> None:
+        self._links = links
         self.embedding = _plan_embedding(config, mesh)
         self.head = self.embedding.output_head
         super().__init__(config, mesh, self.embedding.split)
@@ -54,8 +65,12 @@ class ShardedDecoder(ShardedModel):
     def build(self) -> Decoder:
         """Draw the decoder's parameters."""
         config = self.config
-        num_chunks = self.comm_schedule.num_chunks
-        parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, num_chunks=num_chunks)
+        load = None
+        if self._links is not None:
+            row_bytes, tokens = self.dtype.itemsize * config.model.hidden_size, _local_tokens(config, self.mesh)
+            load = ExchangeLoad(self._links, tokens, row_bytes, config.model.capacity_factor)
+        options: dict[str, Any] = {"num_chunks": self.comm_schedule.num_chunks, "load": load}
+        parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, **options)
         return Decoder(config.model, parallel, rngs=nnx.Rngs(config.seed))
 
     @property

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig
+from jmoe.config.cluster import LinksConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
 from jmoe.models.decoder import STACKS
@@ -42,15 +43,17 @@ class FusedTrainer:
     """The `Trainer` of runs whose state lies on the devices.
 
     `step` is one compiled program, which reuses the memory of the state that it is given. chunk_bytes: how much the
-    network takes at once, see `ShardedDecoder.reverse_scan`.
+    network takes at once, see `ShardedDecoder.reverse_scan`; links: see `ShardedDecoder`.
     """
 
     evaluation_batches = 1
     records: RecordCheckpoints | None = None
     progress: Callable[[], object] | None = None
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None) -> None:
-        self.config, self.model = config, (model := ShardedDecoder(config, mesh))
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None, links: LinksConfig | None = None
+    ) -> None:
+        self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
         self._layers = model.reverse_scan(chunk_bytes)
         self.state_shape, self.saved_shape, self.full_shape = model.state_shape, model.saved_shape, model.saved_shape
         self.notes, self.save_state = model.notes, model.to_saved

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jmoe.config import LayerKind, TrainConfig
+from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
@@ -92,12 +93,19 @@ class StreamedTrainer:
     """The `Trainer` of runs whose experts lie on several tiers; its state is of everything but the experts.
 
     An error is for good: every later call raises it. chunk_bytes: how much the network takes at once, see
-    `ShardedDecoder.reverse_scan`. run: names the folder of its records, see `ExpertStores`.
+    `ShardedDecoder.reverse_scan`. links: see there. run: names the folder of its records, see `ExpertStores`.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, chunk_bytes: int | None = None, run: str = "run") -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        chunk_bytes: int | None = None,
+        run: str = "run",
+        links: LinksConfig | None = None,
+    ) -> None:
         self.config, self.tiers, self.mesh = config, config.tiers, mesh
-        self.model = model = ShardedDecoder(config, mesh)
+        self.model = model = ShardedDecoder(config, mesh, links)
         self.programs = LayerPrograms(model, chunk_bytes)
         windows, kinds = config.model.windows, config.model.layer_kinds
         self._layers = []

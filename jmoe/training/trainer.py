@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.training.bandwidth import measured_chunk_bytes
+from jmoe.training.bandwidth import links_of, measured_chunk_bytes
 from jmoe.training.state import Batch, TrainState
 from jmoe.training.step import FusedTrainer
 from jmoe.training.streamed_step import StreamedTrainer
@@ -83,6 +83,7 @@ def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageT
     Compiles nothing yet, but may measure the network. run: names the folder of the experts' records in `tiers.path`.
     """
     chunk_bytes = measured_chunk_bytes(config.comm, mesh)
+    links = links_of(config, mesh)
     if config.tiers.on_device:
-        return FusedTrainer(config, mesh, chunk_bytes)
-    return StreamedTrainer(config, mesh, chunk_bytes, run)
+        return FusedTrainer(config, mesh, chunk_bytes, links)
+    return StreamedTrainer(config, mesh, chunk_bytes, run, links)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from jmoe.config.cluster import LinkConfig, LinksConfig
+from jmoe.config.parallel import ExchangeKind
 from jmoe.planning.exchange import (
+    ExchangeLoad,
+    Traffic,
     buffer_rows,
+    exchange_seconds,
     exchange_traffic,
     expert_rows,
     index_bytes,
     nodes_per_token,
     plan_exchange,
+    planned_seconds,
 )
+
+KINDS = get_args(ExchangeKind)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +57,9 @@ def test_nodes_per_token_is_what_uniform_routing_reaches(
         assert reached.max() <= topk_group
 
 
-def plan(kind: Any = "auto", nodes: int = 2, devices: int = 2, experts: int = 8, k: int = 2, **groups: int) -> Any:
+def plan(kind: Any = "auto", nodes: int = 2, devices: int = 2, experts: int = 8, k: int = 2, **options: Any) -> Any:
     return plan_exchange(
-        kind, num_nodes=nodes, devices_per_node=devices, num_experts=experts, num_experts_per_tok=k, **groups
+        kind, num_nodes=nodes, devices_per_node=devices, num_experts=experts, num_experts_per_tok=k, **options
     )
 
 
@@ -74,6 +83,62 @@ def test_the_choice_and_its_reason(options: dict[str, Any], kind: str, reason: s
     chosen = plan(**options)
     assert chosen.kind == kind
     assert re.fullmatch(reason, chosen.reason)
+
+
+NVLINK, RAIL = LinkConfig(450e9, 8e-6), LinkConfig(50e9, 20e-6)
+LINKS = LinksConfig(NVLINK, RAIL, RAIL, LinkConfig(25e9, 30e-6), message_s=5e-7, nodes_per_leaf=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "kind"),
+    [
+        ({"nodes": 32, "devices": 8, "experts": 256, "k": 1}, 2048, "hierarchical"),  # 31 + 7 messages, not 255
+        ({"nodes": 32, "devices": 8, "experts": 256, "k": 1}, 1024, "dedup"),  # flat's rows in eights are half empty
+        ({"nodes": 2, "devices": 8, "experts": 64, "k": 8}, 4096, "dedup"),  # 1 row where there were 4
+        ({"nodes": 2, "devices": 1, "experts": 8, "k": 1}, 4096, "flat"),  # two hops would be one
+        ({"nodes": 1, "devices": 8, "experts": 64, "k": 8}, 4096, "flat"),
+    ],
+)
+def test_the_choice_on_known_links(options: dict[str, Any], tokens: int, kind: str) -> None:
+    load = ExchangeLoad(LINKS, tokens, row_bytes=2048, capacity_factor=1.0)
+    chosen = plan(load=load, **options)
+    assert chosen.kind == kind
+    if options["nodes"] > 1:
+        sizes = {"num_experts": options["experts"], "num_experts_per_tok": options["k"]}
+        seconds = {each: planned_seconds(plan(each, **options), load, **sizes) for each in KINDS}
+        assert seconds[kind] <= 1.12 * min(seconds.values())  # type: ignore[index]
+        assert re.fullmatch(r"on these links .* take [\d.e+]+ ms flat, [\d.e+]+ ms hier.*, .* ms dedup", chosen.reason)
+
+
+def test_two_hops_have_to_save_a_tenth() -> None:
+    """Along the rail in place of over the spine: what a device sends takes half the time, or nearly all of it."""
+    for spine_bytes_per_s, kind in ((25e9, "hierarchical"), (48e9, "flat")):
+        slow = LinkConfig(spine_bytes_per_s, 0)
+        links = LinksConfig(LinkConfig(1e15, 0), LinkConfig(50e9, 0), slow, slow)
+        load = ExchangeLoad(links, 2**14, row_bytes=2048, capacity_factor=1.0)
+        assert plan(nodes=8, devices=8, experts=64, k=1, load=load).kind == kind
+
+
+def test_seconds_by_hand() -> None:
+    """Four nodes of two devices, two nodes below each leaf switch; 1 kB/s inside, 100, 50 and 20 bytes/s across."""
+    inside, rail, leaf, spine = (
+        LinkConfig(rate, late) for rate, late in ((1e3, 1.0), (100, 2.0), (50, 3.0), (20, 4.0))
+    )
+    links = LinksConfig(inside, rail, leaf, spine, message_s=0.1, nodes_per_leaf=2)
+    sent = Traffic(across_bytes=600, inside_bytes=1000)
+    # flat: 1 on the rail, 1 below the leaf switch, 4 over the spine; 600, 500 and 400 bytes of six peers
+    flat = 3 * (4.0 + 6 * 0.1) + max(600 / 100, 500 / 50, 400 / 20)
+    assert exchange_seconds(plan("flat", 4), sent, links) == pytest.approx(flat)
+    # in two hops 1 on the rail and 2 over the spine
+    across = 3 * (4.0 + 3 * 0.1) + max(600 / 100, 400 / 20)
+    assert exchange_seconds(plan("hierarchical", 4), sent, links) == pytest.approx(across + 3 * (1.0 + 0.1) + 1.0)
+    across = 7 * (4.0 + 3 * 0.1) + max(600 / 100, 400 / 20)
+    both = exchange_seconds(plan("dedup", 4), sent, links, backward=True)
+    assert both == pytest.approx(across + 5 * (1.0 + 0.1) + 1.0)
+    one = replace(links, nodes_per_leaf=0)  # nothing crosses the spine
+    across = 3 * (2.0 + 3 * 0.1) + 600 / 100
+    assert exchange_seconds(plan("hierarchical", 4), sent, one) == pytest.approx(across + 3 * (1.0 + 0.1) + 1.0)
+    assert exchange_seconds(plan("hierarchical", 1), Traffic(0, 1000), links) == pytest.approx(3 * 1.1 + 1.0)
 
 
 def test_traffic_by_hand() -> None:
