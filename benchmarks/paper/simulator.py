@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper.simulator
 
-`benchmarks/simulate_communication.py` says how long exchanges take on up to 1,024 nodes. Here the same link model, with
+`benchmarks/simulate_communication.py` says how long exchanges take on up to 1,024 nodes. Here the same formula, with
 the measured link's rate, predicts every exchange of `results/exchange_two_nodes_cpu.json`: `error` is predicted /
 measured - 1. The link carries the bytes of both nodes' two ranks, one after the other.
 """
@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
-from benchmarks.simulate_communication import Level
+from jmoe.config.cluster import LinkConfig, LinksConfig
+from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_seconds
 
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "exchange_two_nodes_cpu.json"
-LATENCY_S, SENDERS = 1e-4, 2  # of a message on this link; nodes, each of which sends `formula_bytes`
+NODES, RANKS = 2, 2  # of which each; every node sends `formula_bytes`
+LATENCY_S = 1e-4  # of a collective on this link, and of a message
 
 
 def predicted_s(row: dict[str, Any]) -> float:
     """Return the seconds of an exchange there and back (twice with its backward pass) over the row's link."""
-    link = Level(row["mbit_per_s"] * 1e6 / 8 / SENDERS, LATENCY_S, LATENCY_S)
-    collectives = {"forward": 2, "backward": 4}[row["direction"]]
-    return link.seconds(row["formula_bytes"], collectives, collectives)
+    link = LinkConfig(row["mbit_per_s"] * 1e6 / 8 / NODES / RANKS, LATENCY_S)
+    links = LinksConfig(LinkConfig(float("inf"), 0.0), link, link, link, LATENCY_S)
+    plan = ExchangePlan(row["exchange"], "", NODES, RANKS, 1.0)
+    sent = Traffic(across_bytes=row["formula_bytes"] // RANKS, inside_bytes=0)
+    return exchange_seconds(plan, sent, links, backward=row["direction"] == "backward")
 
 
 def check(measured: dict[str, Any]) -> list[dict[str, Any]]:
