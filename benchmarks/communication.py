@@ -5,11 +5,12 @@
     sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
     sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
     sudo NPROC=4 python benchmarks/communication.py order        training steps: orders of collectives
+    sudo NPROC=4 python benchmarks/communication.py ddp          the same, dense gradients all-reduced
     sudo python benchmarks/communication.py embedding            training steps with the embedding table in parts
 
-`comm/exchange.py`, `comm/steps.py` (fusion, levels, order) and `comm/embedding.py` say what is measured. Seconds are
-medians from a barrier to a barrier; `ratio_to_...` is the median of the ratios round by round. Bytes are those that a
-node sends: by the interface's counter, with all headers, and by the formulas of `jmoe.planning`. --rates 0 is this
+`comm/exchange.py`, `comm/steps.py` (fusion, levels, order, ddp) and `comm/embedding.py` say what is measured. Seconds
+are medians from a barrier to a barrier; `ratio_to_...` is the median of the ratios round by round. Bytes are those that
+a node sends: by the interface's counter, with all headers, and by the formulas of `jmoe.planning`. --rates 0 is this
 machine without a link. XLA:CPU has as many threads as cores, and one that waits for a collective computes nothing: on
 few cores give the ranks more with NPROC=4. The ranks run in the environment that `train.py` gives itself.
 """
@@ -40,7 +41,7 @@ def parse() -> argparse.Namespace:
             "--rates", type=float, nargs="+", default=rates, help="Mbit/s, both directions together; 0: no link"
         )
         command.add_argument("--rounds", type=int, default=7)
-        command.add_argument("--ranks-per-node", type=int, default=1 if name == "order" else 2)
+        command.add_argument("--ranks-per-node", type=int, default=1 if name in steps.TRACED else 2)
         command.add_argument("--cache-dir", help="keep compiled programs in this folder")
         add_rank_options(command)
     return parser.parse_args()

@@ -4,8 +4,8 @@ Every comparison runs one model with several `CommConfig`s in turn, from the sam
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
 the losses have to stay the same.
 
-order: one rank a node, steps traced on rank 0. `all_to_all_s`: in the mean, an exchange of the backward pass is done
-so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`: all of a step, which
+order, ddp: one rank a node, steps traced on rank 0. `all_to_all_s`: in the mean, an exchange of the backward pass is
+done so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`: all of a step, which
 `ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what
 the link alone takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what the rest takes.
 """
@@ -31,8 +31,11 @@ COMMANDS = {
     "fusion": "24 small layers, their dense parameters as one buffer and one by one",
     "levels": "flat against two levels and dedup, top-2 and top-8",
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
+    "ddp": "the same with dense parameters on every rank, their gradients all-reduced, as in Lina",
 }
+TRACED = ("order", "ddp")  # and of one rank a node
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
+ORDERS = ("ready", "none", "fixed", "priority", "chunks", "pipelined")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fusion": {
         "one_by_one": {"schedule": "none", "fuse_dense": False},
@@ -40,13 +43,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "fused_flat": {"hierarchical": False},
     },
     "levels": {"flat": ONE_LEVEL, "hierarchical": {"exchange": "dedup"}},
-    "order": {name: {"schedule": name} for name in ("ready", "none", "fixed", "priority", "chunks", "pipelined")},
+    "order": {name: {"schedule": name} for name in ORDERS},
+    "ddp": {name: {"schedule": name, "shard_dense": False} for name in ORDERS},
 }
 # (hidden size, layers, experts, top-k, tokens of a rank, intermediate size)
+ORDERED = (512, 4, 2, 1, 768, 8192)  # computing takes as long as the link at 200 Mbit/s
 SHAPES = {
     "fusion": [(64, 24, 0, 1, 64, 128)],
     "levels": [(256, 2, 8, 2, 512, 256), (256, 2, 64, 8, 256, 256)],
-    "order": [(512, 4, 2, 1, 768, 8192)],  # computing takes as long as the link at 200 Mbit/s
+    "order": [ORDERED],
+    "ddp": [ORDERED],
 }
 SEQUENCE_LENGTH = 64
 
@@ -159,7 +165,7 @@ class Run:
             with jax.profiler.trace(folder, profiler_options=options) if traced else nullcontext():
                 self.taken.add(*clock(self))
             if traced:
-                found = trace.spans(folder)
+                found = [span for span in trace.spans(folder) if span.name in self.ops]  # others are the clock's
                 self.exchanges.append(trace.exchanges(found, self.ops))
                 self.busy.append(trace.busy_share(found, self.ops))
         self.losses.append(float(self.metrics["loss"]))
@@ -172,7 +178,7 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
         clock(run)
     for _ in range(a.rounds):
         for run in runs.values():
-            run.round(clock, traced=a.command == "order")
+            run.round(clock, traced=a.command in TRACED)
     references = dict.fromkeys((next(iter(runs)), *({"none"} & runs.keys())))
     rows = []
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")

@@ -60,7 +60,7 @@ def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
     if config.comm.links:
         return read_links(Path(config.comm.links))
     chooses = config.comm.exchange == "auto" and min(mesh.shape[axis] for axis in EXPERT) > 1
-    if not chooses or jax.process_count() == 1:
+    if not chooses or not config.model.num_moe_layers or jax.process_count() == 1:
         return None
     path = Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
     kept = _kept_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
