@@ -225,12 +225,15 @@ class Algorithm2(Policy):
     """MoESys, Algorithm 2, as printed, in our reading: a newcomer replaces the record with the fewest hits if that
     one has reached the threshold, and otherwise waits, here: is read past the cache. Hits begin at 1 and are lost
     with the place; the decayed counts are computed every K steps and never assigned. forced: where it would wait,
-    the record with the fewest hits, the oldest among equals, goes all the same.
+    the record with the fewest hits, the oldest among equals, goes all the same. decayed: with them assigned.
     """
 
-    def __init__(self, num_slots: int, *, threshold: float, forced: bool) -> None:
-        self.num_slots, self.threshold, self.forced = num_slots, threshold, forced
-        self.hits: dict[int, int] = {}
+    BETA, EVERY_STEPS = 0.8, 4
+
+    def __init__(self, num_slots: int, *, threshold: float, forced: bool, decayed: bool = False) -> None:
+        self.num_slots, self.threshold, self.forced, self.decayed = num_slots, threshold, forced, decayed
+        self.hits: dict[int, float] = {}
+        self.steps = 0
 
     def use(self, record: int) -> bool:
         if record in self.hits:
@@ -243,6 +246,11 @@ class Algorithm2(Policy):
             del self.hits[fewest]
         self.hits[record] = 1
         return False
+
+    def end_step(self, records: NDArray[np.int64]) -> None:
+        self.steps += 1
+        if self.decayed and self.steps % self.EVERY_STEPS == 0:
+            self.hits = {record: self.BETA * hits for record, hits in self.hits.items()}
 
 
 def hit_rate(policy: Policy, steps: list[Step]) -> float:
@@ -272,6 +280,8 @@ def policies(num_steps: int, seed: int) -> list[dict[str, Any]]:
                 "lru": LRU(slots),
                 "algorithm_2": Algorithm2(slots - 1, threshold=2, forced=False),
                 "algorithm_2_forced": Algorithm2(slots, threshold=2, forced=True),
+                "algorithm_2_decayed": Algorithm2(slots - 1, threshold=2, forced=False, decayed=True),
+                "algorithm_2_decayed_forced": Algorithm2(slots, threshold=2, forced=True, decayed=True),
                 "static": Static(slots - 1, steps, len(steps)),
                 "static_of_phase": Static(slots - 1, steps, PHASE_STEPS),
                 "ours_ahead": Ahead(slots, HitCounts(NUM_RECORDS), steps),
