@@ -290,7 +290,7 @@ PLACES = (
         "ufo_cpu.json",
         _ufo,
         quick="benchmarks/paper/ufo.py --quick",
-        limit_s=300,
+        limit_s=480,
         lacking="PyTorch 1.10's super-network has not been run: the baselines are others",
     ),
     Place(
