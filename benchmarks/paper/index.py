@@ -180,7 +180,7 @@ def _none(result: Result) -> str:
 
 NOT_AT_HAND = "figures not at hand"
 ORDER = "sudo NPROC=4 python benchmarks/communication.py order"
-ORDER_QUICK = "benchmarks/communication.py order --rates 0 --rounds 1"
+ORDER_QUICK = "benchmarks/communication.py order --rates 0 --rounds 1 --variants ready chunks"
 ORDER_FILE = "order_two_nodes_cpu.json"
 PLACES = (
     Place(
