@@ -299,8 +299,8 @@ PLACES = (
         "section 3.3.1, Figure 3",
         "from a trained model to a deployed one",
         "no figures",
-        "python benchmarks/paper/deploy_path.py --folder DIR",
-        "deploy_path_cpu.json",
+        "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 --student-steps 120",
+        "deploy_path_small_cpu.json",
         _deployment,
     ),
     Place(
