@@ -21,6 +21,8 @@ from jmoe.serving.service import Service
 
 PING_S = 15
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
+# Many clients end a line wherever `str.splitlines` does. JSON escapes the others of its ends by itself.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # no schema fits a stream
 Body = TypeVar("Body", bound=GenerationBody)
 Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
@@ -118,11 +120,15 @@ async def _events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
     without = None if answer.body.streamed_usage.include_usage else {"usage"}
     try:
         async for chunk in answer.chunks():
-            yield f"data: {chunk.model_dump_json(exclude=without)}\n\n".encode()
+            yield _event(chunk.model_dump_json(exclude=without))
     except ApiError as error:
-        yield f"data: {error.body.model_dump_json()}\n\n".encode()
+        yield _event(error.body.model_dump_json())
     else:
         yield b"data: [DONE]\n\n"
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data if data.isascii() else data.translate(_LINE_ENDS)}\n\n".encode()
 
 
 async def _disconnected(request: Request) -> None:

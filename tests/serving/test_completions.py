@@ -65,6 +65,13 @@ def test_several_prompts_and_choices(client: openai.OpenAI, engine: Engine) -> N
     assert answer.usage.prompt_tokens == sum(len(engine.tokenizer.encode(p).ids) for p in PROMPTS[:2])
 
 
+def test_an_event_is_one_line_whatever_the_text(server: HttpProcess) -> None:
+    """Clients that split lines as Python does, httpx for one, find each event whole."""
+    prompt = "a\x85b\u2028c\u2029d\x0be\x0cf\x1cg\x1dh\x1ei\r\nj"
+    *chunks, done = streamed(server, prompt=prompt, echo=True, max_tokens=1)
+    assert done == "[DONE]" and chunks[0]["choices"][0]["text"].startswith(prompt)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_with_logprobs(client: openai.OpenAI, engine: Engine, max_tokens: int) -> None:
     """As lm_eval asks for log-likelihoods: those of the prompt, null for its first token, then what was drawn."""
