@@ -1,8 +1,9 @@
-"""Training with experts on tiers: python benchmarks/training_tiers.py step | traffic | replay | retention | two_nodes
+"""Training with experts on tiers: python benchmarks/training_tiers.py WHAT
 
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
          as many bytes a second by itself, does to a step that needs no disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
+write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
 replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
 retention  tokens/s with experts in host memory over tokens/s with all of them on the device, by tokens of a step
 two_nodes  as step, in two processes with a limited link between them; needs root
@@ -31,6 +32,8 @@ from benchmarks.offload.session import Session, StepCost, add_model_options, con
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
 from jmoe.training.trainer import make_trainer
+
+PERIODS = (0, 1, 4, 16)  # steps between two times of writing back
 
 
 def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -94,6 +97,22 @@ def measure_traffic(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result | {"half_against_all": result["half"] / result["all"] if result["all"] else None}
 
 
+def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Count bytes written in twice the longest period, and by the save that follows."""
+    rows = []
+    for every in PERIODS:
+        tiers = {"experts": "nvme", "optimizer": "nvme", "write_back_every_steps": every}
+        session = Session(config_of(a, folder / str(every), **tiers))
+        steps = [session.step(number) for number in range(2 * max(PERIODS))]
+        _, before = session.moved_bytes()
+        session.program.save_state(session.state)
+        _, after = session.moved_bytes()
+        row = {"write_back_every_steps": every, "written_bytes_a_step": before // len(steps)}
+        rows.append(report.progress(row | {"written_bytes_of_the_save": after - before}))
+        session.program.close()
+    return {"steps": 2 * max(PERIODS), "rows": rows}
+
+
 def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One expert after the other, with nothing else under way."""
     cache_bytes = 40 * expert_bytes(a)
@@ -148,6 +167,7 @@ def main() -> None:
     measures = {
         "step": measure_steps,
         "traffic": measure_traffic,
+        "write_back": measure_write_back,
         "replay": measure_replay,
         "retention": measure_retention,
         "two_nodes": two_nodes.measure,

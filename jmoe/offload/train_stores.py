@@ -162,6 +162,7 @@ class ExpertStores:
             cache_bytes=cache_bytes or max(len(self._own) // 4, 2) * record_bytes,
             threads=THREADS,
             write_threads=THREADS,
+            write_back_every_steps=self._tiers.write_back_every_steps or None,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
 

@@ -38,6 +38,7 @@ FREE = (
     "tiers.host_cache_bytes",
     "tiers.optimizer",
     "tiers.path",
+    "tiers.write_back_every_steps",
 )
 NOTED = {
     "num_steps": "the cosine schedule now ends at another step",

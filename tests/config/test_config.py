@@ -63,7 +63,7 @@ SIGNS: list[tuple[Callable[..., object], str, str]] = [
     (EngineMesh, "devices rebalance_every rebalance_window", ""),
     (DistributedConfig, "start_timeout_s step_timeout_s heartbeat_timeout_s", ""),
     (TrainConfig, "num_steps batch_size sequence_length gradient_accumulation_steps", ""),
-    (TiersConfig, "device_layers", "host_cache_bytes"),
+    (TiersConfig, "device_layers", "host_cache_bytes write_back_every_steps"),
 ]
 BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     *(

@@ -21,6 +21,7 @@ from jmoe.training.resume import restored
 from jmoe.training.state import TrainState
 from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing, full_state
+from tests.fakes import wait_for
 from tests.model_configs import mesh_of
 from tests.training.test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained, batch, held_out_batches, train
 
@@ -88,11 +89,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     "tiers",
     [
         NVME,
+        dataclasses.replace(NVME, write_back_every_steps=1),
         dataclasses.replace(NVME, gradients="host"),
         TiersConfig(experts="host", optimizer="nvme", gradients="nvme"),
         TiersConfig(experts="device", optimizer="nvme"),
     ],
-    ids=["nvme", "gradients-host", "weights-host", "weights-device"],
+    ids=["nvme", "written-back", "gradients-host", "weights-host", "weights-device"],
 )
 def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_path: Path) -> None:
     """Gradients wait and experts were idle; the run had gone on for a while from where it saved."""
@@ -144,6 +146,28 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
         writes = [store.stats().writes for store in stores]
         run.program.save_state(state)
         assert [store.stats().writes for store in stores] == writes  # also those of gradients that still wait
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_what_changed_is_written_back_every_few_steps(every: int, tmp_path: Path) -> None:
+    """The cache holds everything, so that before a save nothing else makes a record be written."""
+    tiers = dataclasses.replace(NVME, host_cache_bytes=10_000_000, write_back_every_steps=every)
+    with Opened(tmp_path, tiers) as run:
+        state = run.steps(run.program.init(), 1)
+        experts = run.program._opened
+
+        def written() -> list[int]:
+            return [store.stats().nvme_writes.num_bytes for store in experts.stores.all()]
+
+        assert written() == [0, 0, 0]
+        state = run.steps(state, 2)
+        if every:
+            wait_for(lambda: all(written()), "nothing was written after the second step")
+        else:
+            experts._ring.wait()
+            assert written() == [0, 0, 0]
+            run.save(state)
+            assert all(written())
 
 
 def records_of(folder: Path, layouts: dict[str, VersionStore], listed: dict[str, Any]) -> dict[str, dict[int, Any]]:
