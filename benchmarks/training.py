@@ -148,8 +148,9 @@ def peer_like(state: Any, init: str, std: float, seed: int = 0) -> Any:
 
 
 def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """Train on this rank; every rank returns the figures, those of the whole job but for the memory."""
+    """Train on this rank; every rank returns the figures of the whole job. peak_rss_bytes: of each rank."""
     import jax
+    from jax.experimental import multihost_utils
 
     from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
     from jmoe.training.trainer import make_trainer
@@ -183,6 +184,8 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
             for _ in range(3):
                 state, metrics = step(state, batch)
                 jax.block_until_ready(metrics)
+    peak = np.int64(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    peaks = np.atleast_1d(multihost_utils.process_allgather(peak)).tolist()
     median = statistics.median(seconds)
     per_step = config.batch_size * config.sequence_length
     total, active = config.model.num_parameters()
@@ -199,7 +202,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
         "params_total": total,
         "params_active": active,
         "model_flops_per_s": round(config.model.flops_per_token(config.sequence_length) * per_step / median),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peaks,
         "compile_s": round(compile_s, 2),
         "versions": report.versions("jax", "jaxlib", "flax"),
         "device": jax.devices()[0].device_kind,

@@ -1,12 +1,16 @@
 """What compares us with other systems: figures of both sides, programs that fail, environments."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.lib.peers import compared, decoding_speeds, last_object
 from benchmarks.peers import setup
+from benchmarks.peers.to_gguf import pairs_side_by_side
+from benchmarks.peers.training import Contestant
 
 
 def test_both_sides_of_a_row() -> None:
@@ -17,11 +21,45 @@ def test_both_sides_of_a_row() -> None:
     assert decoding_speeds(side) == {"one": 3.0, "eight": 4.0, "prefill_512": 5.0}
 
 
+def test_a_training_row_is_against_the_peers_faster_arrangement() -> None:
+    """Ratios are round by round; the memory is that of every process."""
+    common = {"last_loss": 5.0, "peak_rss_bytes": [2**30, 2**29], "versions": {"python": "3"}}
+    ours, theirs = Contestant("jmoe", 2, "bfloat16", []), Contestant("DeepSpeed", 2, "bfloat16", [])
+    ours.runs = [common | {"tokens_per_s": rate} for rate in (20.0, 30.0, 90.0)]
+    theirs.runs = [common | {"tokens_per_s": rate} for rate in (10.0, 10.0, 60.0)]
+    row = ours.row(theirs)
+    assert (row["tokens_per_s"], row["ratio"], row["rounds"]) == (30.0, 2.0, [20.0, 30.0, 90.0])
+    assert row["peak_rss_mib"] == [1024, 512]
+
+
 def test_a_program_of_a_peer() -> None:
     assert last_object([sys.executable, "-c", "print('loading'); print('{\"a\": 1}')"]) == {"a": 1}
     for program in ("import sys; print('{}'); sys.exit('no such model')", "pass"):
         with pytest.raises(SystemExit, match=r"(?s)status [01]\n"):
             last_object([sys.executable, "-c", program])
+
+
+@pytest.mark.parametrize("program", ["deepspeed_training", "transformers_training", "transformers_side", "to_gguf"])
+def test_programs_of_peers_explain_themselves_here(program: str) -> None:
+    """Their environments are not this one: options are read before torch is looked for."""
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/peers/{program}.py", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
+def test_a_model_that_llama_cpp_is_not_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "num_attention_heads": 4}')
+    command = [sys.executable, "benchmarks/peers/to_gguf.py", str(tmp_path), str(tmp_path / "out.gguf"), "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "model_type = 'gpt_oss': must be one of mixtral, qwen3_moe" in done.stderr
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_rotary_rows_side_by_side() -> None:
+    """Row i of a head's first half is followed by row i of its second half."""
+    weight = np.arange(8, dtype=np.float32)[:, None]
+    assert pairs_side_by_side(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every kind of step against max(computing, link, disk)."""
+    """Every kind of step against max(a step with experts in host memory, link, disk)."""
     if 0 not in a.rates or not {"ahead", "host"} <= set(a.kinds):
         sys.exit("two_nodes needs --rates 0 and --kinds ahead host: they say what disk and computing alone take")
     if a.disk_bytes_per_s < 0:
@@ -117,8 +117,8 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cache_dir = a.cache_dir or str(folder / "compiled")
     with SlowDisk(folder, a.disk_bytes_per_s) if a.disk_bytes_per_s else nullcontext():
         rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
-    compute_s = next(row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host")
+    host_step_s = next(row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host")
     for row in rows:
-        row["bound_s"] = max(compute_s, row["link_s"], row["disk_s"])
+        row["bound_s"] = max(host_step_s, row["link_s"], row["disk_s"])
         row["against_bound"] = row["step_s"] / row["bound_s"]
-    return {"compute_s": compute_s, "rows": rows}
+    return {"host_step_s": host_step_s, "rows": rows}

@@ -119,7 +119,7 @@ def _guesses(result: Result) -> str:
 
 
 def _levels(result: Result) -> str:
-    rows = [row for row in result["rows"] if row["variant"] == "two_level" and row["mbit_per_s"] == 100.0]
+    rows = [row for row in result["rows"] if row["variant"] == "hierarchical" and row["mbit_per_s"] == 100.0]
     return ", ".join(f"top-{row['top_k']} of {row['experts']}: {row['ratio_to_flat']:.2f} times" for row in rows)
 
 

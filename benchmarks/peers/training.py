@@ -1,0 +1,118 @@
+"""Training steps beside DeepSpeed-MoE's and transformers', in alternation; the last line is one JSON object.
+
+    python benchmarks/peers/training.py --deepspeed E1/bin/python --transformers E2/bin/python
+
+--deepspeed, --transformers: the Python of a peer's environment, as `setup.py` of this folder makes it; either may be
+left out. A round runs every contestant once, in processes of its own; the ratio is the median of the rounds' ratios to
+the peer's faster row. GPT-MoE is a model of 4 layers, hidden 256, 8 experts, top-1, with the same 2,048 tokens a step
+and weights drawn alike; in one process all cores compute, in two each has its own. dense: the same model without
+experts. The others are the configurations of this folder, 1,024 tokens a step; transformers' bfloat16 has no float32
+masters. peak_rss_mib: of each process.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
+
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.lib.peers import last_object
+
+HERE = Path(__file__).resolve().parent
+OURS = HERE.parent / "training.py"
+MODELS = ("mixtral_8e", "qwen3moe_64e")
+
+
+@dataclass
+class Contestant:
+    """One side of a model's comparison, by what its runs print last."""
+
+    system: str
+    processes: int
+    dtype: str
+    command: list[str]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def row(self, first: "Contestant") -> dict[str, Any]:
+        """Return its figures; first: whom ratios are to, round by round."""
+        own, others = ([run["tokens_per_s"] for run in side.runs] for side in (self, first))
+        last = self.runs[-1]
+        return {
+            "system": self.system,
+            "processes": self.processes,
+            "dtype": self.dtype,
+            "tokens_per_s": report.median(own, 1),
+            "ratio": report.ratio(own, others),
+            "rounds": own,
+            "last_loss": last["last_loss"],
+            "peak_rss_mib": [round(peak / 2**20) for peak in last["peak_rss_bytes"]],
+            "versions": last["versions"],
+        }
+
+
+def gpt_moe(python: str, experts: int) -> list[Contestant]:
+    """Return DeepSpeed's arrangements of a model and ours."""
+    theirs = [python, str(HERE / "deepspeed_training.py"), "--experts", str(experts)]
+    ours = [sys.executable, str(OURS), "--init", "torch", "--capacity-factor", "1.25", "--experts", str(experts)]
+    split = ["--processes", "2", "--replicate-dense"]
+    if not experts:
+        theirs, ours = [*theirs, "--ep", "1"], [*ours[:4], "--experts", "0"]
+    return [
+        Contestant("DeepSpeed", 2, "bfloat16", [*theirs, "--zero", "1"]),
+        Contestant("DeepSpeed", 2, "float32", [*theirs, "--dtype", "float32"]),
+        Contestant("jmoe", 1, "bfloat16", [*ours, "--batch", "8"]),
+        Contestant("jmoe", 1, "float32", [*ours, "--batch", "8", "--dtype", "float32"]),
+        Contestant("jmoe", 2, "bfloat16", [*ours, *split, *(["--ep", "2"] if experts else [])]),
+    ]
+
+
+def causal_lm(python: str, model: str) -> list[Contestant]:
+    """Return transformers' training of a model and ours."""
+    config = str(HERE / f"{model}.json")
+    theirs = [python, str(HERE / "transformers_training.py"), "--config", config]
+    ours = [sys.executable, str(OURS), "--hf-config", config, "--batch", "4", "--lr", "1e-4", "--warmup", "1"]
+    return [
+        Contestant(system, 1, dtype, [*command, "--dtype", dtype])
+        for system, command in (("transformers", theirs), ("jmoe", [*ours, "--init", "torch"]))
+        for dtype in ("bfloat16", "float32")
+    ]
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--deepspeed", help="Python of its environment")
+    parser.add_argument("--transformers", help="Python of its environment")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dense", action="store_true", help="the dense model beside DeepSpeed's too")
+    a = parser.parse_args()
+    if a.rounds < 1 or not (a.deepspeed or a.transformers):
+        parser.error("--deepspeed or --transformers: must be given, and --rounds at least 1")
+    sides: dict[str, list[Contestant]] = {}
+    if a.deepspeed:
+        sides |= {"gpt_moe": gpt_moe(a.deepspeed, 8)} | ({"dense": gpt_moe(a.deepspeed, 0)} if a.dense else {})
+    if a.transformers:
+        sides |= {model: causal_lm(a.transformers, model) for model in MODELS}
+    for number in range(a.rounds):
+        for model, contestants in sides.items():
+            for contestant in contestants:
+                contestant.runs.append(last_object(contestant.command))
+                speed = contestant.runs[-1]["tokens_per_s"]
+                shown = {"system": contestant.system, "processes": contestant.processes, "dtype": contestant.dtype}
+                report.progress({"round": number, "model": model} | shown | {"tokens_per_s": speed})
+    result = {}
+    for model, contestants in sides.items():
+        peers = [side for side in contestants if side.system != "jmoe"]
+        best = max(peers, key=lambda side: statistics.median(run["tokens_per_s"] for run in side.runs))
+        result[model] = [side.row(best) for side in contestants]
+    report.finish({"versions": report.versions("jax", "jaxlib"), **result})
+
+
+if __name__ == "__main__":
+    main()

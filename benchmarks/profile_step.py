@@ -1,0 +1,155 @@
+"""Account for every millisecond of a training step on CPU; the last line of output is one JSON object.
+
+    python benchmarks/profile_step.py --batch 8 --init torch --capacity-factor 1.25   (options: training.py)
+    python benchmarks/profile_step.py --hf-config benchmarks/peers/qwen3moe_64e.json --batch 4
+
+milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix products, copies
+(transposes, gathers of rows, concatenations), everything else (elementwise work and sums), and idle, when no operation
+runs. Where operations overlap, the time is that of the one that began first. large_product: what one product of
+4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the products of the model at that rate.
+"""
+
+if __name__ == "__main__":
+    import script
+
+    script.reexec_with_env()
+
+import re
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from typing import Any
+
+from benchmarks import training
+from benchmarks.comm.trace import WHOLE, Op, operations, spans
+from benchmarks.lib import report
+
+SCOPES = ("optimizer", "loss", "attention", "moe", "mlp", "gather", "reduce", "embed", "auxiliary_losses")
+COPIES = ("copy", "transpose", "concatenate", "gather", "scatter", "slice", "dynamic-slice", "dynamic-update-slice")
+ROWS, INNER, COLUMNS = 4096, 1024, 4096
+STEPS = 5
+
+
+def scope(op: Op) -> str:
+    """Return the part of the step that an operation belongs to."""
+    words = set(re.findall(r"[a-z_]+", op.scopes))
+    return next((name for name in SCOPES if any(word.startswith(name) for word in words)), "other")
+
+
+def work(op: Op) -> str:
+    """Return what an operation does."""
+    if op.kind == "dot" or (op.kind == "fusion" and "dot_general" in op.scopes):
+        return "products"
+    return "copies" if op.kind in COPIES else "elementwise"
+
+
+def accounted(found: list[Any], ops: dict[str, Op], steps: int, begin_ns: float, end_ns: float) -> dict[str, Any]:
+    """Return milliseconds of a step by scope and work; what no operation covers is idle."""
+    total: Counter[tuple[str, str]] = Counter()
+    at = begin_ns
+    for begin, end, name in found:
+        op = ops.get(name)
+        if op is None or op.kind in WHOLE:
+            continue
+        total["idle", "idle"] += max(0.0, begin - at)
+        total[scope(op), work(op)] += max(0.0, end - max(begin, at))
+        at = max(at, end)
+    total["idle", "idle"] += max(0.0, end_ns - at)
+    rows: dict[str, dict[str, float]] = {}
+    for (part, kind), ns in sorted(total.items(), key=lambda item: -item[1]):
+        rows.setdefault(part, {})[kind] = round(ns * 1e-6 / steps, 2)
+    return rows
+
+
+def longest(found: list[Any], ops: dict[str, Op], steps: int, number: int) -> list[dict[str, Any]]:
+    """Return the operations that take longest, as the program names them."""
+    total: Counter[str] = Counter()
+    for begin, end, name in found:
+        if name in ops and ops[name].kind not in WHOLE:
+            total[name] += end - begin
+    described = [(name, ns, ops[name]) for name, ns in total.most_common(number)]
+    return [
+        {
+            "op": name,
+            "ms": round(ns * 1e-6 / steps, 2),
+            "kind": op.kind,
+            "scope": op.scopes[-110:],
+            "bytes": op.num_bytes,
+        }
+        for name, ns, op in described
+    ]
+
+
+def main() -> int:
+    a = training.parse()
+    import jax
+    import jax.numpy as jnp
+
+    from jmoe.mesh import make_mesh
+    from jmoe.training.trainer import make_trainer
+
+    config = training.train_config(a)
+    program = make_trainer(config, make_mesh(config.check_devices(jax.device_count())))
+    batch = jnp.asarray(training.tokens(a, config, 0))
+    step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
+    state = program.init()
+    if a.init != "jmoe":
+        state = training.peer_like(state, a.init, config.model.initializer_range)
+    dtype = jnp.dtype(a.dtype)
+    left, right = jnp.ones((ROWS, INNER), dtype), jnp.ones((INNER, COLUMNS), dtype)
+    product = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
+    jax.block_until_ready(product(left, right))
+
+    def timed() -> float:
+        nonlocal state
+        begun = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        return time.perf_counter() - begun
+
+    seconds, products, faults = [], [], []
+    for i in range(a.warmup + a.steps):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        taken = timed()
+        begun = time.perf_counter()
+        jax.block_until_ready(product(left, right))
+        if i >= a.warmup:
+            seconds.append(taken)
+            products.append(time.perf_counter() - begun)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(STEPS):
+                timed()
+        found, ops = spans(folder), operations(step.as_text())
+    found = [span for span in found if span.name in ops]
+    tokens = config.batch_size * config.sequence_length
+    rate = 2 * ROWS * INNER * COLUMNS / statistics.median(products)
+    flops = config.model.flops_per_token(config.sequence_length) * tokens
+    rows = accounted(found, ops, STEPS, found[0].begin_ns, max(span.end_ns for span in found))
+    result = {
+        "args": report.options(a, "rank", "port"),
+        "step_ms": report.median([1e3 * s for s in seconds], 2),
+        "all_step_ms": [round(1e3 * s, 2) for s in seconds],
+        "large_product_flops_per_s": round(rate),
+        "model_flops": round(flops),
+        "floor_ms": round(1e3 * flops / rate, 2),
+        "page_faults": round(statistics.median(faults)),
+        "milliseconds": rows,
+        "sums": {
+            kind: round(sum(row.get(kind, 0.0) for row in rows.values()), 2)
+            for kind in ("products", "elementwise", "copies", "idle")
+        },
+        "longest": longest(found, ops, STEPS, 25),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": report.versions("jax", "jaxlib"),
+    }
+    report.finish(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What a profile of a step counts, and where."""
+
+from typing import Any
+
+from benchmarks.comm.trace import Op, Span
+from benchmarks.profile_step import accounted, longest
+
+MS = 1e6  # nanoseconds
+
+
+def op(kind: str, scopes: str) -> Op:
+    return Op(kind, scopes, [], 8, "main", 0)
+
+
+OPS = {
+    "dot.1": op("dot", "jit(step)/jvp()/while/body/attention/dot_general"),
+    "fusion.2": op("fusion", "jit(step)/jvp(loss)/while/body/dot_general"),
+    "fusion.3": op("fusion", "jit(step)/optimizer/mul"),
+    "copy.4": op("copy", ""),
+    "while.5": op("while", "jit(step)/jvp()/while"),
+}
+
+
+def spans(*some: tuple[float, float, str]) -> list[Any]:
+    return sorted(Span(begin * MS, end * MS, name) for begin, end, name in some)
+
+
+def test_every_millisecond_counts_once() -> None:
+    """An operation that begins under another counts from where that one ends; loops hold what is counted already."""
+    found = spans((1, 3, "dot.1"), (2, 5, "fusion.2"), (5, 6, "copy.4"), (0, 8, "while.5"), (7, 8, "fusion.3"))
+    rows = accounted(found, OPS, 1, 0.0, 10 * MS)
+    assert rows == {
+        "idle": {"idle": 4.0},
+        "attention": {"products": 2.0},
+        "loss": {"products": 2.0},
+        "other": {"copies": 1.0},
+        "optimizer": {"elementwise": 1.0},
+    }
+    assert sum(ms for row in rows.values() for ms in row.values()) == 10
+
+
+def test_times_are_of_one_step() -> None:
+    found = spans((0, 2, "dot.1"), (4, 8, "dot.1"), (2, 3, "fusion.3"))
+    assert accounted(found, OPS, 2, 0.0, 8 * MS)["attention"] == {"products": 3.0}
+    first, second = longest(found, OPS, 2, 2)
+    assert (first["op"], first["ms"], second["op"], second["ms"]) == ("dot.1", 3.0, "fusion.3", 0.5)
