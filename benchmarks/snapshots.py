@@ -3,9 +3,10 @@
 --processes processes, each with a memory folder of its own as on a host of its own, hold --mib MiB of random float32 in
 arrays that are split over all of them, and 1 % more that each of them has whole. Medians of --rounds rounds, of the
 slowest process: checkpoint_blocking (until `Checkpoints.save` returns), checkpoint (until the step is whole on disk),
-snapshot (own shards and the copy of the partner, whole in both memories), restore_disk, restore_memory (from the memory
-of the process itself), restore_partner (process 1 has lost its memory, its partner sends). read_mib: what each process
-reads to restore from disk, by /proc/self/io (rchar). The page cache of the disk is warm.
+snapshot (own shards and the copy of the partner, whole in both memories), restore_disk (the page cache is warm),
+restore_disk_cold (it has nothing of the checkpoint), restore_memory (from the memory of the process itself),
+restore_partner (process 1 has lost its memory, its partner sends). By /proc/self/io, of each process: read_mib, what it
+asks for to restore from disk (rchar), and disk_mib, what the disk gives it when the page cache is cold (read_bytes).
 
 Prints one JSON object as its last line.
 """
@@ -32,10 +33,18 @@ from jmoe.run.tether import reserve_port
 ARRAYS = 8
 
 
-def read_bytes() -> int:
-    """Return how many bytes this process has read so far."""
+def read_mib(counter: str) -> float:
+    """Return how many MiB this process has read so far: rchar, by calls; read_bytes, from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["rchar"])
+    return int(dict(line.split(": ") for line in lines)[counter]) / 2**20
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files, which are on the disk, from the page cache."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def process(a: argparse.Namespace) -> None:
@@ -92,33 +101,39 @@ def process(a: argparse.Namespace) -> None:
         seconds["checkpoint"] = time.perf_counter() - begun
         seconds["snapshot"], problem = timed(lambda s=state, n=step, b=about: snapshots.save(n, s, *b))
         assert not problem, problem
-        before = read_bytes()
-        seconds["restore_disk"], restored = timed(
-            lambda n=step: Checkpoints(a.folder / "checkpoints", config).restore(n, shapes)
-        )
-        disk_bytes = read_bytes() - before
-        check(restored[0], state)
+        mib: dict[str, float] = {}
+        for name, read, counter in (("", "read", "rchar"), ("_cold", "disk", "read_bytes")):
+            if name:
+                forget(checkpoints.folder_of(step))
+            before = read_mib(counter)
+            seconds[f"restore_disk{name}"], restored = timed(
+                lambda n=step: Checkpoints(a.folder / "checkpoints", config).restore(n, shapes)
+            )
+            mib[f"{read}_mib"] = read_mib(counter) - before
+            check(restored[0], state)
         seconds["restore_memory"], (snapshot, _) = timed(lambda: Snapshots(config, "run").newest(shapes, None, -1))
         check(snapshot.state, state)
         if a.rank == 1:
             shutil.rmtree(snapshots.folder)
         seconds["restore_partner"], (snapshot, _) = timed(lambda: Snapshots(config, "run").newest(shapes, None, -1))
         check(snapshot.state, state)
-        rows_measured.append(gather_json({**seconds, "read_mib": disk_bytes / 2**20}))
+        rows_measured.append(gather_json({**seconds, **mib}))
     checkpoints.close()
     if a.rank == 0:
         own = sum(shard.data.nbytes for x in jax.tree.leaves(make(0.0)) for shard in x.addressable_shards) / 2**20
         worst = [
             {name: max(row[name] for row in rank_rows) for name in rank_rows[0]} for rank_rows in rows_measured[1:]
         ]
-        values = {
-            f"{name}_s": report.median((row[name] for row in worst), 3) for name in worst[0] if name != "read_mib"
+        values: dict[str, Any] = {
+            f"{name}_s": report.median((row[name] for row in worst), 3)
+            for name in worst[0]
+            if not name.endswith("_mib")
         }
-        reads = [
-            round(statistics.median(row[rank]["read_mib"] for row in rows_measured[1:]), 1)
-            for rank in range(a.processes)
-        ]
-        report.finish(values | {"own_mib": round(own, 1), "read_mib": reads})
+        values["own_mib"] = round(own, 1)
+        for name in ("read_mib", "disk_mib"):
+            of_rank = ([row[rank][name] for row in rows_measured[1:]] for rank in range(a.processes))
+            values[name] = [round(statistics.median(rounds), 1) for rounds in of_rank]
+        report.finish(values)
 
 
 def main() -> None:

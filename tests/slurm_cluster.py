@@ -82,9 +82,7 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "log", "pid", "seed")]
-        self.start_daemon("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)
-        self.wait_until((self.folder / "munge.socket").exists)
+        self.start_munge()
         self.start_daemon("slurmctld", "slurmctld", "-D")
         for name in self.nodes:
             self.start_node(name)
@@ -95,7 +93,7 @@ class SlurmCluster:
         if error is not None:
             for log in sorted(self.folder.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
-        for name in [*self.nodes, "slurmctld", "munged"]:
+        for name in [*self.nodes, *reversed([name for name in self._daemons if name not in self.nodes])]:
             self.kill(name)
 
     def start_daemon(self, name: str, *command: str) -> None:
@@ -108,6 +106,15 @@ class SlurmCluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+    def start_munge(self, name: str = "munge", *prefix: str) -> None:
+        """Start `munged` with the cluster's key, `{name}.socket` in its folder; prefix: words before the command."""
+        socket = self.folder / f"{name}.socket"
+        socket.unlink(missing_ok=True)
+        files = [f"--{kind}-file={self.folder}/{name}.{kind}" for kind in ("log", "pid", "seed")]
+        options = ("--foreground", "--force", f"--socket={socket}", f"--key-file={self.folder}/munge.key", *files)
+        self.start_daemon(f"{name}d", *prefix, "munged", *options)
+        self.wait_until(socket.exists)
 
     def start_node(self, name: str) -> None:
         """Start a node, anew where it was killed."""
@@ -133,11 +140,15 @@ class SlurmCluster:
     def return_slurmd(self, name: str) -> None:
         (self.folder / f"{name}.down").unlink()
 
-    def call(self, *command: str, changes: Mapping[str, str | None] | None = None) -> str:
-        """Return what a command of SLURM prints, which must succeed; changes: to the environment."""
+    def run(self, *command: str, changes: Mapping[str, str | None] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command of SLURM to its end, whatever that is; changes: to the environment."""
         changed = self._environment | dict(changes or {})
         environment = {name: value for name, value in changed.items() if value is not None}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    def call(self, *command: str, changes: Mapping[str, str | None] | None = None) -> str:
+        """Return what a command of SLURM prints, which must succeed; changes: to the environment."""
+        done = self.run(*command, changes=changes)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -14,6 +14,10 @@ options = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
 output_dir, heartbeats = Path(options["--output-dir"]), Path(options["--distributed.heartbeat-folder"])
 rank, attempt = options["--distributed.process-id"], heartbeats.name.rpartition("-")[2]
 told: list[int] = []
+ABORTS = {  # as JAX does where another rank is gone, after and before a rank's own watchdog has begun
+    "abort": "jmoe: rank {}: no sign of life, dead or stopped",
+    "unheard": "The following tasks are unhealthy (stopped sending heartbeats):\n{}\n7\nThe tasks have crashed.",
+}
 
 
 def act(action: str, number: int) -> None:
@@ -40,8 +44,8 @@ def act(action: str, number: int) -> None:
         time.sleep(1000)
     elif action == "return":
         Path(os.environ["SUPERVISED_AWAY"]).write_text("")
-    elif action == "abort":  # as JAX does where another rank is gone
-        print(f"jmoe: rank {number}: no sign of life, dead or stopped\n    @ 0x7f26 (unknown)", flush=True)
+    elif action in ABORTS:
+        print(ABORTS[action].format(number), "    @ 0x7f26 (unknown)", sep="\n", flush=True)
         os.kill(os.getpid(), signal.SIGABRT)
     elif action == "sleep":
         time.sleep(number)

@@ -35,6 +35,7 @@ from jmoe.run.checkpoint_contents import (
     crc32,
     entry_of,
     files_of,
+    files_to_verify,
     in_words,
     named_leaves,
     placed,
@@ -229,13 +230,13 @@ class Checkpoints:
         missing = [name for name in files if not (self.folder_of(step) / name).is_file()]
         return f"is incomplete: {missing[0]} is missing" if missing else None
 
-    def _damage(self, step: int, prefix: str = "", part: int = 0, parts: int = 1) -> str | None:
-        """Return the first damaged file of this part of the step's files, and how, or None."""
+    def _damage(self, step: int, prefix: str = "", reader: int = 0, readers: int = 1) -> str | None:
+        """Return the first damaged file among those of the step that this reader verifies, and how, or None."""
         reason = self._incomplete(step)
         if reason is not None:
             return reason
-        files = self._manifest(step)["files"]
-        for name in sorted(name for name in files if name.startswith(prefix))[part::parts]:
+        files = {name: entry for name, entry in self._manifest(step)["files"].items() if name.startswith(prefix)}
+        for name in files_to_verify(files, readers)[reader]:
             size_bytes, crc = files[name]
             path = self.folder_of(step) / name
             if path.stat().st_size != size_bytes:
@@ -245,7 +246,7 @@ class Checkpoints:
         return None
 
     def _verify(self, step: int, prefix: str = "") -> None:
-        """Raise on every process if a file of the step is damaged; the processes share the reading."""
+        """Raise on every process if a file of the step is damaged; each process verifies what it is to read."""
         if not self.folder_of(step).is_dir():
             raise ValueError(f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}")
         damage = self._damage(step, prefix, jax.process_index(), jax.process_count())

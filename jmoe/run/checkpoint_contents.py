@@ -1,8 +1,9 @@
 """The contents of a checkpoint's step, for its manifest: files with their sums, arrays by name."""
 
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 
 CRC_BLOCK_BYTES = 1 << 22
 CRC = "crc32"  # of a manifest, in the manifest
+WRITER = re.compile(r"state/ocdbt\.process_(\d+)/")  # of the arrays' files
 PACKING = "packing"  # that the run had; older manifests do not say
 
 
@@ -23,6 +25,28 @@ def crc32(path: Path) -> int:
         while block := file.read(CRC_BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
     return crc
+
+
+def files_to_verify(files: Mapping[str, Sequence[int]], readers: int) -> list[list[str]]:
+    """Return the names of the files that each of `readers` processes verifies: every file is one process's.
+
+    files: [size, sum] by name. What a process wrote is verified by the one that is to read it where as many restore
+    as have saved, and by those that are to read most of it where there are more or fewer; the rest is divided by size.
+    The second reading of a file comes from the page cache.
+    """
+    wrote = {name: int(named[1]) for name in files if (named := WRITER.match(name))}
+    writers = max(wrote.values(), default=0) + 1
+    own: list[list[str]] = [[] for _ in range(readers)]
+    sizes = [0] * readers
+    for name in sorted(files, key=lambda name: (name not in wrote, -files[name][0], name)):
+        first, last = 0, readers - 1
+        if name in wrote:
+            first = wrote[name] * readers // writers
+            last = max(first, (wrote[name] + 1) * readers // writers - 1)
+        reader = min(range(first, last + 1), key=lambda reader: sizes[reader])
+        own[reader].append(name)
+        sizes[reader] += files[name][0]
+    return [sorted(names) for names in own]
 
 
 def write_step_manifest(path: Path, manifest: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 
 from jmoe.config import DistributedConfig
+from jmoe.run.clocks import HostClocks
 from jmoe.run.heartbeat import Heartbeat
 from jmoe.run.rendezvous import named, rendezvous
 from jmoe.runtime import EXIT_LOST
@@ -165,6 +166,8 @@ class Watchdog:
         self._store: Any = _store()
         self._wait: _Wait | None = None
         self._waits = 0  # begun so far; ranks run the same program, so this compares how far they are
+        self._begun_s = time.monotonic()  # when the last of them began
+        self._clocks = HostClocks(socket.gethostname())
         self._last = "nothing yet"
         self._answered_s = math.inf  # when the coordinator last answered; inf: it is not expected to, or that was said
         self._closing = threading.Event()
@@ -195,7 +198,7 @@ class Watchdog:
         if progress is not None:
             wait.seen = {self._rank: str(progress())}
         outer, self._wait = self._wait, wait
-        self._waits += 1
+        self._waits, self._begun_s = self._waits + 1, time.monotonic()
         try:
             try:
                 yield
@@ -212,8 +215,7 @@ class Watchdog:
         return None if report is None else report["progress"]
 
     def __enter__(self) -> Watchdog:
-        if self._heartbeat is not None:
-            self._heartbeat.beat(self._at(), self._waits)
+        self._show_life()
         for thread in self._threads:
             thread.start()
         return self
@@ -237,8 +239,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
             wait = self._wait
-            if self._heartbeat is not None:
-                self._heartbeat.beat(self._at(), self._waits)
+            self._show_life()
             # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this process unexplained.
             silent_s = time.monotonic() - self._answered_s
             if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():
@@ -249,6 +250,10 @@ class Watchdog:
                     wait.since = time.monotonic()
                 else:
                     self._give_up(wait)
+
+    def _show_life(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat(self._at(), self._waits, time.monotonic() - self._begun_s)
 
     def _has_progressed(self, wait: _Wait) -> bool:
         if wait.progress is None:
@@ -365,12 +370,16 @@ class Watchdog:
         wait = self._wait
         progress = str(wait.progress()) if wait is not None and wait.progress is not None else None
         report = {"beat": beat, "waits": self._waits, "at": self._at(), "progress": progress}
+        report |= {"host": socket.gethostname(), "time": time.time()}
         self._store.key_value_set(f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True)
 
     def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
         """Name, on rank 0, ranks that stopped reporting, before JAX ends the run for want of their heartbeats."""
-        now = time.monotonic()
-        for rank, report in self._reports().items():
+        now, begun_s = time.monotonic(), time.time()
+        reports = self._reports()
+        for line in self._clocks.look(reports, begun_s):
+            _say(line)
+        for rank, report in reports.items():
             if rank not in changed or changed[rank][0] != report["beat"]:
                 changed[rank] = (report["beat"], now)
             silent_s = now - changed[rank][1]

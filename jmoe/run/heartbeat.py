@@ -29,10 +29,10 @@ class Heartbeat:
         self._devices = local_devices
         self._beats = 0
 
-    def beat(self, at: str, waits: int = 0) -> None:
-        """Say that this process is alive, what it does, and how many waits it has begun so far."""
+    def beat(self, at: str, waits: int = 0, since_s: float = 0.0) -> None:
+        """Say that this process is alive, what it does, how many waits it has begun, the last of them `since_s` ago."""
         self._beats += 1
-        beat = {"beat": self._beats, "at": at, "waits": waits, "devices": self._devices}
+        beat = {"beat": self._beats, "at": at, "waits": waits, "since_s": since_s, "devices": self._devices}
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             new.write_text(json.dumps(beat))

@@ -1,6 +1,6 @@
-"""What the output folder of a run says of it, while it goes on and afterwards. Standard library, nothing is written.
+"""What the output folder of a run says of it, while it goes on and afterwards. Standard library, nothing is left there.
 
-Ages are differences between this machine's clock and the times that the disk gives to files.
+Ages are by the clock that gives files their times, the disk's; where no file can be made there, by this machine's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, Literal
 
 from jmoe.config import DistributedConfig
+from jmoe.run.clocks import SKEW_S, disk_time
 from jmoe.run.heartbeat import CLOSED, read_heartbeat
 from jmoe.run.restarts import METRICS, reached
 
@@ -27,17 +28,22 @@ LOCK, IDENTITY = "run.lock", "run.json"  # those of `RunFolder`
 SUPERVISE, EVENTS = "supervise", "events.jsonl"
 RATE_STEPS = 32  # the rate is the median of so many last steps that compiled nothing
 SILENT_S = 5.0  # a rank beats about once a second
+LATE_S = 0.1  # ranks do not begin a wait at one moment
 
 State = Literal["starting", "running", "ended", "stopped", "dead"]
 
 
 @dataclass(frozen=True)
 class RankSign:
-    """A rank's last sign of life. waits: begun so far, by which ranks compare how far they are."""
+    """A rank's last sign of life. waits: begun so far, by which ranks compare how far they are.
+
+    begun_time: of the last wait, by the disk's clock as is beat_time.
+    """
 
     rank: int
     at: str
     waits: int
+    begun_time: float
     beat_time: float
     silent_s: float
 
@@ -58,7 +64,7 @@ class RunOverview:
     starting: a supervisor is about to start its processes. running: a process of it holds the folder. ended: all
     steps are done and saved. stopped: no process is left, and every step is saved. dead: no process is left, and steps
     have to be done again. steps: done, of `num_steps`. snapshot: in the memory of this host alone. tiers: of process 0
-    since its start.
+    since its start. clock_ahead_s: this machine's clock against the one that gives the folder's files their times.
     """
 
     folder: str
@@ -80,6 +86,7 @@ class RunOverview:
     ranks: tuple[RankSign, ...]
     slowest_rank: int | None
     tiers: dict[str, float] | None
+    clock_ahead_s: float
 
 
 def read_overview(folder: Path) -> RunOverview:
@@ -88,7 +95,9 @@ def read_overview(folder: Path) -> RunOverview:
     if not signs:
         missing = "must be a folder" if not folder.is_dir() else f"has no {IDENTITY}, {LOCK}, {METRICS} or {SUPERVISE}"
         raise ValueError(f"run = {str(folder)!r}: must be the output folder of a run, and {missing}")
-    config, now, events = _json(folder / "config.json"), time.time(), _supervised(folder)
+    config, events = _json(folder / "config.json"), _supervised(folder)
+    own_now = time.time()
+    now = disk_time(folder) or max(own_now, _time_of(folder / METRICS) or 0.0)
     steps, resumes = _last_steps(folder / METRICS)
     how_far, last = reached(folder), steps[-1] if steps else {}
     rates = [step for step in steps if not step.get("compiled")]
@@ -115,30 +124,35 @@ def read_overview(folder: Path) -> RunOverview:
         step_age_s=None if not steps else _age(_time_of(folder / METRICS), now),
         checkpoint=checkpoint,
         checkpoint_age_s=_age(checkpoint_time, now),
-        snapshot=_snapshot(config, run, now),
+        snapshot=_snapshot(config, run, own_now),
         restarts=max(len(starts) - 1, resumes),
         last_end=ends[-1] if ends else "",
         ranks=ranks,
         slowest_rank=slowest(ranks) if state == "running" else None,
         tiers=last.get("tiers"),
+        clock_ahead_s=own_now - now,
     )
 
 
 def slowest(ranks: tuple[RankSign, ...]) -> int | None:
-    """Return the rank that has been silent longest, or is behind another one; None: all have come as far.
-
-    Ranks tell at different moments: one is behind only where another had come further before it told.
-    """
+    """Return the rank that has been silent longest, or is the latest to begin what others have begun; None: none is."""
     silent = [rank for rank in ranks if rank.silent_s > SILENT_S and rank.at != CLOSED]
     if silent:
         return max(silent, key=lambda rank: rank.silent_s).rank
     at_work = [rank for rank in ranks if rank.at != CLOSED]
-    behind = {
-        rank.rank: max(other.waits - rank.waits for other in at_work if other.beat_time <= rank.beat_time)
-        for rank in at_work
-    }
-    worst = max(behind, key=lambda rank: behind[rank], default=None)
-    return worst if worst is not None and behind[worst] > 0 else None
+    late_s = {rank.rank: max(_late_s(rank, other) for other in at_work) for rank in at_work}
+    late = [rank for rank in at_work if late_s[rank.rank] > LATE_S]
+    return min(late, key=lambda rank: (rank.waits, -late_s[rank.rank])).rank if late else None
+
+
+def _late_s(rank: RankSign, other: RankSign) -> float:
+    """Return how much later than the other one this rank has begun, or not begun yet, what both wait for in turn.
+
+    Ranks tell at different moments: one is behind only where the other had begun more before it told.
+    """
+    if other.waits == rank.waits:
+        return rank.begun_time - other.begun_time
+    return rank.beat_time - other.begun_time if other.waits > rank.waits else 0.0
 
 
 # State
@@ -207,7 +221,9 @@ def _ranks(folder: Path, config: dict[str, Any], now: float) -> tuple[RankSign, 
         if beat and beat_time is not None:
             rank = int(path.stem.partition("-")[2])
             silent_s = max(0.0, now - beat_time)
-            ranks.append(RankSign(rank, str(beat.get("at", "")), int(beat.get("waits", 0)), beat_time, silent_s))
+            begun_time = beat_time - float(beat.get("since_s", 0.0))
+            waits = int(beat.get("waits", 0))
+            ranks.append(RankSign(rank, str(beat.get("at", "")), waits, begun_time, beat_time, silent_s))
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
@@ -285,6 +301,9 @@ def lines(run: RunOverview) -> Iterator[str]:
     """Yield the overview, a line for each thing that is known."""
     attempt = f", attempt {run.attempt}" if run.attempt is not None else ""
     yield f"{run.run} in {run.folder}: {run.state} ({run.why}{attempt})"
+    if abs(run.clock_ahead_s) > SKEW_S:
+        how = "ahead of" if run.clock_ahead_s > 0 else "behind"
+        yield f"clock         this machine's is {abs(run.clock_ahead_s):,.0f} s {how} the disk's, which ages are by"
     of = f" of {run.num_steps:,} ({100 * run.steps // max(1, run.num_steps)} %)" if run.num_steps is not None else ""
     yield f"steps         {run.steps:,}{of}{_ago(run.step_age_s)}"
     if run.tokens_per_s is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jmoe.config import TrainConfig
+from jmoe.run.clocks import disk_time
 from jmoe.run.overview import read_overview
 from jmoe.run.restarts import reached
 
@@ -136,14 +137,16 @@ class RunMetrics:
 
     def _checkpoint(self) -> dict[str, _Metric]:
         step = reached(self._output_dir).checkpoint
+        folder = self._output_dir / "checkpoints" / str(step)
         try:
-            saved_time = (self._output_dir / "checkpoints" / str(step)).stat().st_mtime
+            saved_time = folder.stat().st_mtime
         except OSError:  # there is none, or it was just deleted
             return {}
+        now = disk_time(folder.parent) or time.time()
         return {
             "checkpoint_step": _Metric("gauge", "Steps in the newest complete checkpoint.", step),
             "checkpoint_timestamp_seconds": _Metric("gauge", "When it was written, Unix time.", saved_time),
-            "checkpoint_age_seconds": _Metric("gauge", "Its age.", max(0.0, time.time() - saved_time)),
+            "checkpoint_age_seconds": _Metric("gauge", "Its age.", max(0.0, now - saved_time)),
         }
 
     def _define(self, kind: str, name: str, text: str, value: float | None = None) -> None:

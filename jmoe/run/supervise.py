@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,7 +24,9 @@ from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.configs import PRESETS
+from jmoe.run.clocks import disk_time
 from jmoe.run.heartbeat import CLOSED, Listener
+from jmoe.run.rendezvous import named
 from jmoe.run.restarts import ABORTED, Ending, Restarts, kind_of, named_code, reached
 from jmoe.run.tether import PASSED_ON, Order, Tether, answered
 from jmoe.runtime import EXIT_LOST, EXIT_STOPPED
@@ -34,6 +37,7 @@ END_S = 10.0  # ranks may say so long why they end, after the first one has
 BEGIN_S = 60.0  # beyond distributed.start_timeout_s until a rank's first sign of life
 LOG_TAIL_BYTES = 1 << 16  # an aborted process ends with a long stack
 TORN_S = 5.0  # what was written to the compile cache so shortly before a kill may be half of an entry
+UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")  # JAX's coordinator: a rank at the end of a line
 PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")  # environment, to other hosts
 
 
@@ -264,9 +268,7 @@ class Supervisor:
     def _forget_torn(self) -> None:
         """Delete the newest entries of the compile cache: JAX writes them in place, and reads half of one for ever."""
         try:
-            probe = self.folder / "now"  # by the clock of the disk's own host
-            probe.touch()
-            newest_s = probe.stat().st_mtime - TORN_S
+            newest_s = (disk_time(self._cache) or time.time()) - TORN_S
             for entry in self._cache.iterdir():
                 if entry.is_file() and entry.stat().st_mtime > newest_s:
                     entry.unlink()
@@ -366,13 +368,17 @@ class Supervisor:
         return self._log(0).stat().st_size if self._log(0).exists() else 0
 
     def _last_words(self, rank: int) -> str:
-        """Return the last line of jmoe's own in a rank's log of this attempt; the last one if there is none."""
+        """Return the last line of jmoe's own in a rank's log of this attempt; of JAX's or of any if there is none."""
         try:
             text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         except OSError:
             return "no log"
-        lines = [line.strip() for line in text.rpartition("\n=== ")[2].splitlines()[1:] if line.strip()]
+        text = text.rpartition("\n=== ")[2]
+        lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
         own = [line for line in lines if line.startswith(("jmoe: ", "train.py: ", "jmoe-train: "))]
+        if not own and (unheard := UNHEARD.search(text)):
+            ranks = [int(line) for line in re.findall(r"(\d+)\n", unheard[1])]
+            return f"{named(ranks)}: JAX has heard nothing, dead or stopped"
         return ([*lines, *own] or ["its log is empty"])[-1]
 
     def _show_log(self, position: int) -> int:

@@ -400,11 +400,12 @@ def test_a_kill_at_any_moment_loses_nothing_saved(start_python: Start, open_chec
 
 
 RANK = """
-import os, sys, time
+import json, os, sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, DistributedConfig
+from jmoe.run import checkpoint
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.distributed import Watchdog, start
 
@@ -414,7 +415,7 @@ if processes > 1:
                             start_timeout_s=240, heartbeat_timeout_s=240))
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 rows, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
-width = 500_000 if mode == "fail" else 5000
+width = {"fail": 500_000, "bytes": 2_000_000}.get(mode, 5000)
 make = jax.jit(lambda n: {"rows": jnp.arange(8.0 * width).reshape(8, width) + n, "step": n},
                out_shardings={"rows": rows, "step": whole})
 train = jax.jit(lambda s: {"rows": s["rows"] + s["rows"].mean() * 0 + 1, "step": s["step"] + 1}, donate_argnums=0)
@@ -435,7 +436,7 @@ with Watchdog(60) as watchdog:
     if mode == "fail" and rank == 1:
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    for step in range(begin + 1, begin + 41):
+    for step in range(begin + 1, begin + (6 if mode == "bytes" else 41)):
         with watchdog.waiting_for("training step", step):
             state = train(state)
             jax.block_until_ready(state)
@@ -444,6 +445,13 @@ with Watchdog(60) as watchdog:
             with watchdog.waiting_for("checkpoint", step):
                 checkpoints.save(step, state, step, '{"made": "by %d processes"}' % processes)
     checkpoints.close()
+    if mode == "bytes":
+        verified, crc32 = [], checkpoint.crc32
+        checkpoint.crc32 = lambda path: verified.append(str(path.relative_to(Path(folder) / str(step)))) or crc32(path)
+        read = lambda: int(Path("/proc/self/io").read_text().split()[1])
+        before = read()
+        Checkpoints(Path(folder), CheckpointConfig(keep=3)).restore(step, target)
+        print("read", json.dumps({"verified": verified, "bytes": read() - before}), flush=True)
 print("steps", checkpoints.steps(), flush=True)
 """
 
@@ -482,6 +490,22 @@ def test_other_numbers_of_processes_go_on(run_ranks: RunRanks, tmp_path: Path) -
         manifest = json.loads((tmp_path / "shared" / str(begin) / MANIFEST).read_text())
         written_by = {name.split("/")[1] for name in manifest["files"] if "/d/" in name}
         assert written_by == {"d", *(f"ocdbt.process_{rank}" for rank in range(processes))}
+
+
+def test_a_rank_reads_its_own_files(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Once for their sums and once for the arrays, and next to nothing of another rank's; every file is verified."""
+    statuses, logs = run_ranks(2, 1, mode="bytes")
+    assert statuses == [0, 0], logs
+    files = json.loads((tmp_path / "shared" / "5" / MANIFEST).read_text())["files"]
+    verified = []
+    for rank, log in enumerate(logs):
+        read = json.loads(re.findall(r"read (.*)", log)[0])
+        own_bytes = sum(size for name, (size, _) in files.items() if f"ocdbt.process_{rank}/" in name)
+        other_bytes = sum(size for name, (size, _) in files.items() if f"ocdbt.process_{1 - rank}/" in name)
+        assert own_bytes > 10e6 and not [name for name in read["verified"] if f"ocdbt.process_{1 - rank}/" in name]
+        assert read["bytes"] < 2 * own_bytes + 0.2 * other_bytes
+        verified += read["verified"]
+    assert sorted(verified) == sorted(files)
 
 
 def test_folders_that_are_not_shared_are_an_error(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from jmoe.run.distributed import PreemptionSignal, Watchdog, start
 
 rank, processes, port = map(int, sys.argv[1:4])
 option = dict(word.split("=") for word in sys.argv[4:])
+clock, ahead_s = time.time, dict(map(int, word.split(":")) for word in option.get("clocks", "").split(",") if word)
+time.time = lambda: clock() + ahead_s.get(rank, 0)
 print("imported", flush=True)
 while not os.path.exists(option.get("go", "/")):
     time.sleep(0.01)
@@ -146,6 +148,14 @@ def test_a_stopped_coordinator_ends_the_others(run_ranks: RunRanks) -> None:
     assert ends(ranks[1]) == distributed.EXIT_CODE
     log = ranks[1].screen
     assert re.search(r"rank 1 has waited \d+ s for training step \d+ .*; rank 0 .the coord.* does not answer", log), log
+
+
+def test_hosts_whose_clocks_differ_are_named_and_train(run_ranks: RunRanks) -> None:
+    ranks = run_ranks([0, 1, 2], 3, "clocks=1:3600,2:-7200")
+    for words in (r"rank 1 on \S+ is 3[56]\d\d s ahead of rank 0's", r"rank 2 on \S+ is 7[12]\d\d s behind rank 0's"):
+        ranks[0].wait_until(lambda words=words: re.search(f"jmoe: warning: the clock of {words}", ranks[0].screen))
+    at = ranks[0].screen.count("step ")
+    ranks[0].wait_until(lambda: ranks[0].screen.count("step ") > at + 5)
 
 
 def test_a_stuck_rank_is_named_and_prints_its_own_stack(run_ranks: RunRanks) -> None:

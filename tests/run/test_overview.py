@@ -3,8 +3,10 @@
 import fcntl
 import json
 import os
+import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,20 +168,42 @@ def test_a_supervised_run(folder: Path, hold: Hold) -> None:
 @pytest.mark.parametrize(
     ("signs", "rank"),
     [
-        ([(0, 12, 3.0, 0.1), (1, 12, 3.5, 0.1)], None),
-        ([(0, 13, 3.0, 0.1), (1, 12, 3.5, 0.1)], 1),  # rank 0 was further before rank 1 told
-        ([(0, 13, 3.5, 0.1), (1, 12, 3.0, 0.1)], None),  # rank 1 may have come as far since
-        ([(0, 13, 3.0, 0.1), (1, 12, 3.5, 0.1), (2, 9, 3.6, 0.1)], 2),
-        ([(0, 13, 3.0, 9.0), (1, 12, 3.5, 7.0)], 0),
+        ([(0, 12, 2.5, 3.0, 0.1), (1, 12, 2.55, 3.5, 0.1)], None),
+        ([(0, 12, 2.5, 3.0, 0.1), (1, 12, 2.7, 3.5, 0.1)], 1),  # it began what rank 0 had begun before
+        ([(0, 13, 2.5, 3.0, 0.1), (1, 12, 2.4, 3.5, 0.1)], 1),  # rank 0 had begun more before rank 1 told
+        ([(0, 13, 3.4, 3.5, 0.1), (1, 12, 2.9, 3.0, 0.1)], None),  # rank 1 may have begun it since
+        ([(0, 13, 2.5, 3.0, 0.1), (1, 12, 2.4, 3.5, 0.1), (2, 9, 1.0, 3.2, 0.1)], 2),
+        ([(0, 13, 2.5, 3.0, 9.0), (1, 12, 2.4, 3.5, 7.0)], 0),
         ([], None),
     ],
 )
-def test_the_slowest_rank(signs: list[tuple[int, int, float, float]], rank: int | None) -> None:
+def test_the_slowest_rank(signs: list[tuple[int, int, float, float, float]], rank: int | None) -> None:
     assert slowest(tuple(RankSign(number, "step", *rest) for number, *rest in signs)) == rank  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_done_is_not_slow() -> None:
-    assert slowest((RankSign(0, CLOSED, 0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 0.1))) is None
+    assert slowest((RankSign(0, CLOSED, 0, 1.0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 1.0, 0.1))) is None
+
+
+@pytest.mark.parametrize("ahead_s", [3600, -3600])
+def test_a_clock_that_differs_from_that_of_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """As on a laptop that looks at a cluster's disk: ages are by the disk, and the run is not taken for dead."""
+    write_owner(folder, "elsewhere")
+    beats = folder / "supervise" / "heartbeat-1"
+    beats.mkdir(parents=True)
+    Heartbeat(beats, 0, 1).beat("step 7", 12)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    run = read_overview(folder)
+    assert run.state == "running" and run.ranks[0].silent_s < 1800 and run.clock_ahead_s == pytest.approx(ahead_s, 0.5)
+    how = "ahead of" if ahead_s > 0 else "behind"
+    (line,) = [line for line in lines(run) if line.startswith("clock")]
+    assert re.fullmatch(rf"clock {{9}}this machine's is [\d,]+ s {how} the disk's, which ages are by", line)
+    monkeypatch.setattr("jmoe.run.overview.disk_time", lambda folder: None)  # it may not write there
+    run = read_overview(folder)
+    assert (run.clock_ahead_s < -1800) == (ahead_s < 0) and run.step_age_s is not None and run.step_age_s >= 0
 
 
 def test_what_is_no_run_is_refused(

@@ -112,6 +112,13 @@ def test_an_aborted_rank_says_why_in_words_of_its_own(
     assert "rank 1: killed by SIGABRT: jmoe: rank 0: no sign of life, dead or stopped; all processes start" in screen
 
 
+def test_ranks_that_jax_does_not_hear_are_named(supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is stopped before the others watch: JAX alone knows which one."""
+    monkeypatch.setattr(supervise, "END_S", 0.2)
+    _, screen = supervised_run.end({"1 0": "sleep 1000", "1 1": "unheard 0"})
+    assert "rank 1: killed by SIGABRT: ranks 0, 7: JAX has heard nothing, dead or stopped; all processes" in screen
+
+
 def test_the_same_step_twice_is_given_up(supervised_run: Supervised) -> None:
     code, screen = supervised_run.end({"1 0": "steps 3; exit 70", "2 0": "exit 70"})
     assert code == 70
