@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.simulator import check
+
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Result = dict[str, Any]
 
@@ -79,6 +81,20 @@ def _cutting(result: Result) -> str:
     return (
         f"without a link: a step with chunks {1 / _row(rows, variant='chunks')['ratio_to_priority']:.2f} times as long"
     )
+
+
+def _partition_sizes(result: Result) -> str:
+    parts = []
+    for name in ("chunk_sweep_50", "chunk_sweep"):
+        rows = [row for row in result[name]["rows"] if row["variant"] == "chunks"]
+        sizes = ", ".join(f"{row['chunk_bytes'] / 1e6:g} MB {row['ratio_to_ready']:.2f}" for row in rows)
+        parts.append(f"{rows[0]['mbit_per_s']:g} Mbit/s: {sizes}")
+    return "; ".join(parts)
+
+
+def _simulated(result: Result) -> str:
+    rows = check(result)
+    return f"{len(rows)} exchanges, off by {max(abs(row['error']) for row in rows):.1%} at most"
 
 
 def _packing(result: Result) -> str:
@@ -339,6 +355,18 @@ PLACES = (
         lacking="smoke test: lina-share",
     ),
     Place(
+        "lina-partition-size",
+        "Lina",
+        "section 7.2, partition size",
+        "speed of a step over that of `ready` by the size of a chunk",
+        NOT_AT_HAND,
+        "sudo NPROC=4 python benchmarks/communication.py order --rates 50 --variants ready chunks --rounds 5 "
+        "--chunk-bytes 1500000",
+        ORDER_FILE,
+        _partition_sizes,
+        lacking="smoke test: lina-share",
+    ),
+    Place(
         "lina-overhead",
         "Lina",
         "section 7.2, overheads",
@@ -411,8 +439,8 @@ PLACES = (
         "the simulator against exchanges that were measured",
         "-",
         "python -m benchmarks.paper.simulator",
-        None,
-        _none,
+        "exchange_two_nodes_cpu.json",
+        _simulated,
         quick="-m benchmarks.paper.simulator",
     ),
 )
