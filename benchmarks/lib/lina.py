@@ -27,6 +27,8 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
 
 LENGTHS = (1, 3, 6)
+LINA, LINA_WHOLE = "lina, l = 3", "lina, l = 3, all experts"
+TABLES = {"lina, l = 1": (1, False), LINA: (3, False), LINA_WHOLE: (3, True), "lina, l = 6": (6, False)}
 TIMES = 30
 
 
@@ -58,12 +60,12 @@ def load_table(folder: Path, length: int, *, whole: bool = False) -> PathTable:
 
 
 def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
-    """Let a placer decide as one contestant does. name: as in `CONTESTANTS`."""
-    length = int(name.rpartition(" ")[2]) if name.startswith("lina") else 3
+    """Let a placer decide as one contestant does. `TABLES`: of those with a table, a path's length and what is kept."""
+    length, whole = TABLES.get(name, TABLES[LINA])
     lina = name not in ("even", "ideal")
     placer._mesh = replace(placer._mesh, placement="lina" if lina else "even")
     placer._estimates = lina and name != "without_estimate"
-    placer._table = load_table(folder, length) if placer._estimates else None
+    placer._table = load_table(folder, length, whole=whole) if placer._estimates else None
     was_right = partial_was_right(placer, name)
     placer._was_right = was_right  # type: ignore[method-assign]
 
@@ -71,8 +73,8 @@ def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
 def partial_was_right(placer: ExpertPlacer, name: str) -> Any:
     """Return the placer's question whether phase two has to plan; never where there is no phase two."""
     if name == "without_phase_two":
-        return lambda counts_E: True
-    return lambda counts_E: ExpertPlacer._was_right(placer, counts_E)
+        return lambda layer, counts_E: True
+    return lambda layer, counts_E: ExpertPlacer._was_right(placer, layer, counts_E)
 
 
 @led
@@ -88,7 +90,8 @@ def contest(runner: MeshRunner, name: str, folder: str) -> None:
         )
         experts._held[layer][:] = EMPTY  # what an earlier contestant has copied is of no use to this one
         experts.apply(layer, experts.changes(layer, even))
-    runner.placer._recent_LE[:] = 0
+    for learned in (runner.placer._recent_LE, runner.placer._promised_L, runner.placer._kept_L):
+        learned[:] = 0
     run = MeshRunner._run_experts.__get__(runner)
     runner._run_experts = _balanced(runner, run) if name == "ideal" else run  # type: ignore[method-assign]
 
@@ -287,7 +290,7 @@ def plans_ms(folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_d
 
         return call
 
-    right = planner_of("lina, l = 3", folder, Places(config, 2, slots), SwapCosts(1.0, 1e9), config)
+    right = planner_of(LINA, folder, Places(config, 2, slots), SwapCosts(1.0, 1e9), config)
     right._table = _Knows(counts_E)  # type: ignore[assignment]
     right.before(layer, step[:layer])
     return {

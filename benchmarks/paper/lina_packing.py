@@ -3,11 +3,16 @@
     sudo python benchmarks/paper/lina_packing.py                        two shapes at 100 Mbit/s
     sudo python benchmarks/paper/lina_packing.py --shapes 0 --rounds 3
 
-Two nodes of two ranks with one device each; one expert a device without packing. Steps with 1, 2 and 4 experts a device
-are timed in turn, from a barrier to a barrier. Then the controller of `--comm.packing auto` runs a training of its own
-from step 0 until it is done; `controller` marks what it chose, `off_best` how much longer a step takes than with the
-best. all_to_all_ms, experts_ms: of a forward micro-operation, as the controller measures them.
-pipelining_efficiency: experts_ms / all_to_all_ms, at most 1: the part of an all-to-all that experts can hide.
+Two nodes of two ranks with one device each; one expert a device without packing. The controller of `--comm.packing
+auto` runs a training of its own from step 0 until it is done. Then its next steps (`controller`) are timed in turn with
+those of trainings with 1, 2 and 4 experts a device from the start, from a barrier to a barrier; `off_best`: how much
+longer a step takes than with the best of these three, median, round by round. all_to_all_ms, experts_ms: of a forward
+micro-operation, as the controller measures them. pipelining_efficiency: experts_ms / all_to_all_ms, at most 1: the part
+of an all-to-all that experts can hide. utilisation: processor time of all ranks over wall time and cores, which stands
+in for the GPU utilisation of the paper's table 4.
+
+trials: what the controller paid until it was done: `deciding_s` to measure and to move the state, `slower_s` for the
+steps with a packing that it left again, beyond those of the packing that it kept.
 
 Shape 0 sends much to small experts; of shape 1 the experts are large and few tokens come, so that their gradients,
 which replicas have to add up, are more than what the all-to-alls carry, and Lina's rule alone would be wrong.
@@ -23,10 +28,12 @@ if __name__ == "__main__":
     reexec_with_env()
 
 import argparse
+import copy
+import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--shapes", type=int, nargs="+", default=list(range(len(SHAPES))), help="by number")
     parser.add_argument("--rates", type=float, nargs="+", default=[100], help="Mbit/s, both directions together")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=13)
     parser.add_argument("--schedule", default="pipelined", help="of collectives; Lina's is pipelined")
     parser.add_argument("--chunk-bytes", type=int, help="default: what the link carries in 20 ms")
     parser.add_argument("--cache-dir", help="keep compiled programs in this folder")
@@ -73,35 +80,67 @@ class Packed:
         lowered = self.trainer.step.lower(self.trainer.state_shape, self.tokens)
         self.trainer.step = compiled(lowered, Path(a.cache_dir), a.rank)
         self.state = self.trainer.init()
-        self.taken = Taken()
+        self.taken, self.busy_s = Taken(), 0.0
 
     def __call__(self) -> Any:
         self.state, metrics = self.trainer.step(self.state, self.tokens)
         return metrics
 
+    def another(self) -> "Packed":
+        """Return another training with the same program."""
+        other = copy.copy(self)
+        other.state, other.taken = self.trainer.init(), Taken()
+        return other
 
-def control(config: TrainConfig, packed: dict[int, Packed]) -> tuple[int, list[str]]:
-    """Return what the controller chooses in a run of its own, and each of its decisions."""
+    def time(self, clock: Clock) -> None:
+        begun = time.process_time()
+        self.taken.add(*clock(self))
+        self.busy_s += time.process_time() - begun
+
+
+class Controlled(NamedTuple):
+    """What the controller did: its run as it is when it is done, its decisions, and their cost."""
+
+    packing: int
+    run: Packed
+    decisions: list[str]
+    deciding_s: float
+    steps: list[tuple[int, float]]  # packing and seconds
+
+    def trials(self, kept_s: float) -> dict[str, Any]:
+        """Return what it paid. kept_s: of a step with the packing that it kept."""
+        first = next((n for n, (packing, _) in enumerate(self.steps) if packing != self.steps[0][0]), len(self.steps))
+        left = [seconds for packing, seconds in self.steps[first:] if packing != self.packing]
+        slower_s = sum(seconds - kept_s for seconds in left)
+        return {"deciding_s": round(self.deciding_s, 2), "steps_left": len(left), "slower_s": round(slower_s, 2)}
+
+
+def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
+    """Let the controller run a training until it is done."""
     import jax
 
     from jmoe.training.packing import PackingController, moved
 
-    controller, decisions, step = PackingController(config, SHAPE, 1), list[str](), 0
-    packed[1].state = packed[1].trainer.init()
+    controller, decisions, deciding_s = PackingController(config, SHAPE, 1), list[str](), 0.0
+    steps: list[tuple[int, float]] = []
+    now = packed[1].another()
     while not controller.done:
-        now = packed[controller.packing]
-        if controller.is_due(step):
-            decision, _ = controller.decide(step, now.trainer, now.state)
-            decisions.append(f"step {step}: {decision.reason}")
-            after = packed[controller.packing]
-            if after is not now:
-                after.state = moved(now.state, now.trainer, after.trainer)
-            now = after
         begun = time.perf_counter()
+        if controller.is_due(len(steps)):
+            before = controller.packing
+            decision, _ = controller.decide(len(steps), now.trainer, now.state)
+            decisions.append(f"step {len(steps)}: {decision.reason}")
+            if controller.packing != before:
+                after = packed[controller.packing].another()
+                after.state = moved(now.state, now.trainer, after.trainer)
+                now = after
+            deciding_s += time.perf_counter() - begun
+            begun = time.perf_counter()
         jax.block_until_ready(now())
-        controller.note_step(time.perf_counter() - begun, compiled=False)
-        step += 1
-    return controller.packing, decisions
+        seconds = time.perf_counter() - begun
+        controller.note_step(seconds, compiled=False)
+        steps.append((controller.packing, seconds))
+    return Controlled(controller.packing, now, decisions, deciding_s, steps)
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
@@ -110,21 +149,25 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
 
 
 def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    from jax.experimental import multihost_utils
+
     from jmoe.training.packing import agreed, micro_operations
 
     configs = {p: config_of(a, shape, num_ranks, {"schedule": a.schedule, "packing": p}) for p in (*PACKINGS, "auto")}
     packed = {p: Packed(a, configs[p]) for p in PACKINGS}
     for run in packed.values():
         clock(run)
+    controlled = control(configs["auto"], packed)
+    runs = [*packed.items(), (controlled.packing, controlled.run)]
     for _ in range(a.rounds):
-        for run in packed.values():
-            run.taken.add(*clock(run))
+        for _, run in runs:
+            run.time(clock)
     measured = {p: agreed(list(micro_operations(run.trainer, run.state))) for p, run in packed.items()}
-    chosen, decisions = control(configs["auto"], packed)
-    medians = {p: report.median(run.taken.seconds) for p, run in packed.items()}
+    busy_s = multihost_utils.process_allgather(np.array([run.busy_s for _, run in runs])).sum(axis=0)
+    best = min((run.taken for run in packed.values()), key=lambda taken: report.median(taken.seconds))
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")
     rows = []
-    for p, run in packed.items():
+    for (p, run), busy in zip(runs, busy_s.tolist(), strict=True):
         sent_s, experts_s = measured[p]
         rows.append(
             {
@@ -135,11 +178,13 @@ def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tu
                 "all_to_all_ms": round(1e3 * sent_s, 3),
                 "experts_ms": round(1e3 * experts_s, 3),
                 "pipelining_efficiency": round(min(1.0, experts_s / sent_s), 3) if sent_s else None,
-                "controller": p == chosen,
-                "off_best": round(medians[p] / min(medians.values()) - 1, 3),
+                "utilisation": round(busy / sum(run.taken.seconds) / len(os.sched_getaffinity(0)), 3),
+                "controller": run is controlled.run,
+                "off_best": round(report.ratio(run.taken.seconds, best.seconds) - 1, 3),
             }
         )
-    return [*rows[:-1], rows[-1] | {"decisions": decisions}]
+    trials = controlled.trials(report.median(controlled.run.taken.seconds))
+    return [*rows[:-1], rows[-1] | {"trials": trials, "decisions": controlled.decisions}]
 
 
 def main() -> None:

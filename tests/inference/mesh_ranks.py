@@ -11,13 +11,14 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.engine import Engine, LoadedModel
 from jmoe.inference.lockstep import Follower, Leader, join, led
 from jmoe.inference.mesh_runner import MeshRunner
-from tests.inference.mesh_traffic import MAX_BATCH, PREPARE, traffic
+from tests.inference.mesh_traffic import MAX_BATCH, PREPARE, estimate_rightly, note_popularity, traffic
 from tests.model_configs import CHECKPOINTS
 from tests.tiny_engines import SIZES
 
@@ -32,6 +33,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "ring": {},
     "nvme": {},
     "wrong": {"placement": "lina", "slots_per_device": 3},
+    "right": {"placement": "lina", "slots_per_device": 3},
     "random": {"placement": "lina", "slots_per_device": 3},
     "eplb": {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3},
 }
@@ -43,6 +45,7 @@ class Turns:
     def __init__(self, model: str, processes: int, folder: str, leader: Leader | None) -> None:
         self.model, self.processes, self.folder, self.leader = model, processes, folder, leader
         self.copied = dict[str, int]()
+        self.noted: list[np.ndarray] = []
         self.runner: MeshRunner | None = None
 
     def config(self, name: str) -> EngineConfig:
@@ -62,6 +65,10 @@ class Turns:
         self.runner.placer.costs = self.runner.placer.costs._replace(row_s=float(name != "random"), copy_s=0.0)
         if name in PREPARE:
             PREPARE[name](self.runner)
+        if name == "even":
+            note_popularity(self.runner, self.noted)
+        if name == "right":
+            estimate_rightly(self.runner, self.noted)
 
     @led
     def call(self, method: str, arguments: list[Any]) -> None:

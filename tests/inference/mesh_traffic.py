@@ -1,6 +1,6 @@
 """What engines on several devices are asked in tests, and what moves their experts about meanwhile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,16 +74,37 @@ def move_at_every_step(runner: MeshRunner) -> None:
 
 
 def estimate_wrongly(runner: MeshRunner) -> None:
-    """Let phase one expect that the experts with the lowest numbers get all tokens, then those with the highest."""
+    """Let phase one expect that the experts with the lowest numbers get all tokens, then those with the highest.
+
+    And go by it, however often that was wrong.
+    """
     experts = runner.residency.index.num_experts
     rising_E = np.arange(1.0, experts + 1) ** 4
     runner.placer._table = _Table([rising_E, rising_E[::-1]])  # type: ignore[assignment]
+    runner.placer._trust = lambda layer: 1.0  # type: ignore[method-assign]
+
+
+def note_popularity(runner: MeshRunner, noted: list[np.ndarray]) -> None:
+    """Note how many tokens chose each expert of every layer but the first, step by step."""
+    after, experts = runner.placer.after, runner.residency.index.num_experts
+
+    def noting(layer: int, chosen_TK: np.ndarray) -> None:
+        if layer:
+            noted.append(np.bincount(chosen_TK.ravel(), minlength=experts + 1)[:-1].astype(float))
+        after(layer, chosen_TK)
+
+    runner.placer.after = noting  # type: ignore[method-assign]
+
+
+def estimate_rightly(runner: MeshRunner, noted: list[np.ndarray]) -> None:
+    """Let phase one expect what was noted when the same requests ran before."""
+    runner.placer._table = _Table([*noted[-1:], *noted[:-1]])  # type: ignore[assignment]
 
 
 class _Table:
-    """A path table that says the same of every path, by turns one popularity and another."""
+    """A path table that says the same of every path, one popularity after the other, from the second on."""
 
-    def __init__(self, popularities: list[np.ndarray]) -> None:
+    def __init__(self, popularities: Sequence[np.ndarray]) -> None:
         self._calls, self._popularities = 0, popularities
 
     def popularity(self, path: list[np.ndarray]) -> LayerEstimate:

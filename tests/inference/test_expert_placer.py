@@ -100,6 +100,42 @@ def test_a_wrong_estimate_is_planned_again_after_the_gate() -> None:
     assert placer.stats().swapped_bytes == placer.stats().replans == placer.stats().swaps == 0
 
 
+def test_right_experts_with_other_numbers_of_tokens_are_planned_again() -> None:
+    """A table of the likeliest experts says nothing of the third and fourth, which have nearly as many tokens."""
+    actual = chosen(20, 20, 19, 19, 1, 1, 1, 1)
+    placer, experts = placer_of(FREE, Table(np.array([20.0, 20, 0, 0, 0, 0, 0, 0])), placement="lina")
+    step(placer, OTHERS, actual)
+    assert placer.stats().replans == 2 and experts.moved == [0, 1, 1]
+    assert placer.stats().balancedness[1] > 0.9
+    placer, experts = placer_of(SwapCosts(1.0, 10.0), Table(np.array([20.0, 20, 0, 0, 0, 0, 0, 0])), placement="lina")
+    step(placer, OTHERS, actual)
+    assert placer.stats().replans == 1  # 30 tokens where 20.5 were foreseen are not worth a copy
+
+
+def test_an_estimate_that_did_not_pay_is_trusted_again_once_it_would_have() -> None:
+    placer, experts = placer_of(FREE, Table(counts(OTHERS)), placement="lina")
+    for _ in range(3):
+        step(placer, OTHERS, SKEWED)
+    moves = len(experts.moved)
+    for _ in range(3):
+        step(placer, OTHERS, SKEWED)
+    assert len(experts.moved) == moves  # what was placed after the gate is left alone
+    assert placer.stats().replans == 7  # yet every estimate of layer 1 was wrong
+
+    last_moves = []
+    for number in range(20):
+        right = (OTHERS, SKEWED)[number % 2]
+        placer._table = Table(counts(right))  # type: ignore[assignment]
+        placer.before(0, [])
+        placer.after(0, OTHERS)
+        moves = len(experts.moved)
+        placer.before(1, [OTHERS])
+        last_moves.append(len(experts.moved) - moves)
+        placer.after(1, right)
+        placer.end_step()
+    assert last_moves[0] == 0 and last_moves[-1] == 1
+
+
 def test_dear_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor any while costs are not known; and where one copy is dearer than all that could be saved none is planned."""
     placer, experts = placer_of(SwapCosts(1.0, 40.0), Table(counts(OTHERS)), placement="lina")

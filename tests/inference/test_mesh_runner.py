@@ -106,7 +106,7 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
 
 @pytest.mark.slow
 def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> None:
-    """Of a device each, led as by serve.py; experts move between them after wrong estimates, at random, and by EPLB."""
+    """Of a device each, led as by serve.py; experts move between them by estimates, at random, and by EPLB."""
     with tiny_engine("deepseek_v3", max_batch=MAX_BATCH, policy="resident") as engine:
         expected, use = traffic(engine), engine.expert_use()
     port, environment = free_port(), one_device_each(tmp_path / "compiled")
@@ -126,11 +126,14 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
         assert answer["expert_use"] == use.tolist()
     assert found["wrong"]["estimates"] > found["wrong"]["replans"] > 0  # the first layer has no path yet
     assert found["wrong"]["swaps"] > found["wrong"]["replans"]  # phase one makes room for the wrong ones
+    right = found["right"]
+    assert 0 < right["replans"] <= right["estimates"] / len(use)  # of the first layer, which goes by recent choices
+    assert right["swaps"] > right["replans"]  # by phase one, of the others
     assert found["eplb"]["estimates"] == found["eplb"]["replans"] == 0 < found["eplb"]["swaps"]
     for screen in screens:
         copied = json.loads(screen[-1])
         assert not any(copied[still] for still in ("even", "tensor", "ring", "nvme"))
-        assert min(copied[moving] for moving in ("wrong", "random", "eplb")) > 0, copied
+        assert min(copied[moving] for moving in ("wrong", "right", "random", "eplb")) > 0, copied
 
 
 def test_wrong_estimates_change_nothing_but_time() -> None:
