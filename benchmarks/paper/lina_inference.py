@@ -31,6 +31,7 @@ if __name__ == "__main__":
     reexec_with_env()
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--rate", type=float, default=1000, help="of the link, Mbit/s, both ways; 0: no link")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--train-steps", type=int, default=400)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no round of a model begins")
+    parser.add_argument("--train-steps", type=int, default=300)
     parser.add_argument("--models", nargs="+", default=["trained", "fixture"])
     parser.add_argument("--folder", type=Path, help="keep models, profiles and compiled programs here")
     parser.add_argument("--prepare", action="store_true", help="make what is missing in --folder, and end")
@@ -255,6 +257,7 @@ class Turns:
                 "swaps_per_batch": round(sum(s.swaps for s in placed) / steps, 2),
                 "copy_ms_per_batch": round(1e3 * sum(s.swap_s for s in placed) / steps, 2),
                 "planning_ms_per_batch": round(1e3 * sum(s.planning_s for s in placed) / steps, 2),
+                "round_ms": [round(1e3 * float(np.median(batches)), 1) for batches in rounds],
             }
             rows.append(report.progress({"text": self.kind.kind, **row}))
         return rows
@@ -271,7 +274,10 @@ def measure_model(a: argparse.Namespace, name: str, engine: Any, sizes: dict[str
     turns = [Turns(engine, folder, kind) for kind in kinds]
     engine._runner.set_costs(*engine._runner.measure_costs())
     costs = engine._runner.placer.costs
-    for _ in range(a.rounds or sizes["rounds"]):
+    begun = time.monotonic()
+    for number in range(a.rounds or sizes["rounds"]):
+        if number >= 2 and time.monotonic() - begun > 60 * a.minutes:
+            break
         for contestant in CONTESTANTS:
             turns[0](contestant)
         for other in turns[1:]:
@@ -429,7 +435,8 @@ def main() -> None:
         if a.prepare:
             return
         found = run_ranks(NUM_RANKS, a.rate, "--folder", str(a.folder))
-    options = report.options(a, "rank", "port", "folder", "quick", "prepare", "rounds") | sizes
+    options = report.options(a, "rank", "port", "folder", "quick", "prepare", "rounds", "minutes") | sizes
+    options["rounds"] = {name: len(model["batches"][0]["round_ms"]) for name, model in found.items()}
     result = {"benchmark": "Lina's scheduling in inference", "options": options, "paper": PAPER, "notes": notes(found)}
     report.finish(result | found | {"versions": report.versions("jax", "jaxlib")})
 

@@ -124,11 +124,12 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
         np.testing.assert_allclose(answer["logprobs"], expected.logprobs, **TOLERANCE)
         assert name == "tensor" or answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
         assert answer["expert_use"] == use.tolist()
-    assert found["wrong"]["estimates"] > found["wrong"]["replans"] > 0  # the first layer has no path yet
+    assert found["wrong"]["estimates"] >= found["wrong"]["replans"] > 0
     assert found["wrong"]["swaps"] > found["wrong"]["replans"]  # phase one makes room for the wrong ones
     right = found["right"]
     assert 0 < right["replans"] <= right["estimates"] / len(use)  # of the first layer, which goes by recent choices
-    assert right["swaps"] > right["replans"]  # by phase one, of the others
+    pairs = zip(right["balancedness"][1:], found["even"]["balancedness"][1:], strict=True)
+    assert all(mine > even for mine, even in pairs)  # phase one placed the others
     assert found["eplb"]["estimates"] == found["eplb"]["replans"] == 0 < found["eplb"]["swaps"]
     for screen in screens:
         copied = json.loads(screen[-1])
@@ -147,7 +148,7 @@ def test_wrong_estimates_change_nothing_but_time() -> None:
         assert traffic(engine) == expected
         stats = engine.stats().placement
         assert stats is not None
-        assert stats.estimates > stats.replans > 0
+        assert stats.estimates >= stats.replans > 0
         assert 0 < engine.stats().estimate_s <= stats.planning_s
         assert stats.swaps > stats.replans  # phase one made room for the wrong ones
         assert stats.waited_s > 0 and stats.planning_s > 0
