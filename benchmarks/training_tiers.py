@@ -104,13 +104,22 @@ def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tiers = {"experts": "nvme", "optimizer": "nvme", "write_back_every_steps": every}
         session = Session(config_of(a, folder / str(every), **tiers))
         steps = [session.step(number) for number in range(2 * max(PERIODS))]
-        _, before = session.moved_bytes()
+        before = _when_nothing_moves(session)
         session.program.save_state(session.state)
         _, after = session.moved_bytes()
         row = {"write_back_every_steps": every, "written_bytes_a_step": before // len(steps)}
         rows.append(report.progress(row | {"written_bytes_of_the_save": after - before}))
         session.program.close()
     return {"steps": 2 * max(PERIODS), "rows": rows}
+
+
+def _when_nothing_moves(session: Session) -> int:
+    """Wait for what is being written back; return the bytes written since the start."""
+    before = -1
+    while before != (now := session.moved_bytes()[1]):
+        before = now
+        time.sleep(1)
+    return now
 
 
 def measure_replay(a: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def io_of(folder: Path) -> Io:
     "mapped" on a file system whose files are memory (tmpfs, or mounted with DAX), where a system call would only
     copy; "buffered" where the file system refuses O_DIRECT.
     """
-    if _is_byte_addressable(folder):
+    if is_byte_addressable(folder):
         return "mapped"
     probe = folder / f".direct-{os.getpid()}"
     try:
@@ -46,7 +46,8 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
         return os.open(path, flags | os.O_CLOEXEC, 0o644), False
 
 
-def _is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+def is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Return whether the files of this folder are memory that can be mapped."""
     if not mounts.is_file():
         return False
     device = folder.stat().st_dev
@@ -61,18 +62,30 @@ def _is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo
 
 def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     """Fill `record_R` from the beginning of a file. `OSError` naming the file where it is too short or unreadable."""
+    if io == "mapped":
+        np.copyto(record_R, map_file(path, record_R.nbytes))
+        return
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0))
     try:
-        if io == "mapped":
-            if (size_bytes := os.fstat(fd).st_size) < record_R.nbytes:
-                why = f"reading: the file ends after {size_bytes} of {record_R.nbytes} bytes"
-                raise OSError(errno.EIO, why, str(path))
-            with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ) as memory:
-                np.copyto(record_R, np.frombuffer(memory, np.uint8))
-        else:
-            read_all(fd, record_R, 0, path, "reading")
+        read_all(fd, record_R, 0, path, "reading")
     finally:
         os.close(fd)
+
+
+def map_file(path: Path, num_bytes: int) -> NDArray[np.uint8]:
+    """Return the beginning of a file as memory to read, mapped as long as the array or a view of it is there.
+
+    Nothing is copied, so whoever writes to the file changes the array; deleting or renaming it does not. `OSError`
+    naming the file where it is too short.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if (size_bytes := os.fstat(fd).st_size) < num_bytes:
+            raise OSError(errno.EIO, f"reading: the file ends after {size_bytes} of {num_bytes} bytes", str(path))
+        memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return np.frombuffer(memory, np.uint8)
 
 
 def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:

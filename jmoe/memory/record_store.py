@@ -30,7 +30,17 @@ from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.checksum import checksum
 from jmoe.memory.closing import Closing
-from jmoe.memory.direct_io import check_buffer, fsync, make_folder, naming_the_room, open_direct, read_all, write_all
+from jmoe.memory.direct_io import (
+    check_buffer,
+    fsync,
+    is_byte_addressable,
+    make_folder,
+    map_file,
+    naming_the_room,
+    open_direct,
+    read_all,
+    write_all,
+)
 
 FIELD_ALIGNMENT_BYTES = 64  # a cache line, and what XLA wants of a buffer
 MANIFEST = "manifest.json"
@@ -119,12 +129,17 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class HostRecords:
-    """Records in host memory: of `num_records` those that this process owns, in the order of `slots_MR`."""
+    """Records in memory: of `num_records` those that this process owns, in the order of `slots_MR`.
+
+    check: is called with a record before it is handed out. A mapped file takes no host memory.
+    """
 
     layout: RecordLayout
     slots_MR: NDArray[np.uint8]
     num_records: int
     owned: tuple[int, ...]
+    check: Callable[[int], None] | None = None
+    host_bytes: int = 0
 
     @classmethod
     def fill(cls, layout: RecordLayout, num_records: int, fill: Fill, owned: Iterable[int] | None = None) -> Self:
@@ -133,7 +148,7 @@ class HostRecords:
         slots_MR = allocate_slots(len(records), layout.record_bytes)
         for index, record_R in zip(records, slots_MR, strict=True):
             fill(index, layout.views(record_R))
-        return cls(layout, slots_MR, num_records, records)
+        return cls(layout, slots_MR, num_records, records, host_bytes=slots_MR.nbytes)
 
     @cached_property
     def _slots(self) -> dict[int, int]:
@@ -148,7 +163,8 @@ class RecordStore(Closing):
     """A pack, open for reading; its methods may be called from many threads.
 
     `RecordStore.pack(...)` opens the pack of a folder or makes it first; `RecordStore.open(...)` only opens.
-    io: how records are read, "O_DIRECT", or "buffered: ..." with the reason where the file system refuses that.
+    io: how records are read, "O_DIRECT", "mapped" where the file is memory (tmpfs, DAX), or "buffered: ..." with the
+    reason where the file system refuses O_DIRECT.
     """
 
     def __init__(self, path: Path, layout: RecordLayout, sums_N: NDArray[np.uint64], repair: Fill | None) -> None:
@@ -257,6 +273,28 @@ class RecordStore(Closing):
             why = str(error.strerror)
         self._mend(index, record_R, why)
 
+    def map_records(self) -> HostRecords:
+        """Return all records where they lie, nothing copied; each is checked, and mended, when it is first asked for.
+
+        For as long as the store is open.
+        """
+        slots_MR = map_file(self.path, self.num_records * self.layout.record_bytes).reshape(self.num_records, -1)
+        checked = np.zeros(self.num_records, np.bool_)
+
+        def check_record(index: int) -> None:
+            if (size_bytes := os.fstat(self._fd).st_size) < slots_MR.nbytes:  # reading on would end the process
+                why = f"the file ends after {size_bytes} of {slots_MR.nbytes} bytes"
+                raise OSError(errno.EIO, f"reading record {index}: {why}", str(self.path))
+            if checked[index]:
+                return
+            if checksum(slots_MR[index]) != self._sums_N[index]:
+                self._mend(index, self.layout.zeros(), "its content is not what was written")
+                if checksum(slots_MR[index]) != self._sums_N[index]:
+                    raise OSError(errno.EIO, f"record {index}: damaged, and cannot be mended", str(self.path))
+            checked[index] = True
+
+        return HostRecords(self.layout, slots_MR, self.num_records, self.owned, check_record)
+
     def _mend(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
         """Fill `record_R` from the source of the pack, and write it to the file if that can be done."""
         damaged = f"record {index}: damaged, {why}"
@@ -290,6 +328,8 @@ class RecordStore(Closing):
 
 def _open_for_reading(path: Path) -> tuple[int, str]:
     """Return a file descriptor and how it reads: with O_DIRECT where a first page really comes that way."""
+    if is_byte_addressable(path.parent):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "mapped"
     fd, direct = open_direct(path, os.O_RDONLY)
     if not direct:
         return fd, "buffered: the file system refuses O_DIRECT"

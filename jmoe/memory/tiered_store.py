@@ -68,6 +68,9 @@ class TieredStore(Closing):
     reads, "host" for records handed out (their bytes count when they are closed). wait_limit_s: no call waits longer;
     `TimeoutError` names record and file.
 
+    A `VersionStore` whose files are memory (tmpfs, DAX) is not read ahead: `get` gives a record that is not in the
+    cache where it lies, so that nothing is copied but what is to be changed.
+
     With a `VersionStore`, `get(index, writable=True)` gives a record to one holder alone, `Record.put` makes it dirty.
     A dirty record is written back by `write_threads` when it leaves the cache, every `write_back_every_steps` steps
     (calls of `touch`), and by `flush`. Staging slots are then two per thread of either kind.
@@ -114,6 +117,7 @@ class TieredStore(Closing):
         self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
         self._versions = store if isinstance(store, VersionStore) else None
+        self._mapped = store if isinstance(store, VersionStore) and store.io == "mapped" else None
         self._cache: LFUCache | None = None
         needed = "a store needs a cache in host memory, records in host memory need none"
         check((cache_bytes is None) == isinstance(store, HostRecords), "cache_bytes", cache_bytes, needed)
@@ -139,7 +143,7 @@ class TieredStore(Closing):
 
     @property
     def host_bytes(self) -> int:
-        return self._slots_MR.nbytes
+        return self._slots_MR.nbytes if self.host_records is None else self.host_records.host_bytes
 
     def touch(self, indices: ArrayLike) -> None:
         """Count one step that used these records, for the cache's choice of what to keep."""
@@ -165,8 +169,10 @@ class TieredStore(Closing):
         ids = record_ids(indices, self.num_records).tolist()
         with self._lock:
             self._check_usable()
+            if self._cache is None or self._mapped is not None:
+                return
             for index in ids:
-                if self._cache is not None and index not in self._reads and self._cache.slot_of(index) is None:
+                if index not in self._reads and self._cache.slot_of(index) is None:
                     self._reads[index] = read = _Read(index)
                     self._ahead.append(read)
                     self._to_do.notify()
@@ -195,6 +201,11 @@ class TieredStore(Closing):
         check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
         if writable and self._store is not None:
             check(self._versions is not None, "writable", writable, "needs a VersionStore, or records in host memory")
+        if self.host_records is not None and self.host_records.check is not None:
+            check(not writable, "writable", writable, "must be False for a file that is mapped")
+            self.host_records.check(index)
+        if not writable and (record := self._get_in_place(index)) is not None:
+            return record
         with self._lock:
             self._check_usable()
             if self._cache is None:
@@ -219,6 +230,19 @@ class TieredStore(Closing):
             data_R = self._slots_MR[slot]
             views = self.layout.views(data_R)
         return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
+
+    def _get_in_place(self, index: int) -> Record | None:
+        """Return the record where its file lies, if that is memory and nothing newer is in the cache."""
+        if self._mapped is None:
+            return None
+        with self._lock:
+            self._check_usable()
+            assert self._cache is not None
+            if index in self._reads or self._cache.slot_of(index) is not None:
+                return None
+        version = self._mapped.map_version(index)
+        views = self.layout.views(version.record_R)
+        return Record(index, version.record_R, views, self._host_link, lambda _: version.close())
 
     def forget(self, index: int) -> None:
         """Do not write a record back whose content is not wanted any more; it must not be read."""

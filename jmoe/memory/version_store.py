@@ -12,10 +12,11 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from jmoe.memory.direct_io import (
     io_of,
     link,
     make_folder,
+    map_file,
     read_file,
     remove_folder,
     write_file,
@@ -100,19 +102,29 @@ def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], i
 
     layout: a sealed one.
     """
-    version = Version.of(path.name)
-    try:
+    with _naming_the_record(path):
         read_file(path, record_R, io)
+    check_seal(path, layout, record_R)
+
+
+@contextlib.contextmanager
+def _naming_the_record(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise OSError(error.errno, f"record {version.index}: {error.strerror}", str(path)) from error
-    seal = layout.views(record_R)[SEAL]
-    words = [int(word) for word in seal]
-    seal[3] = 0
-    named = words[:3] == [version.index, version.counter, version.token]
-    if not named or not is_checksum(words[3], record_R):
+        index = Version.of(path.name).index
+        raise OSError(error.errno, f"record {index}: {error.strerror}", str(path)) from error
+
+
+def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
+    """Raise `OSError` naming file and record unless these bytes are what was written; layout: a sealed one."""
+    version = Version.of(path.name)
+    *name, value = (int(word) for word in layout.views(record_R)[SEAL])
+    (seal,) = (f for f in layout.fields if f.name == SEAL)
+    blank = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum's own place
+    if name != [version.index, version.counter, version.token] or not is_checksum(value, record_R, blank):
         why = f"record {version.index}: damaged, its content is not what was written; a checkpoint may have it"
         raise OSError(errno.EIO, why, str(path))
-    seal[3] = words[3]
 
 
 def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
@@ -132,6 +144,13 @@ class VersionStats:
     writes: int = 0
     written_bytes: int = 0
     recycled: int = 0
+
+
+class MappedVersion(NamedTuple):
+    """The memory of a version's file, read-only; `close` says that nobody reads it any more."""
+
+    record_R: NDArray[np.uint8]
+    close: Callable[[], None]
 
 
 def remove_store(folder: Path, fingerprint: str) -> bool:
@@ -186,6 +205,7 @@ class VersionStore(Closing):
         self.owned = tuple(sorted(set(record_ids(list(owned), num_records).tolist())))
         self.io = io_of(folder)
         self._is_owned = frozenset(self.owned)
+        self._checked = set[Version]()  # that were mapped, and are what was written
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()  # no file is recycled while it is held
         self._held = contextlib.ExitStack()
@@ -252,16 +272,43 @@ class VersionStore(Closing):
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
+        version = self._begin_reading(index)
+        try:
+            self.read_version(self.path / version.name, record_R)
+        finally:
+            self._end_reading(version)
+
+    def map_version(self, index: int) -> MappedVersion:
+        """Return the current version's own memory; what is written meanwhile is another version, elsewhere.
+
+        A version is checked when it is mapped for the first time. Errors as of `read_into`.
+        """
+        self._check_owned(index)
+        version = self._begin_reading(index)
+        path = self.path / version.name
+        try:
+            with _naming_the_record(path):
+                record_R = map_file(path, self.layout.record_bytes)
+            if version not in self._checked:
+                check_seal(path, self.layout, record_R)
+                self._checked.add(version)
+        except OSError:
+            self._end_reading(version)
+            raise
+        return MappedVersion(record_R, partial(self._end_reading, version))
+
+    def _begin_reading(self, index: int) -> Version:
+        """Return the current version, whose file is not written into until `_end_reading`."""
         with self._lock:
             version = self._current.get(index)
             if version is None:
                 raise ValueError(f"record {index} of {self.path}: has never been written")
             self._reading[version] += 1
-        try:
-            self.read_version(self.path / version.name, record_R)
-        finally:
-            with self._lock:
-                self._reading[version] -= 1
+            return version
+
+    def _end_reading(self, version: Version) -> None:
+        with self._lock:
+            self._reading[version] -= 1
 
     def read_version(self, path: Path, record_R: NDArray[np.uint8]) -> None:
         """Read the file of a version, here or in a checkpoint, and check it; errors as of `read_into`."""
@@ -372,6 +419,7 @@ class VersionStore(Closing):
             fsync(self.path)
             with self._lock:
                 self._current, self._dead = {}, []
+                self._checked.clear()
                 self._scan()
 
     def stats(self) -> VersionStats:
@@ -425,6 +473,7 @@ class VersionStore(Closing):
                 self._dead.append(version)
                 return
             del self._reading[version]
+            self._checked.discard(version)
         path = self.path / version.name
         with contextlib.suppress(FileNotFoundError):  # somebody took it away; the record has a newer one
             if self._is_free(path):

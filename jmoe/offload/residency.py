@@ -54,7 +54,7 @@ def open_experts(
     store = _open_store(checkpoint, index, plan, cache_dir, bandwidth_limit_bytes_per_s)
     if plan.policy == "ring":
         return LayerRing(slots, store, index, plan.ring_slots), store
-    if on_host and store.host_records is not None:
+    if on_host and plan.expert_tier == "host" and store.host_records is not None:
         host = HostExperts(store.host_records, fields, checkpoint.dtype)
         if host.is_known:
             return HybridExperts(slots, store, index, host), store
@@ -126,4 +126,6 @@ def _open_store(
 
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     packed = RecordStore.pack(folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair)
+    if packed.io == "mapped" and "nvme" not in (limits or {}):
+        return TieredStore(packed.map_records(), bandwidth_limit_bytes_per_s=limits)
     return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jmoe.inference.engine import Engine, plan_engine_memory
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Completion, Output
+from jmoe.memory import record_store
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import LayerRing
 from kernels_pallas import native
@@ -277,6 +279,23 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 def test_native_operations_are_of_one_device() -> None:
     with pytest.raises(ValueError, match=r"native = 'on': must be auto or off with mesh\.devices = 2"):
         EngineConfig(native="on", mesh=EngineMesh(devices=2))
+
+
+@pytest.mark.parametrize("policy", ["ring", "experts"])
+def test_a_pack_in_memory_is_not_copied_to_host_memory(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": folder}
+        ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
+        found = []
+        for mapped in (True, False):
+            monkeypatch.setattr(record_store, "is_byte_addressable", lambda _: mapped)  # noqa: B023
+            with tiny_engine("mixtral", policy=policy, **ring, **tier) as served:
+                found.append(served.generate([[5, 6, 7]], max_new_tokens=8, ignore_eos=True, logprobs=0))
+                assert served._store is not None
+                stats, host_bytes = served._store.stats(), served._store.host_bytes
+                assert stats.host.num_bytes > 0
+                assert (stats.nvme.num_bytes == 0) == (host_bytes == 0) == mapped
+        assert same(*found)
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])

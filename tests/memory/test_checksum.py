@@ -19,6 +19,16 @@ def test_checksum_of_every_bit() -> None:
     assert checksum(record_R) == whole
 
 
+@pytest.mark.parametrize("word", [0, 5, 511, 512, 1023])
+def test_a_blank_word_counts_as_zero(word: int) -> None:
+    record_R = allocate_slots(1, 8192)[0]
+    record_R[:] = np.random.default_rng(3).integers(0, 256, 8192, np.uint8)
+    blank = checksum(record_R, word)
+    assert blank != checksum(record_R)
+    record_R.view(np.uint64)[word] = 0
+    assert blank == checksum(record_R) == checksum(record_R, word)
+
+
 @pytest.mark.parametrize("pages", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("stuck", [False, True])
 def test_checksum_of_a_bad_line(pages: int, stuck: bool) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from jmoe.memory import record_store
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
+from jmoe.memory.tiered_store import TieredStore
 from tests.damage import flip
 from tests.fakes import run_in_threads
 from tests.train_runs import Run
@@ -180,10 +181,35 @@ def test_on_tmpfs() -> None:
     if not folder.parent.is_dir():
         pytest.skip("no tmpfs here")
     try:
-        with pack(folder) as store:
+        with pack(folder, repair=fill) as store:
+            assert store.io == "mapped"
             check_content(store)
+            flip(store.path, 2 * LAYOUT.record_bytes + 5, 3)
+            with TieredStore(store.map_records()) as tiers:
+                tiers.prefetch(range(NUM_RECORDS))
+                for index in range(NUM_RECORDS):  # the damaged one is mended
+                    with tiers.get(index) as record:
+                        for name, array in content(index).items():
+                            np.testing.assert_array_equal(record[name], array)
+                stats = tiers.stats()
+                assert (tiers.host_bytes, stats.nvme.num_bytes) == (0, 0)
+                assert stats.host.num_bytes == NUM_RECORDS * LAYOUT.record_bytes
+                with pytest.raises(ValueError, match="writable = True: must be False for a file that is mapped"):
+                    tiers.get(0, writable=True)
+                os.truncate(store.path, LAYOUT.record_bytes)
+                with pytest.raises(OSError, match=r"reading record 3: the file ends after .*records-.*\.bin"):
+                    tiers.get(3)
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_mapped_record_that_cannot_be_mended(tmp_path: Path) -> None:
+    with pack(tmp_path) as store:
+        flip(store.path, 2 * LAYOUT.record_bytes + 5, 3)
+        with TieredStore(store.map_records()) as tiers:
+            tiers.get(1).close()
+            with pytest.raises(OSError, match="record 2: damaged, its content is not what was written"):
+                tiers.get(2)
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

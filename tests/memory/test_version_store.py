@@ -69,6 +69,50 @@ def test_versions_come_and_go(folder: Path) -> None:
         assert store.stats().writes == 0
 
 
+def test_a_mapped_version_stays_as_it_is(folder: Path) -> None:
+    """Whatever is written meanwhile, and when its file has no name any more; its file is not used for another."""
+    with open_store(folder) as store:
+        for index in range(NUM_RECORDS):
+            put(store, index, 10 * index)
+        mapped, file = store.map_version(3), file_of(store, 3)
+        w, ramp = store.layout.views(mapped.record_R)["w"], np.arange(700) / 1024
+        assert not w.flags.writeable
+        for round_ in range(3 * SYNC_EVERY):
+            put(store, 3, round_)
+        store.sync()
+        np.testing.assert_array_equal(w, np.float32(30 + ramp))
+        assert got(store, 3) == 3 * SYNC_EVERY - 1
+        mapped.close()
+        store.sync()  # now it is a file to write into
+        assert file in store._spare
+        other = store.map_version(4)
+        file_of(store, 4).unlink()
+        np.testing.assert_array_equal(store.layout.views(other.record_R)["w"], np.float32(40 + ramp))
+        other.close()
+
+
+def test_a_version_is_checked_when_it_is_first_mapped(folder: Path) -> None:
+    with open_store(folder) as store:
+        for index in range(NUM_RECORDS):
+            put(store, index, index)
+        flip(file_of(store, 2), 5000, 4)
+        os.truncate(file_of(store, 1), 8192)
+        for index, message in ((2, "record 2: damaged"), (1, "record 1: .*the file ends after 8192")):
+            with pytest.raises(OSError, match=message) as caught:
+                store.map_version(index)
+            assert str(file_of(store, index)) in str(caught.value)
+        for index in (1, 2):
+            put(store, index, 7)
+            mapped = store.map_version(index)
+            assert store.layout.views(mapped.record_R)["m"][0] == 7
+            mapped.close()
+        checks: list[Path] = []
+        with mock.patch.object(version_store, "check_seal", lambda path, *_: checks.append(path)):
+            for index in (1, 2, 3, 3):
+                store.map_version(index).close()
+        assert checks == [file_of(store, 3)]
+
+
 def test_a_pin_stays_as_it_is(folder: Path) -> None:
     with open_store(folder) as store:
         for round_ in range(3):

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from jmoe.memory import version_store
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
+from tests.damage import flip
 from tests.fakes import Gate, run_in_threads, wait_for
 
 NUM_RECORDS = 24
@@ -97,6 +99,40 @@ def test_dirty_records_leave_the_cache_while_others_are_held(store: VersionStore
         time.sleep(0.2)  # the threads that write are asleep by then
         with tiers.get(3) as first, tiers.get(4) as second:  # the second waits for the write of the first one's victim
             assert (first["w"] == 3).all() and (second["w"] == 4).all()
+
+
+def test_files_that_are_memory_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is changed is copied to host memory; it is read there until it is written back and has left."""
+    monkeypatch.setattr(version_store, "io_of", lambda folder: "mapped")
+    with VersionStore.open(tmp_path / "store", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
+        store.fill(fill)
+        with TieredStore(store, cache_bytes=6 * RECORD_BYTES, wait_limit_s=20) as tiers:
+            tiers.prefetch(range(NUM_RECORDS))
+            held = [tiers.get(index) for index in range(NUM_RECORDS)]
+            for index, record in enumerate(held):
+                assert (record["w"] == index).all() and not record["w"].flags.writeable
+                assert not np.shares_memory(record.data_R, tiers._slots_MR)
+            stats = tiers.stats()
+            assert (stats.nvme.num_bytes, stats.waits) == (0, 0)
+            assert add(tiers, 3) == 1  # others may still read the version before
+            assert tiers.stats().nvme.num_bytes == RECORD_BYTES
+            check_record(tiers, 3, 1)
+            assert (held[3]["w"] == 3).all()
+            with tiers.get(4, writable=True), pytest.raises(ValueError, match="record 4: is open elsewhere"):
+                tiers.get(4)
+            for record in held:
+                record.close()
+            assert tiers.stats().host.num_bytes == (NUM_RECORDS + 3) * RECORD_BYTES
+            for _ in range(5):
+                add_all(tiers)
+            for index in range(NUM_RECORDS):
+                check_record(tiers, index, 5 + (index == 3))
+            add_all(tiers)
+            tiers.flush()
+            gone = next(i for i in range(NUM_RECORDS) if tiers._cache is not None and tiers._cache.slot_of(i) is None)
+            flip(tmp_path / "store" / store._current[gone].name, 100, 4)
+            with pytest.raises(OSError, match=f"record {gone}: damaged"):
+                tiers.get(gone)
 
 
 def test_all_in_host_memory() -> None:

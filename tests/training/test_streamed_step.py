@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import CheckpointConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.memory import version_store
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restored
@@ -151,6 +152,20 @@ def test_where_it_lies_changes_no_bit(on_host: Trained, tiers: TiersConfig, slot
     if tiers.optimizer == "nvme":
         moments = there.stats.moments
         assert moments.nvme.num_bytes > 0 and moments.nvme_writes.num_bytes > 0
+
+
+def test_weights_come_from_files_that_are_memory(
+    on_host: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a byte of weights and gradients is read into host memory; moments are, since they change there."""
+    monkeypatch.setattr(version_store, "io_of", lambda folder: "mapped")
+    tiers = TiersConfig("nvme", "nvme", "nvme", path=str(tmp_path), host_cache_bytes=150_000)
+    there = train(CONFIG, tiers)
+    assert there.losses == on_host.losses and there.held_out == on_host.held_out
+    assert differing(there.state, on_host.state) == []
+    for stats in (there.stats.weights, there.stats.gradients):
+        assert stats.nvme.num_bytes == 0 and stats.host.num_bytes > 0 and stats.nvme_writes.num_bytes > 0
+    assert there.stats.moments.nvme.num_bytes > 0
 
 
 def test_accumulation_steps() -> None:
