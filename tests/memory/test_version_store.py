@@ -401,8 +401,8 @@ def test_mounts(tmp_path: Path) -> None:
         ("/ rw - tmpfs tmpfs rw,size=1k", True),
     ]:
         mounts.write_text("1 1 0:999 / /proc rw - tmpfs none rw\n" + line.format(rest))
-        assert direct_io._is_byte_addressable(tmp_path, mounts) is expected
-    assert not direct_io._is_byte_addressable(tmp_path, tmp_path / "none")
+        assert direct_io.is_byte_addressable(tmp_path, mounts) is expected
+    assert not direct_io.is_byte_addressable(tmp_path, tmp_path / "none")
 
 
 def write_pin_and_restore(folder: Path) -> None:
