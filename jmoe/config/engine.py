@@ -56,6 +56,7 @@ class EngineConfig:
     device_bytes: int | None = None  # for experts on the device; None: with auto what it has left, else half of them
     expert_tier: Literal["auto", "host", "nvme"] = "auto"  # where experts are that are not on the device
     host_cache_bytes: int | None = None  # host memory for experts of the tier nvme; None: a quarter of their bytes
+    pin_host_memory: Literal["auto", "on", "off"] = "auto"  # that experts go to the device from; auto: of a GPU
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
     dtype: Literal["float32", "bfloat16"] | None = None  # of weights, keys and values, and computation; None: as stored
     # of the experts' matrices, on every tier. mxfp4, int4, int8, fp8: blocks of weights under one scale, 4.25, 4.5, 8.5
@@ -75,6 +76,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive(self, "max_batch", "prefill_chunk_tokens")
         check_field(self.native in ("auto", "on", "off"), self, "native", "must be auto, on or off")
+        known = self.pin_host_memory in ("auto", "on", "off")
+        check_field(known, self, "pin_host_memory", "must be auto, on or off")
+        apart = self.pin_host_memory != "on" or self.policy != "hybrid"
+        check_field(apart, self, "pin_host_memory", "must be auto or off with policy = 'hybrid'")
         usable = self.native != "off" or self.policy != "hybrid"
         check_field(usable, self, "native", "must be auto or on with policy = 'hybrid'")
         enough = self.max_seq_len is None or self.max_seq_len >= 2
@@ -103,6 +108,8 @@ class EngineConfig:
         wide = self.expert_dtype in (None, "wide")
         check_field(wide, self, "expert_dtype", f"must be wide or None with mesh.devices = {devices}")
         check_field(self.native != "on", self, "native", f"must be auto or off with mesh.devices = {devices}")
+        one = f"must be auto or off with mesh.devices = {devices}"
+        check_field(self.pin_host_memory != "on", self, "pin_host_memory", one)
         known = self.policy in ("auto", "resident", "ring")
         check_field(known, self, "policy", f"must be auto, resident or ring with mesh.devices = {devices}")
         if self.policy == "ring":

@@ -31,6 +31,7 @@ class TiersConfig:
     path: str = ""  # folder of the tier nvme, in which each run has one of its own; "": OUTPUT_DIR/records
     host_cache_bytes: int = 0  # a process's host memory for records of the tier nvme; 0: a quarter of their bytes
     write_back_every_steps: int = 0  # when what changed goes to nvme; 0: as it leaves the cache, or is saved
+    pin_host_memory: Literal["auto", "on", "off"] = "auto"  # that records go to the device from; auto: of a GPU
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
 
     def __post_init__(self) -> None:

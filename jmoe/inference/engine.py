@@ -389,7 +389,8 @@ def _one_device(
         cache_dir=options.cache_dir,
         bandwidth_limit_bytes_per_s=limits,
         native=use_native,
-        on_host=computes_on_host(options, memory),
+        on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
+        pin=options.pin_host_memory,
     )
     ends, layers = checkpoint.load_rest()
     config, dtype = checkpoint.config, checkpoint.dtype

@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 from jmoe.config import check
 
 PAGE_BYTES = 4096
+Slots = Sequence[NDArray[np.uint8]] | NDArray[np.uint8]  # M slots of R bytes
+Allocate = Callable[[int, int], Slots]  # M, R -> zeros, each slot at a multiple of PAGE_BYTES
 
 
 def allocate_slots(num_slots: int, slot_bytes: int, *, huge_pages: bool = True) -> NDArray[np.uint8]:

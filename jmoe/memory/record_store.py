@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jmoe.config import check
-from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
+from jmoe.memory.buffers import PAGE_BYTES, Allocate, Slots, allocate_slots
 from jmoe.memory.checksum import checksum
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
@@ -131,24 +131,31 @@ class RecordLayout:
 class HostRecords:
     """Records in memory: of `num_records` those that this process owns, in the order of `slots_MR`.
 
-    check: is called with a record before it is handed out. A mapped file takes no host memory.
+    check: is called with a record before it is handed out. host_bytes: that they take, none where a file is mapped.
     """
 
     layout: RecordLayout
-    slots_MR: NDArray[np.uint8]
+    slots_MR: Slots
     num_records: int
     owned: tuple[int, ...]
+    host_bytes: int
     check: Callable[[int], None] | None = None
-    host_bytes: int = 0
 
     @classmethod
-    def fill(cls, layout: RecordLayout, num_records: int, fill: Fill, owned: Iterable[int] | None = None) -> Self:
+    def fill(
+        cls,
+        layout: RecordLayout,
+        num_records: int,
+        fill: Fill,
+        owned: Iterable[int] | None = None,
+        allocate: Allocate = allocate_slots,
+    ) -> Self:
         """Allocate records and let `fill` write each one, as `RecordStore.pack` does."""
         records = tuple(range(num_records) if owned is None else owned)
-        slots_MR = allocate_slots(len(records), layout.record_bytes)
+        slots_MR = allocate(len(records), layout.record_bytes)
         for index, record_R in zip(records, slots_MR, strict=True):
             fill(index, layout.views(record_R))
-        return cls(layout, slots_MR, num_records, records, host_bytes=slots_MR.nbytes)
+        return cls(layout, slots_MR, num_records, records, len(records) * layout.record_bytes)
 
     @cached_property
     def _slots(self) -> dict[int, int]:
@@ -293,7 +300,7 @@ class RecordStore(Closing):
                     raise OSError(errno.EIO, f"record {index}: damaged, and cannot be mended", str(self.path))
             checked[index] = True
 
-        return HostRecords(self.layout, slots_MR, self.num_records, self.owned, check_record)
+        return HostRecords(self.layout, slots_MR, self.num_records, self.owned, 0, check_record)
 
     def _mend(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
         """Fill `record_R` from the source of the pack, and write it to the file if that can be done."""

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
-from jmoe.memory.buffers import allocate_slots
+from jmoe.memory.buffers import Allocate, allocate_slots
 from jmoe.memory.closing import Closing
 from jmoe.memory.hot_set import HitCounts, record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
+from jmoe.memory.pinned import PinnedSlots
 from jmoe.memory.record import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
@@ -66,7 +67,7 @@ class TieredStore(Closing):
     in passes through some staging slots of it, two per thread, at most a third: at most so many records outside the
     cache can be open or read ahead at one time. threads: reads at one time. bandwidth_limit_bytes_per_s: "nvme" for
     reads, "host" for records handed out (their bytes count when they are closed). wait_limit_s: no call waits longer;
-    `TimeoutError` names record and file.
+    `TimeoutError` names record and file. allocate: host memory for the cache.
 
     A `VersionStore` whose files are memory (tmpfs, DAX) is not read ahead: `get` gives a record that is not in the
     cache where it lies, so that nothing is copied but what is to be changed.
@@ -90,6 +91,7 @@ class TieredStore(Closing):
         write_back_every_steps: int | None = None,
         bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         wait_limit_s: float = 60.0,
+        allocate: Allocate = allocate_slots,
     ) -> None:
         positive = {"threads": threads, "write_threads": write_threads, "wait_limit_s": wait_limit_s}
         for name, value in (positive | {"write_back_every_steps": write_back_every_steps}).items():
@@ -129,7 +131,7 @@ class TieredStore(Closing):
             self._store = store
             assert cache_bytes is not None
             cache_slots, staging_slots = self._split(cache_bytes, threads + (write_threads if self._versions else 0))
-            self._slots_MR = allocate_slots(cache_slots + staging_slots, self.layout.record_bytes)
+            self._slots_MR = allocate(cache_slots + staging_slots, self.layout.record_bytes)
             self._cache = LFUCache(HitCounts(self.num_records), cache_slots, staging_slots)
             work = [(self._work, f"read-{n}") for n in range(threads)]
             if self._versions is not None:
@@ -143,7 +145,8 @@ class TieredStore(Closing):
 
     @property
     def host_bytes(self) -> int:
-        return self._slots_MR.nbytes if self.host_records is None else self.host_records.host_bytes
+        held = self.host_records
+        return len(self._slots_MR) * self.layout.record_bytes if held is None else held.host_bytes
 
     def touch(self, indices: ArrayLike) -> None:
         """Count one step that used these records, for the cache's choice of what to keep."""
@@ -229,7 +232,9 @@ class TieredStore(Closing):
         if writable:
             data_R = self._slots_MR[slot]
             views = self.layout.views(data_R)
-        return Record(index, data_R, views, self._host_link, partial(self._give_back, index))
+        pinned = self._slots_MR if isinstance(self._slots_MR, PinnedSlots) else None
+        send = None if pinned is None else partial(pinned.send, slot, self.layout)
+        return Record(index, data_R, views, self._host_link, partial(self._give_back, index), send)
 
     def _get_in_place(self, index: int) -> Record | None:
         """Return the record where its file lies, if that is memory and nothing newer is in the cache."""
@@ -314,7 +319,7 @@ class TieredStore(Closing):
         return slots - staging_slots, staging_slots
 
     def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]:
-        data_R = self._slots_MR[slot]
+        data_R = self._slots_MR[slot][:]
         data_R.flags.writeable = False
         return data_R, self.layout.views(data_R)
 

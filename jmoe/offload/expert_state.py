@@ -256,7 +256,7 @@ class ExpertState:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
                     device, row = divmod(expert, self.local.per_device)
-                    weights = {name: record[name] for name in self.shapes}
+                    weights = record.on_device(self.shapes, self.local.devices[device])
                     placed = _place(self._slots[slot][device], np.int32(row), weights)
                     self._slots[slot][device] = jax.block_until_ready(placed)
                     fetched_bytes += record.data_R.nbytes
@@ -272,18 +272,20 @@ class ExpertState:
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
         with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
+            device = self.local.devices[expert // self.local.per_device]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
-            g: Mapping[str, NDArray[Any]] = self._no_gradient
+            g: Mapping[str, NDArray[Any] | jax.Array] = self._no_gradient
             if pending:
                 gradient = held.enter_context(stores.gradients.get(index))
-                g = {name: gradient[name] for name in names}
+                g = gradient.on_device(names, device)
                 fetched_bytes += gradient.data_R.nbytes
             weights: Record | None = None
             if stores.weights is not None:
                 weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
             self._present[slot][expert] = False  # until slot and records agree again
-            m, v = ({name: moments[f"{part}.{name}"] for name in names} for part in "mv")
+            both = moments.on_device([f"{part}.{name}" for part in "mv" for name in names], device)
+            m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
             w, m, v = self._run_update(slot, expert, (m, v, g), range(start, now), pending=pending)
             for name in names:
                 np.copyto(moments[f"m.{name}"], m[name])

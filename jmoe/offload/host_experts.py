@@ -35,6 +35,7 @@ class HostExperts:
         """fields: of an expert; dtype: of the tokens. is_known: there is a native operation for them."""
         self._cpu = jax.local_devices(backend="cpu")[0]
         at = {field.name: (field.offset_bytes,) for field in records.layout.fields}
+        assert isinstance(records.slots_MR, np.ndarray)  # one array for all: not pinned
         self._slots = NativeSlots(as_array(records.slots_MR, self._cpu), fields, at)
         self.is_known = self._slots.takes(1, dtype)
         self.expert_bytes = records.layout.data_bytes

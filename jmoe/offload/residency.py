@@ -1,16 +1,19 @@
 """Experts of a served checkpoint in their places: slots on the device, tiers below them, and the policy between."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jmoe.config import check
+from jmoe.memory.buffers import Allocate, allocate_slots
+from jmoe.memory.pinned import host_memory
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -25,6 +28,8 @@ from jmoe.planning.placement import Placement
 
 PACK_FOLDER = "jmoe_experts"
 
+log = logging.getLogger("jmoe")
+
 
 def open_experts(
     checkpoint: LazyCheckpoint,
@@ -34,10 +39,12 @@ def open_experts(
     bandwidth_limit_bytes_per_s: Mapping[Any, float] | None,
     native: bool = False,
     on_host: bool = False,
+    pin: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[Residency, TieredStore | None]:
     """Return the experts in their places, and the store that they come from (None: all are on the device).
 
-    native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in host memory.
+    native: on a CPU, with native operations for few tokens. on_host: the CPU may compute experts in host memory, which
+    is then not pinned. pin: host memory, see `host_memory`.
     """
     fields, device, index = checkpoint.expert_fields, jax.devices()[0], ExpertIndex.of(checkpoint.config)
     slots = (
@@ -51,7 +58,10 @@ def open_experts(
             checkpoint.fill_expert(*index.locate(number), record)
             slots.write(number, record)
         return AllResident(slots, index), None
-    store = _open_store(checkpoint, index, plan, cache_dir, bandwidth_limit_bytes_per_s)
+    memory = host_memory("off" if on_host and plan.expert_tier == "host" else pin, "pin_host_memory", [device])
+    log.info("experts off the device: %s", memory.note)
+    limits = bandwidth_limit_bytes_per_s
+    store = _open_store(checkpoint, index, plan, cache_dir, limits, allocate=memory.allocate)
     if plan.policy == "ring":
         return LayerRing(slots, store, index, plan.ring_slots), store
     if on_host and plan.expert_tier == "host" and store.host_records is not None:
@@ -105,6 +115,7 @@ def _open_store(
     cache_dir: str | os.PathLike[str] | None,
     limits: Mapping[Any, float] | None,
     owned: Iterable[int] | None = None,
+    allocate: Allocate = allocate_slots,
 ) -> TieredStore:
     """Return the records of all experts, or in host memory of some."""
     layout = RecordLayout.of(checkpoint.expert_fields)
@@ -113,7 +124,7 @@ def _open_store(
         checkpoint.fill_expert(*index.locate(number), views)
 
     if plan.expert_tier == "host":
-        records = HostRecords.fill(layout, index.num_records, fill, owned)
+        records = HostRecords.fill(layout, index.num_records, fill, owned, allocate)
         return TieredStore(records, bandwidth_limit_bytes_per_s=limits)
     open_again, fingerprint = checkpoint.opened_again, checkpoint.fingerprint
 
@@ -128,4 +139,4 @@ def _open_store(
     packed = RecordStore.pack(folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair)
     if packed.io == "mapped" and "nvme" not in (limits or {}):
         return TieredStore(packed.map_records(), bandwidth_limit_bytes_per_s=limits)
-    return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits)
+    return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits, allocate=allocate)

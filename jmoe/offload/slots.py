@@ -6,7 +6,7 @@ Legend: M slots, E experts of a layer.
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from jax import lax
 
 from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, bundled_mlp, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
+from jmoe.memory.record import Record
 from kernels_pallas.compressed import SCALES, format_of
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.native import MAX_ROWS, SLOT_ARRAYS, SlotLayout, slot_mlp
@@ -124,6 +125,13 @@ def _layout(fields: Fields) -> tuple[dict[str, tuple[int, int, tuple[int, ...], 
     return layout, end
 
 
+def sent_to(device: jax.Device, record: NamedArrays, names: Collection[str]) -> dict[str, jax.Array]:
+    """Return arrays of a record in the device's memory, when they are there: the record's may then be used again."""
+    if isinstance(record, Record):
+        return record.on_device(names, device)
+    return jax.block_until_ready({name: jax.device_put(record[name], device) for name in names})
+
+
 class DeviceSlots(ExpertSlots):
     """Slots in an accelerator's memory; a write is a transfer and an update in place, in order with the programs."""
 
@@ -136,8 +144,7 @@ class DeviceSlots(ExpertSlots):
         self._lock = threading.Lock()  # an update gives up the arrays that a program may just be started with
 
     def write(self, slot: int, record: NamedArrays) -> None:
-        sent = {name: jax.device_put(record[name], self._device) for name in self._arrays}
-        jax.block_until_ready(sent)  # the record's memory is used again when this returns
+        sent = sent_to(self._device, record, self._arrays)
         with self._lock:
             self._arrays = self._put(self._arrays, sent, np.int32(slot))
 

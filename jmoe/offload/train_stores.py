@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import TrainConfig, check
+from jmoe.memory.pinned import host_memory
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
@@ -39,6 +40,9 @@ class ExpertStores:
         self._config, self._tiers, self._index, self._shapes = config, config.tiers, index, shapes
         self._own = index.local_records
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
+        assert index.local is not None
+        pin, devices = self._tiers.pin_host_memory, index.local.devices
+        self._allocate, self.note = host_memory(pin, "tiers.pin_host_memory", devices)
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
@@ -152,7 +156,8 @@ class ExpertStores:
         versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
             fill = self._filling(read) if not written or versions is None else _reading(versions, written)
-            return TieredStore(HostRecords.fill(self.layouts[kind], self._index.num_records, fill, self._own))
+            num_records, own = self._index.num_records, self._own
+            return TieredStore(HostRecords.fill(self.layouts[kind], num_records, fill, own, self._allocate))
         if read is not None:
             versions.fill(self._filling(read))
         record_bytes = versions.layout.record_bytes
@@ -164,6 +169,7 @@ class ExpertStores:
             write_threads=THREADS,
             write_back_every_steps=self._tiers.write_back_every_steps or None,
             wait_limit_s=self._config.distributed.step_timeout_s,
+            allocate=self._allocate,
         )
 
     def _filling(self, read: ReadExperts | None) -> Fill:

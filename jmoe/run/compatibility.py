@@ -38,6 +38,7 @@ FREE = (
     "tiers.host_cache_bytes",
     "tiers.optimizer",
     "tiers.path",
+    "tiers.pin_host_memory",
     "tiers.write_back_every_steps",
 )
 NOTED = {

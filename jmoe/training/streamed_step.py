@@ -120,7 +120,7 @@ class StreamedTrainer:
         self.experts: ExpertState | None = None
         shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
         self.stores = ExpertStores(config, ExpertIndex.of(config.model, self._owned), shapes, run)
-        self.notes, self.full_shape = model.notes, model.saved_shape
+        self.notes, self.full_shape = [*model.notes, self.stores.note], model.saved_shape
         self.saved_shape = self.full_shape.map(without_experts)
         self.records: RecordCheckpoints | None = self.stores.records
         # as many hidden states as a training step keeps of its layers' inputs

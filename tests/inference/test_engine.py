@@ -1,5 +1,6 @@
 """The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -19,8 +20,10 @@ from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Completion, Output
 from jmoe.memory import record_store
+from jmoe.memory.pinned import PinnedSlots
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.policies import LayerRing
+from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
 from tests.damage import flip_everywhere, poison
 
@@ -265,6 +268,11 @@ def test_prompts_prefilled_together(tmp_path: Path) -> None:
         ({"policy": "ring", "ring_slots": 9}, "ring_slots = 9: must be between 1 and 2"),
         ({"policy": "experts", "device_bytes": 5000}, "device_bytes = 5000: must hold the"),
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16"),
+        ({"pin_host_memory": "yes"}, "pin_host_memory = 'yes': must be auto, on or off"),
+        (
+            {"pin_host_memory": "on", "policy": "hybrid"},
+            "pin_host_memory = 'on': must be auto or off with policy",
+        ),
         ({"native": "yes"}, "native = 'yes': must be auto, on or off"),
         ({"max_seq_len": 1}, "max_seq_len = 1: must be at least 2"),
         ({"max_seq_len": 65}, "max_seq_len = 65: must not exceed the model's 64 positions"),
@@ -279,6 +287,31 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 def test_native_operations_are_of_one_device() -> None:
     with pytest.raises(ValueError, match=r"native = 'on': must be auto or off with mesh\.devices = 2"):
         EngineConfig(native="on", mesh=EngineMesh(devices=2))
+
+
+@pytest.mark.parametrize("policy", ["ring", "experts"])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_experts_from_pinned_memory(
+    policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots of an accelerator are filled from memory that it copies from directly."""
+    options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    accelerator = lambda num_slots, fields, native: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+    monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
+    ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
+    cache = {"host_cache_bytes": 25_000, "cache_dir": tmp_path} if tier == "nvme" else {}
+    found = []
+    for pin in ("on", "off"):
+        with (
+            caplog.at_level(logging.INFO, "jmoe"),
+            tiny_engine("mixtral", policy=policy, expert_tier=tier, pin_host_memory=pin, **ring, **cache) as served,
+        ):
+            found.append(served.generate([[5, 6, 7]], **options))
+            assert served._store is not None
+            assert isinstance(served._store._slots_MR, PinnedSlots) == (pin == "on")
+            note = "records in pinned host memory" if pin == "on" else "records in ordinary host memory"
+            assert f"experts off the device: {note}" in caplog.text
+    assert same(*found)
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts"])

@@ -140,6 +140,7 @@ def test_it_starts_from_the_same_parameters() -> None:
         (TiersConfig(experts="device", optimizer="host"), 2),
         (TiersConfig(experts="host", optimizer="host"), 1),
         (TiersConfig(experts="host", optimizer="nvme"), 2),
+        (TiersConfig(experts="host", optimizer="nvme", pin_host_memory="on"), 2),
         (TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000), 3),
     ],
 )
