@@ -22,7 +22,7 @@ WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # what such che
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # hidden size, expert's: for fp8 more than one block each way, the last with fewer weights
 SIZES = {"fp8": (160, 136), "int4": (160, 96), "int4 in 128": (256, 128), "int8": (160, 96), "int8 by row": (160, 96)}
-SIZES |= {"mxfp4": (160, 96), "mxfp4 of experts": (160, 96)}
+SIZES |= {"fp8 of powers": (160, 136), "mxfp4": (160, 96), "mxfp4 of experts": (160, 96)}
 
 
 def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def compressed_tensors(layout: str, **weights: Any) -> dict[str, Any]:
 
 QUANTIZATION = {
     "fp8": FP8,
+    "fp8 of powers": FP8 | {"scale_fmt": "ue8m0"},
     "int4": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
     "int4 in 128": compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "int8": compressed_tensors("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
@@ -58,7 +59,7 @@ def write_compressed_checkpoint(kind: str, name: str, compressed: Path, wide: Pa
     widened: dict[str, np.ndarray] = {}
     for parameter in parameters(abstract_decoder(config)[2], config, name):
         for piece in parameter.pieces():
-            if kind == "fp8" or ".experts." in piece.name:
+            if kind.startswith("fp8") or ".experts." in piece.name:
                 is_wide = any(word in piece.name for word in WIDE)
             else:
                 is_wide = True
@@ -78,11 +79,14 @@ def write_compressed_checkpoint(kind: str, name: str, compressed: Path, wide: Pa
 def _drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return (tensors by the suffix of their name, the float32 matrix that they mean)."""
     rows, columns = shape
-    if kind == "fp8":
-        scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+    if kind.startswith("fp8"):
+        stored = scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        if kind == "fp8 of powers":
+            stored = np.exp2(np.round(np.log2(scales))).astype(jnp.float8_e8m0fnu)
+            scales = stored.astype(np.float32)
         values = (30 * rng.normal(size=shape)).astype(jnp.float8_e4m3fn)
         factors = np.array([[scales[n // 128, k // 128] for k in range(columns)] for n in range(rows)])
-        return {"": values, "_scale_inv": scales}, (values.astype(np.float32) * factors).astype(np.float32)
+        return {"": values, "_scale_inv": stored}, (values.astype(np.float32) * factors).astype(np.float32)
     if kind.startswith("mxfp4"):
         codes = rng.integers(0, 16, shape)
         powers = rng.integers(119, 123, (rows, columns // 32)).astype(np.uint8)

@@ -48,6 +48,7 @@ from jmoe.planning.streaming import StreamingPlan
 from kernels_pallas import native
 
 log = logging.getLogger("jmoe")
+_MADE_WIDE = "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no compressed ones"
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
@@ -76,6 +77,8 @@ class LoadedModel(Closing):
             paths = options.estimator == "paths"
             table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
+            if mesh is not None and checkpoint.stored_format is not None and options.expert_dtype is None:
+                log.info(_MADE_WIDE, checkpoint.stored_format.name, checkpoint.dtype, checkpoint.expert_bytes)
             self.memory = plan_engine_memory(checkpoint, options)
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids)
             limits = bandwidth_limit_bytes_per_s

@@ -91,7 +91,8 @@ class LazyCheckpoint(Closing):
         self.dtype = self._dtypes[("embedding",)]
         self._stored_formats: dict[Names, Format | None] = {}
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
-        self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self._format_on_disk(stored)
+        self.stored_format = self._format_on_disk(stored)
+        self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
         for name, p in self._experts.items():
             if self.expert_format not in (None, FP8) and len(p.matrix) == 2:
                 fits, inputs = p.matrix[0] % BLOCK == 0, p.matrix[0]

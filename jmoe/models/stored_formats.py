@@ -2,7 +2,8 @@
 
 Legend: N outputs (rows of a stored matrix), K inputs, G inputs under one scale.
 
-- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` float32 [N / 128, K / 128].
+- `fp8`: DeepSeek-V3 and Qwen3's FP8 releases. `W` E4M3 [N, K], `W_scale_inv` float32 [N / 128, K / 128]; with
+  `scale_fmt: ue8m0` powers of two, in float32 or E8M0.
 - compressed-tensors `pack-quantized` (Kimi-K2): `W_packed` int32 [N, K / 8] of 4-bit or [N, K / 4] of 8-bit integers
   with an offset, the lowest bits first; `W_scale` [N, K / G]; `W_shape` [2].
 - `int-quantized`: `W` int8 [N, K], `W_scale` [N, K / G].
@@ -91,18 +92,19 @@ class StoredFormat(ABC):
 
 
 class Fp8Blocks(StoredFormat):
-    """E4M3 values under float32 scales of 128 x 128."""
+    """E4M3 values under scales of 128 x 128."""
 
     suffixes = ("", "_scale_inv")
 
     def expected(self, n: int, k: int) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        return [(("F8_E4M3",), [(n, k)]), (("F32",), [(-(-n // FP8.block), -(-k // FP8.block))])]
+        blocks = -(-n // FP8.block), -(-k // FP8.block)
+        return [(("F8_E4M3",), [(n, k)]), (("F32", "F8_E8M0"), [blocks])]
 
     def kept(self, stored: Stored, name: str) -> Format | None:
         return FP8
 
     def codes(self, read: ReadRows, stored: Stored, name: str, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        scales = read(stored[name + "_scale_inv"], start // FP8.block, -(-end // FP8.block))
+        scales = read(stored[name + "_scale_inv"], start // FP8.block, -(-end // FP8.block)).astype(np.float32)
         by_row = np.repeat(scales, FP8.block, axis=0)[start % FP8.block :][: end - start]
         return read(stored[name], start, end).view(np.uint8), by_row
 
@@ -250,6 +252,8 @@ def check_quantization(fields: Any, kind: str, expert_dtype: Any = None) -> None
         size, number = fields.get("weight_block_size"), fields.get("fmt", "e4m3")
         check(size == [FP8.block] * 2, prefix + "weight_block_size", size, f"must be [{FP8.block}, {FP8.block}]")
         check(number == "e4m3", prefix + "fmt", number, "must be e4m3")
+        scales = fields.get("scale_fmt")
+        check(scales in (None, "ue8m0"), prefix + "scale_fmt", scales, "must be ue8m0, or none")
         experts = fields.get("expert_dtype", "fp8")
         check(experts == "fp8", prefix + "expert_dtype", experts, "must be fp8")
     if method == "compressed-tensors":

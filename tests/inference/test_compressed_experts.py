@@ -1,5 +1,6 @@
 """Engines with compressed experts against a model whose weights were widened by the formats' definitions."""
 
+import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiny_engines import CHECKPOINTS, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.engine import LoadedModel
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors
@@ -126,6 +128,23 @@ def test_scales_that_would_be_rounded_are_not_kept(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "int4", tensors, 1 << 30)
     with LazyCheckpoint(tmp_path / "int4") as checkpoint:
         assert checkpoint.expert_format is None
+
+
+def test_several_devices_say_that_they_widen(caplog: pytest.LogCaptureFixture) -> None:
+    """A line names the format and an expert's bytes, unless wide experts were asked for."""
+    lines = []
+    for expert_dtype in (None, "wide"):
+        caplog.clear()
+        sizes = {"max_batch": 2, "max_seq_len": 8, "dtype": "float32", "expert_dtype": expert_dtype}
+        with caplog.at_level(logging.INFO, logger="jmoe"):
+            options = EngineConfig(**sizes, mesh=EngineMesh(devices=2))  # type: ignore[arg-type]
+            LoadedModel(CHECKPOINTS / "gpt_oss_mxfp4", options).close()
+        lines.append([record.getMessage() for record in caplog.records if "made wide" in record.getMessage()])
+    (line,), nothing = lines
+    with LazyCheckpoint(CHECKPOINTS / "gpt_oss_mxfp4", "float32", "wide") as checkpoint:
+        num_bytes = checkpoint.expert_bytes
+    assert line.startswith("experts are stored as mxfp4 and made wide, in float32, ") and f" {num_bytes} bytes" in line
+    assert not nothing
 
 
 def test_bad_formats() -> None:

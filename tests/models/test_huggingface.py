@@ -175,6 +175,11 @@ def packed(layout: str, **weights: Any) -> dict[str, Any]:
             {"quantization_config": FP8 | {"fmt": "e5m2"}},
             "quantization_config.fmt = 'e5m2': must be e4m3",
         ),
+        (
+            "deepseek_v3",
+            {"quantization_config": FP8 | {"scale_fmt": "e5m3"}},
+            "quantization_config.scale_fmt = 'e5m3': must be ue8m0, or none",
+        ),
         ("gpt_oss", {"quantization_config": FP8}, "quant_method = 'fp8': must be mxfp4"),
         ("deepseek_v3", {"quantization_config": FP8 | {"expert_dtype": "fp4"}}, "expert_dtype = 'fp4': must be fp8"),
         (
