@@ -29,7 +29,7 @@ help:
 	@echo 'make bench      time a training step'
 	@echo 'make gpu        everything a GPU has to show, in nine minutes; ARGS=--cpu tries it at toy sizes'
 	@echo 'make docs       write docs/benchmarks.md from benchmarks/results'
-	@echo 'make kernels-aot  compile the GPU kernels for an H200 without one (EXTRA=cuda13 for the libraries)'
+	@echo 'make kernels-aot  compile what `make gpu` runs for an H200 without one (EXTRA=cuda13 for the libraries)'
 
 setup: $(STAMP)
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), JAX $$($(BIN)/python -c 'import jax; print(jax.__version__)')"
@@ -70,6 +70,8 @@ docs: $(STAMP)
 kernels-aot: $(STAMP)
 	$(BIN)/python benchmarks/kernels_aot.py $(ARGS)
 	$(BIN)/python benchmarks/training_aot.py
+	$(BIN)/python benchmarks/serving_aot.py
+	$(BIN)/python benchmarks/retention_aot.py
 
 # The stamp is written last, so that a set-up broken off half-way is done again.
 $(STAMP): pyproject.toml

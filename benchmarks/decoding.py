@@ -74,6 +74,7 @@ def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> d
         "prefill_tokens_per_s": batch * a.prompt / prefilled_s,
         "decode_tokens_per_s": batch / statistics.median(seconds),
         "bytes_per_token": decode.bytes_per_token,
+        "copied_bytes_per_s": decode.streamed_bytes / decode.step_s,
         "nvme_bytes_per_token": decode.nvme_bytes / max(1, decode.tokens),
         "hit_rate": decode.hit_rate,
         "waited_fraction": decode.waited_s / decode.step_s,

@@ -6,6 +6,8 @@
 
 A part is one of the other benchmarks in a process of its own with a limit of its own. One that fails or runs into its
 limit is named with its last lines, and the rest goes on; what has a result already is not run again (--fresh runs it).
+Each file says the date, the device, the versions and, in `limits`, how near it came to what the part `floors` measured
+of the same device and to the data sheet: the FLOP/s of a training step, the copies of a decode step over the link.
 """
 
 if __name__ == "__main__":
@@ -17,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
 from benchmarks.lib.published import LAYERS, published, tiny
+from jmoe.run.metrics import peak_flops
 
 HERE = Path(__file__).resolve().parent
 BUDGET_S = 9 * 60
@@ -41,6 +44,7 @@ class Part:
 
 
 FULL = {
+    "floors": "",
     "training": "--batch 4 --seq 2048",
     "decode": "--prompt 128 --rounds 3",
     "ring": "--ring-slots 2",
@@ -48,6 +52,7 @@ FULL = {
     "--tokens 8192 16384 32768",
 }
 TOY = {
+    "floors": "--toy",
     "training": "--batch 2 --seq 64 --steps 2",
     "decode": "--prompt 16 --new-tokens 4 --rounds 1",
     "ring": "--ring-slots 1",
@@ -59,10 +64,10 @@ TOY = {
 def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     """Return the parts, the shortest way to a first figure first."""
     sizes = TOY if on_cpu else FULL
+    found = [Part("floors", f"floors.py floors {sizes['floors']}".strip(), 45)]
     if on_cpu:
-        found = [Part("kernels", "kernels.py --rounds 1", 300)]
+        found.append(Part("kernels_tiny", "kernels.py --gpu --toy", 100))
     else:
-        found = [Part("floors", "kernels.py --gpu --shapes", 45)]
         shapes = ("olmoe", "qwen3-30b-a3b", "mixtral-8x7b")
         found += [Part(f"kernels_{shape}", f"kernels.py --gpu --shapes {shape}", 75) for shape in shapes]
     for name in LAYERS:
@@ -70,19 +75,42 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
         found.append(Part(f"training_{name}", command, 75))
     found.append(Part("model", f"random_model.py {scratch / 'olmoe.json'} {scratch / 'model'}", 60))
     decode = f"decoding.py --model {scratch / 'model'} --batch 1 8 {sizes['decode']} --policy"
-    for policy in ("resident", f"ring --expert-tier host {sizes['ring']}", "experts --expert-tier host"):
+    below = " --expert-tier host"
+    for policy in ("resident", f"ring{below} {sizes['ring']}", f"experts{below}", f"hybrid{below}"):
         found.append(Part(f"decode_{policy.split()[0]}", f"{decode} {policy}", 60, needs="model"))
-    return [*found, Part("retention", f"training_tiers.py retention {sizes['retention']}", 90)]
+    found.append(Part("retention", f"training_tiers.py retention {sizes['retention']}", 130))
+    found.append(Part("collectives", f"floors.py collectives {sizes['floors']}".strip(), 45))
+    slower = 2 if on_cpu else 1  # to compile
+    return [replace(part, seconds=slower * part.seconds) for part in found]
 
 
-def utilisation(out: Path) -> dict[str, float]:
-    """Return each training's FLOP/s over those that a dense product reached on this device."""
-    floors = out / "gpu_floors.json"
-    if not floors.exists():
-        return {}
-    reached = json.loads(floors.read_text())["floors"]["flops_per_s"]
-    trained = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("gpu_training_*.json"))}
-    return {name: round(result["model_flops_per_s"] / reached, 4) for name, result in trained.items()}
+def limits(result: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
+    """Return how near a result came to its device's limits: those that `floors` measured, and the data sheet's.
+
+    mfu: FLOP/s of a model's step over the peak of the data sheet, None where that is not known; of_dense_product: over
+    those of one large product; of_link: copies of a decode step, by its batch, over those of pinned memory.
+    """
+    near: dict[str, Any] = {}
+    reached = floors.get("floors", {}) if floors.get("device") == result.get("device") else {}
+    if flops_per_s := result.get("model_flops_per_s"):
+        peak = peak_flops(str(result.get("device")))
+        near["mfu"] = None if peak is None else round(flops_per_s / peak, 4)
+        near["of_dense_product"] = round(flops_per_s / reached["flops_per_s"], 4) if reached else None
+    if (copied := result.get("copied_bytes_per_s")) and any(copied.values()):
+        link = reached.get("host_to_device_bytes_per_s")
+        near["of_link"] = link and {batch: round(rate / link, 4) for batch, rate in copied.items()}
+    return near
+
+
+def add_limits(out: Path) -> dict[str, Any]:
+    """Write `limits` into the results that have any, whichever came first, they or the floors; return them by name."""
+    results = {path: json.loads(path.read_text()) for path in sorted(out.glob("gpu_*.json"))}
+    floors, found = results.get(out / "gpu_floors.json", {}), {}
+    for path, result in results.items():
+        if near := limits(result, floors):
+            found[path.stem.removeprefix("gpu_")] = near
+            path.write_text(json.dumps(result | {"limits": near}, indent=1) + "\n")
+    return found
 
 
 def main() -> int:
@@ -141,7 +169,8 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
         elif part.name != "model":
             text = json.dumps(described(part, result), indent=1).replace(str(scratch), "FOLDER")
             (out / f"gpu_{part.name}.json").write_text(text + "\n")
-    report.finish({"ran": sorted(wanted - set(failed)), "failed": failed, "utilisation": utilisation(out)})
+            add_limits(out)
+    report.finish({"ran": sorted(wanted - set(failed)), "failed": failed, "limits": add_limits(out)})
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Time the kernels against their physical floors; the last line of output is one JSON object.
 
     python benchmarks/kernels.py          grouped matmul against one dense matmul, MoE layer against dense FFN
-    python benchmarks/kernels.py --gpu    named shapes on a Hopper GPU; no shape: the floors alone
+    python benchmarks/kernels.py --gpu    named shapes on a Hopper GPU; with --toy one small shape on any device
 
 On a CPU ours and the dense product run in turn, round by round; a ratio is the median of the rounds' ratios.
 On a GPU the floors are the copy bandwidth and the dense bfloat16 matmul rate measured in the same run. `lax.ragged_dot`
@@ -26,13 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.comm import exchange
 from benchmarks.lib import report
+from benchmarks.lib.floors import floors, seconds
 from jmoe.config import MoEConfig
 from jmoe.layers.experts import MLP
 from jmoe.layers.moe import MoELayer
-from jmoe.mesh import make_mesh
-from jmoe.planning.exchange import plan_exchange
 from kernels_pallas.grouped_matmul import grouped_matmul, quantize, quantized_grouped_matmul
 from kernels_pallas.matmul import matmul
 from kernels_pallas.shapes import CPU, MODELS, ROUTINGS, MoEShape, group_sizes
@@ -45,8 +43,9 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--toy", action="store_true", help="with --gpu: one small shape, on any device")
     parser.add_argument("--rounds", type=int, default=11, help="on a CPU")
-    parser.add_argument("--shapes", nargs="*", choices=tuple(MODELS), default=list(MODELS), help="on a GPU")
+    parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="on a GPU")
     return parser.parse_args()
 
 
@@ -143,26 +142,6 @@ def on_cpu(a: argparse.Namespace) -> dict[str, Any]:
 
 
 # GPU
-
-
-def seconds(f: Callable[..., Any], *operands: Any, repeat: int = 10) -> float:
-    """Of one call, when calls follow each other without a wait: the best of three series."""
-    jax.block_until_ready(f(*operands))
-    best = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
-        outputs = [f(*operands) for _ in range(repeat)][-1]
-        jax.block_until_ready(outputs)
-        best = min(best, (time.perf_counter() - started) / repeat)
-    return best
-
-
-def floors() -> dict[str, float]:
-    """Measured bytes/s of a copy (read and written) and FLOP/s of a dense bfloat16 product."""
-    x = jnp.zeros((2**30,), jnp.bfloat16)
-    copied = 2 * x.nbytes / seconds(jax.jit(lambda x: x + jnp.bfloat16(1)), x)
-    a, b = normal(0, (8192, 8192), jnp.bfloat16), normal(1, (8192, 8192), jnp.bfloat16)
-    return {"bytes_per_s": copied, "flops_per_s": 2 * 8192**3 / seconds(jax.jit(jnp.matmul), a, b)}
 
 
 def peers(x: jax.Array, w: jax.Array, sizes: jax.Array) -> dict[str, float]:
@@ -279,35 +258,17 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     return {"forward_backward": times}
 
 
-def exchange_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """One device's part of the exchange, to the experts and back: what packing and unpacking take without a link."""
-    t, k, e, d = shape.num_tokens, shape.num_experts_per_tok, shape.num_experts, exchange.HIDDEN_SIZE
-    sizes = {"num_experts": e, "num_experts_per_tok": k}
-    plan = plan_exchange("flat", num_nodes=1, devices_per_node=1, **sizes)
-    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
-    operands = exchange.draw(mesh, 0, (k, e, t))
-    rows_bytes = 2 * d * (2 * t + 4 * t * k)  # tokens read and written; rows written and read, there and back
-    return {
-        f"exchange {direction}": {
-            "s": seconds(exchange.make_program(plan, mesh, e, 1.0, direction), *operands),
-            "floor_s": (1 if direction == "forward" else 3) * rows_bytes / floor["bytes_per_s"],
-        }
-        for direction in exchange.DIRECTIONS
-    }
-
-
 def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
-    floor = floors()
+    floor = floors(a.toy)
     print(f"copy {floor['bytes_per_s'] / 1e9:.0f} GB/s, dense bfloat16 {floor['flops_per_s'] / 1e12:.0f} TFLOP/s")
     results: dict[str, Any] = {"floors": floor, "shapes": {}}
-    for name in a.shapes:
+    for name in ["tiny"] if a.toy else a.shapes:
         shape = MODELS[name]
         found: dict[str, Any] = permutes_on_gpu(shape, floor)
         for routing in ("balanced", "skewed"):
             for what, row in matmuls_on_gpu(shape, routing, floor).items():
                 found[f"matmul {routing} {what}"] = row
         found["layer"] = layer_on_gpu(shape)["forward_backward"]
-        found |= exchange_on_gpu(shape, floor)
         results["shapes"][name] = found
         for what, row in found.items():
             others = "".join(f", {k} {1e6 * v:.0f}" for k, v in row.items() if k not in ("s", "floor_s"))
@@ -322,11 +283,10 @@ def on_gpu(a: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     a = parse()
     device = jax.devices()[0]
-    if a.gpu and (device.platform != "gpu" or device.compute_capability != "9.0"):
+    if a.gpu and not a.toy and (device.platform != "gpu" or device.compute_capability != "9.0"):
         print(f"--gpu: the default device must be a Hopper GPU, not {device.device_kind}", file=sys.stderr)
         return 1
-    results = {"jax": jax.__version__, "device": device.device_kind} | (on_gpu(a) if a.gpu else on_cpu(a))
-    report.finish(results)
+    report.finish((on_gpu(a) if a.gpu else on_cpu(a)) | report.where())
     return 0
 
 

@@ -195,7 +195,7 @@ def main() -> None:
         report.finish(two_nodes.worker(a))
         return
     with tempfile.TemporaryDirectory(prefix="jmoe-training-tiers-", dir=a.folder) as folder:
-        report.finish(measures[a.what](a, Path(folder)))
+        report.finish(measures[a.what](a, Path(folder)) | report.where())
 
 
 if __name__ == "__main__":

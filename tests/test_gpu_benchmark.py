@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 
 from benchmarks import gpu
 
+WHERE = {"device": "NVIDIA H100 80GB HBM3", "versions": {"jax": "0.10.2"}}
+FLOORS = {"floors": {"flops_per_s": 494.5e12, "host_to_device_bytes_per_s": 32.0}} | WHERE
+TRAINED = {"mfu": 0.1, "of_dense_product": 0.2}
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -19,8 +23,9 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[gpu.Part]:
     """Parts that succeed, fail, hang and depend on one that fails; each leaves a file named after it where it ran."""
     scripts = {
-        "floors": 'print(\'{"floors": {"flops_per_s": 8.0}}\')',
-        "training_one": "print('{\"model_flops_per_s\": 2.0}')",
+        "floors": f"print({json.dumps(FLOORS)!r})",
+        "training_one": f"print({json.dumps({'model_flops_per_s': 98.9e12} | WHERE)!r})",
+        "decode_ring": f"print({json.dumps({'copied_bytes_per_s': {'1': 8.0, '8': 16.0}} | WHERE)!r})",
         "broken": "import sys; print('half of it'); sys.exit('out of memory')",
         "hanging": "import time; time.sleep(3600)",
         "dependent": "print('{}')",
@@ -45,15 +50,19 @@ def test_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     out = tmp_path / "out"
     code, seen = call(monkeypatch, capsys, "--out", str(out))
     assert code == 1
-    assert seen["ran"] == ["floors", "training_one"]
-    assert seen["utilisation"] == {"gpu_training_one": 0.25}
+    assert seen["ran"] == ["decode_ring", "floors", "training_one"]
+    assert seen["limits"] == {"training_one": TRAINED, "decode_ring": {"of_link": {"1": 0.25, "8": 0.5}}}
     failed = seen["failed"]
     assert failed["broken"]["failed"] == "1"
     assert failed["broken"]["last_lines"] == ["half of it", "out of memory"]
     assert failed["hanging"]["failed"] == "longer than 3 s"
     assert failed["dependent"]["failed"] == "not run, for broken failed"
     assert not (tmp_path / "dependent").exists()
-    assert sorted(file.name for file in out.iterdir()) == ["gpu_floors.json", "gpu_training_one.json"]
+    files = {file.name.removeprefix("gpu_"): json.loads(file.read_text()) for file in out.iterdir()}
+    assert sorted(files) == ["decode_ring.json", "floors.json", "training_one.json"]
+    for file in files.values():
+        assert date.fromisoformat(file["date"]) and WHERE.items() <= file.items()
+    assert files["training_one.json"]["limits"] == TRAINED and "limits" not in files["floors.json"]
 
 
 @pytest.mark.usefixtures("parts")
@@ -64,10 +73,21 @@ def test_what_has_a_result_is_not_run_again(
     assert call(monkeypatch, capsys, *options)[0] == 0
     os.remove(tmp_path / "floors")
     code, seen = call(monkeypatch, capsys, *options)
-    assert (code, seen["ran"], seen["utilisation"]) == (0, [], {"gpu_training_one": 0.25})
+    assert (code, seen["ran"], seen["limits"]) == (0, [], {"training_one": TRAINED})
     assert not (tmp_path / "floors").exists()
     assert call(monkeypatch, capsys, *options, "--fresh")[1]["ran"] == ["floors", "training_one"]
     assert (tmp_path / "floors").exists()
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu"])
+def test_limits_are_those_of_the_same_device(device: str) -> None:
+    """Of another device's floors nothing is made; of a device without a data sheet no MFU."""
+    trained = gpu.limits({"model_flops_per_s": 98.9e12, "device": device}, FLOORS)
+    decoded = gpu.limits({"copied_bytes_per_s": {"1": 8.0}, "device": device}, FLOORS)
+    same = device == FLOORS["device"]
+    assert trained == {"mfu": None if device == "cpu" else 0.1, "of_dense_product": 0.2 if same else None}
+    assert decoded == {"of_link": {"1": 0.25} if same else None}
+    assert gpu.limits({"copied_bytes_per_s": {"1": 0.0}, "device": device}, FLOORS) == {}
 
 
 @pytest.mark.usefixtures("parts")
@@ -87,7 +107,19 @@ def test_every_part_runs_on_a_cpu(run_python: RunPython, tmp_path: Path) -> None
     done = run_python(["benchmarks/gpu.py", "--cpu", "--out", str(tmp_path), "--budget-s", "1800"], timeout=1900)
     seen = json.loads(done.stdout.strip().splitlines()[-1])
     assert (done.returncode, seen["failed"]) == (0, {}), done.stderr
-    assert {"kernels", "training_olmoe", "decode_ring", "decode_experts", "retention"} < set(seen["ran"])
+    decoded = [f"decode_{policy}" for policy in ("resident", "ring", "experts", "hybrid")]
+    assert {"floors", "kernels_tiny", "training_olmoe", *decoded, "retention", "collectives"} < set(seen["ran"])
+    files = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in seen["ran"] if name != "model"}
+    for file in files.values():
+        assert (
+            date.fromisoformat(file["date"]) and file["device"] == "cpu" and {"jax", "python"} < set(file["versions"])
+        )
+    assert [files[name]["policy"] for name in decoded] == ["resident", "ring", "experts", "hybrid"]
+    for name in decoded[1:3]:
+        assert all(copied > 0 for copied in files[name]["copied_bytes_per_s"].values())
+        assert files[name]["limits"]["of_link"].keys() == {"1", "8"}
+    assert files["training_olmoe"]["limits"].keys() == {"mfu", "of_dense_product"}
+    assert all(row["s"] > 0 and row["floor_s"] > 0 for row in files["collectives"]["rows"])
     rows = json.loads((tmp_path / "gpu_retention.json").read_text())["rows"]
     assert [row["tokens"] for row in rows] == [128, 256]
     assert all(row["speed_of_device"] > 0 for row in rows)

@@ -1,14 +1,11 @@
 """Engines under load: fields of `EngineConfig` as options, and prefill by the clock."""
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from benchmarks.lib import report
 from jmoe.config.engine import EngineConfig
@@ -35,8 +32,7 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
 
 def about(a: argparse.Namespace) -> dict[str, Any]:
     """Return the options, the versions and the device."""
-    versions = {"jax": jax.__version__, "python": sys.version.split()[0]}
-    return {"args": report.options(a), "versions": versions, "device": jax.devices()[0].device_kind}
+    return {"args": report.options(a)} | report.where()
 
 
 def prefill_s(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int = 1) -> float:

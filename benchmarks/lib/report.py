@@ -25,6 +25,13 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: version(name) for name in packages} | {"python": sys.version.split()[0]}
 
 
+def where() -> dict[str, Any]:
+    """Return the device and the versions of JAX and Python, as a result names them."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind, "versions": versions("jax", "jaxlib")}
+
+
 def progress(row: dict[str, Any]) -> dict[str, Any]:
     """Show a row on stderr and return it."""
     print(json.dumps(row), file=sys.stderr, flush=True)
