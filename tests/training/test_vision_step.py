@@ -4,18 +4,21 @@ Legend: A tasks, N layers routed per token, E experts.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches
 from jmoe.mesh import BATCH
+from jmoe.training.state import TrainState
 from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_step import VisionTrainer
-from tests.arrays import on_host
+from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of, spread_over
 from tests.vision_tasks import CLASSES, COMM, CONFIG, TASKS
 
@@ -105,6 +108,70 @@ def test_a_task_has_no_gradient_for_what_is_another_s() -> None:
         assert [bool(np.any(expert)) for expert in experts] == [expert == task.path[0] for expert in range(4)]
         assert [head for head, grad in grads["heads"].items() if np.any(grad)] == [name]
         assert np.any(grads["patch_embedding"])
+
+
+# The expert of the last layer that each task alone names; large and small share expert 0.
+OWN_EXPERTS = {"large": (), "middle": (1,), "small": (), "other": (3,)}
+
+
+def own_parts(trainer: VisionTrainer, state: TrainState) -> dict[str, Any]:
+    """Copies of each task's head and of the experts that it alone names: weights and both moments."""
+    saved = trainer.save_state(state)
+    trees = on_host({"params": saved.params, "m": saved.m, "v": saved.v})
+    return {
+        task: {
+            name: (
+                tree["heads"][task],
+                {w: values[:, own] for w, values in tree["task_layers"]["moe"]["experts"].items()},
+            )
+            for name, tree in trees.items()
+        }
+        for task, own in OWN_EXPERTS.items()
+    }
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((1, 1, 1), "even"), ((4, 1, 1), "elastic")])
+def test_labels_of_a_task_move_nothing_that_is_another_s(shape: tuple[int, int, int], layout: str) -> None:
+    """Two runs that differ in the labels of one task, in the last step: without a clip, which is by the global norm."""
+    optimizer = dataclasses.replace(CONFIG.optimizer, clip_norm=0.0)
+    trainer, batches = trainer_of(shape, layout=layout, optimizer=optimizer)
+    state = trainer.init()
+    for _ in range(2):
+        state, _ = trainer.step(state, put(next(batches), trainer), full_capacity=True)
+    batch = next(batches)
+    others = batch._replace(label=np.where(batch.task == 0, 1 - batch.label, batch.label))
+    moved = [
+        trainer.step(jax.tree.map(jnp.copy, state), put(part, trainer), full_capacity=True)[0]
+        for part in (batch, others)
+    ]
+    before, (one, other) = own_parts(trainer, state), [own_parts(trainer, state) for state in moved]
+    for task in CONFIG.tasks:
+        assert differing(before[task], one[task]) != []
+        assert (differing(one[task], other[task]) == []) == (task != "large")
+    shared = [on_host(trainer.save_state(state).params["patch_embedding"]) for state in moved]
+    assert differing(*shared) != []
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_task_without_images_keeps_its_parameters(weight_decay: float) -> None:
+    """One task has images: parameters of the others' own are as they were, or decayed; their moments stay zero."""
+    optimizer = dataclasses.replace(CONFIG.optimizer, weight_decay=weight_decay)
+    trainer, batches = trainer_of((1, 1, 1), optimizer=optimizer)
+    state, kept = trainer.init(), 1.0
+    before = own_parts(trainer, state)
+    for _ in range(3):
+        batch = next(batches)
+        batch = batch._replace(weight=batch.weight * (batch.task == 1))
+        state, metrics = trainer.step(state, put(batch, trainer), full_capacity=True)
+        kept *= 1 - float(metrics["learning_rate"]) * weight_decay
+    after = own_parts(trainer, state)
+    assert differing(before["middle"], after["middle"]) != []
+    for task in ("large", "small", "other"):
+        assert not any(np.any(leaf) for name in ("m", "v") for leaf in jax.tree.leaves(after[task][name]))
+        if not weight_decay:
+            assert differing(before[task], after[task]) == []
+    decayed = jax.tree.map(lambda w: w * kept, before["other"]["params"][1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), after["other"]["params"][1], decayed)
 
 
 def test_training_learns() -> None:
