@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.memory.record_checkpoint import ITEM
+from jmoe.memory.saved_records import read_lists
 from jmoe.run.overview import read_overview
 from tests.train_runs import (
     ENDLESS,
@@ -90,11 +92,12 @@ def test_a_run_on_nvme_is_served_merged_and_moved(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["expert-inter", "data"])
 def test_two_processes_are_killed_and_go_on_and_then_one(
-    runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start
+    runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start, axis: str
 ) -> None:
-    """Each with half of the experts: to the bit as without the kill; one process then goes on with all of them."""
-    spread = ("--mesh.expert-inter", 2, "--checkpoint.every-steps", 4)
+    """Each with half of the experts or all: to the bit as without the kill; one process then goes on with all."""
+    spread = (f"--mesh.{axis}", 2, "--checkpoint.every-steps", 4)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_split(runs, start_python, whole, 2, 1, *HOST, *spread, "--num-steps", STEPS)
     assert dict(losses(whole)) == pytest.approx(dict(losses(on_host)), rel=1e-5, abs=0)
@@ -110,6 +113,9 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     assert {step: loss for step, loss in losses(killed) if step < STEPS} == dict(losses(whole))
     assert evaluations(killed)[-1] == evaluations(whole)[-1]
 
+    lists = read_lists(killed / "checkpoints" / str(STEPS) / ITEM)
+    saved_by = [{name.split(".")[0] for name in listed["versions"]["moments"]} for listed in lists.values()]
+    assert len(saved_by) == 2 and not saved_by[0] & saved_by[1]  # each record once
     run = json.loads((killed / "run.json").read_text())["run"]
     folders = [killed / "records" / run / f"process-{rank}" for rank in range(2)]
     num_records = [sum(path.name[0].isdigit() for path in (folder / "moments").iterdir()) for folder in folders]
@@ -118,8 +124,9 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     run_split(runs, start_python, killed, 1, 1, *NVME, *often, "--num-steps", STEPS + 6)
     assert resumes(killed)[-1] == STEPS
     assert not folders[1].exists()  # no kept step needs what process 1 had
-    run_split(runs, start_python, on_host, 1, 1, *HOST, "--num-steps", STEPS + 6)
-    ours, expected = dict(losses(killed)), dict(losses(on_host))
+    shutil.copytree(on_host, tmp_path / "one")
+    run_split(runs, start_python, tmp_path / "one", 1, 1, *HOST, "--num-steps", STEPS + 6)
+    ours, expected = dict(losses(killed)), dict(losses(tmp_path / "one"))
     assert ours == pytest.approx(expected, rel=1e-5, abs=0)
 
 

@@ -15,8 +15,8 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the 
 @dataclass(frozen=True)
 class TiersConfig:
     """Tiers of the experts' state: `device`, `host` memory, `nvme`; `auto` asks the planner. Everything else stays on
-    the device. On several devices (`mesh.data` = 1) each has the experts of its own, and each process the records of
-    its devices' experts.
+    the device. Each of several processes has the records of its devices' experts, once for all of them that are
+    replicas (`mesh.data`); replicas of other processes have records of their own, and share the saving.
 
     experts: the float32 weights. optimizer: AdamW's moments, on a tier at or below that of the weights; `train.py`
     puts them where the weights are if only these are given a tier. Where both are on the device, the ordinary step

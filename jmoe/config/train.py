@@ -24,9 +24,8 @@ MAX_LOSS_SCALE = 2.0**32
 
 
 def _streamed(tiers: TiersConfig) -> str:
-    """Return why experts on other tiers have no replicas."""
-    pair = f"tiers.experts = {tiers.experts!r} and tiers.optimizer = {tiers.optimizer!r}"
-    return f"with experts on other tiers ({pair}): every device then has experts of its own"
+    """Return where the experts are that a setting is refused for."""
+    return f"with experts on other tiers (tiers.experts = {tiers.experts!r} and tiers.optimizer = {tiers.optimizer!r})"
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,6 @@ class TrainConfig:
         constraint = f"must be a multiple of {num_devices} devices x {parts} accumulation steps"
         check_field(self.batch_size % (num_devices * parts) == 0, self, "batch_size", constraint)
         if not self.tiers.on_device and num_devices > 1:
-            check(shape[0] == 1, "mesh.data", shape[0], f"must be 1 {_streamed(self.tiers)}")
             fused = self.comm.fuse_dense or not self.comm.shard_dense
             check_field(fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers")
             ordered = self.comm.shard_dense or self.comm.schedule == "none"

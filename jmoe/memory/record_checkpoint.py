@@ -51,11 +51,12 @@ class RecordCheckpoints:
     """Saves and restores the records of one process with checkpoints; stores: by kind of record.
 
     `folder` is always the folder of a step's item. No method but `wait`, `find`, `restore` and `close` takes long.
-    Several processes each have one, with stores that own different records of the same kinds. memory: layouts of the
-    kinds that are in memory, not in a store; `memory` is to give all the `owned` records, one by one. stall_limit_s:
-    the longest that a drain may take for one record. partial: kinds of which a step has only the records in `save_only`
-    when it is pinned. beside: is saved with the list of this process's records. settings: decide whether records can
-    be taken over as they are. restored: the lists of all processes of the step that was restored last.
+    Several processes each have one, with stores of the same kinds. memory: layouts of the kinds that are in memory,
+    not in a store; `memory` is to give all the `owned` records, one by one. stall_limit_s: the longest that a drain may
+    take for one record. save_only: by kind, the records that this process saves, where that is not all that it owns:
+    processes that own the same ones share the saving, and of `partial` kinds a step has only some. beside: is saved
+    with the list of this process's records. settings: decide whether records can be taken over as they are. restored:
+    the lists of all processes of the step that was restored last.
     """
 
     def __init__(
@@ -92,14 +93,17 @@ class RecordCheckpoints:
         self.wait()
         versions = {name: store.pin(str(step), self.save_only.get(name)) for name, store in self.stores.items()}
         for name in self._layouts:
-            versions[name] = [Version(index, step, self._token).name for index in self._owned]
+            saved = self.save_only.get(name, self._owned)
+            versions[name] = [Version(index, step, self._token).name for index in saved]
         listed = {"num_processes": self.num_processes, "pins": self._pins(step), "versions": versions}
         return listed | ({"beside": self.beside} if self.beside else {})
 
     def write_memory(self, folder: Path, pinned: dict[str, Any]) -> None:
         """Write the records that are in memory into a step that is being saved; nobody may change one meanwhile."""
         for name, layout in self._layouts.items():
-            write_records(folder / name, layout, pinned["versions"][name], self.memory[name](), self._count)
+            saved = self.save_only.get(name)
+            records = (record for record in self.memory[name]() if saved is None or record[0] in saved)
+            write_records(folder / name, layout, pinned["versions"][name], records, self._count)
 
     def write_list(self, folder: Path, pinned: dict[str, Any]) -> None:
         """Add to a step that is being saved what `pin` has pinned for it; what `write_memory` wrote becomes durable."""

@@ -13,29 +13,43 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import ModelConfig
+from jmoe.mesh import DATA
 
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts:
-    """The experts of each layer that are this process's, and the devices they are spread over evenly, in order."""
+    """The experts of each layer that are this process's, in parts of one size, in order.
+
+    devices: of each part, this process's devices that have it: several where they are replicas of each other. saved:
+    experts of which a checkpoint has this process's records; other processes save the rest of those that they have too.
+    """
 
     experts: NDArray[np.int64]
-    devices: tuple[jax.Device, ...]
+    devices: tuple[tuple[jax.Device, ...], ...]
+    saved: NDArray[np.int64]
 
     @classmethod
     def of(cls, mesh: Mesh, num_experts: int) -> Self:
-        """Return those of a mesh whose devices all have experts of their own."""
-        per_device, process = num_experts // mesh.size, jax.process_index()
-        ranks = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device.process_index == process]
-        experts = [np.arange(rank * per_device, (rank + 1) * per_device) for rank, _ in ranks]
-        return cls(np.concatenate(experts), tuple(device for _, device in ranks))
+        """Return those of a mesh in whose data axis devices have the same experts."""
+        process, experts, devices, saved = jax.process_index(), [], [], []
+        replicas_of_parts = mesh.devices.reshape(mesh.shape[DATA], -1).T.tolist()
+        for part, replicas in enumerate(replicas_of_parts):
+            mine = tuple(device for device in replicas if device.process_index == process)
+            if not mine:
+                continue
+            devices.append(mine)
+            numbers = np.split(np.arange(num_experts), len(replicas_of_parts))[part]
+            experts.append(numbers)
+            processes = sorted({device.process_index for device in replicas})
+            saved.append(numbers[numbers % len(processes) == processes.index(process)])  # they take turns
+        return cls(np.concatenate(experts), tuple(devices), np.concatenate(saved))
 
     @property
     def per_device(self) -> int:
         return self.experts.size // len(self.devices)
 
     def split(self, arrays: Mapping[str, NDArray[Any]], axis: int = 0) -> list[dict[str, NDArray[Any]]]:
-        """Return each device's part of arrays of all these experts."""
+        """Return each part of arrays of all these experts."""
         parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
         return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
 
@@ -68,6 +82,13 @@ class ExpertIndex:
     @property
     def local_records(self) -> list[int]:
         """Return the records that this process has, layer by layer."""
-        experts = None if self.local is None else self.local.experts
+        return self._in_all_layers(None if self.local is None else self.local.experts)
+
+    @property
+    def saved_records(self) -> list[int]:
+        """Return those of them that this process saves."""
+        return self._in_all_layers(None if self.local is None else self.local.saved)
+
+    def _in_all_layers(self, experts: NDArray[np.int64] | None) -> list[int]:
         records = [self.records(layer, experts) for layer in range(self.num_layers)]
         return [int(record) for record in np.concatenate(records)]

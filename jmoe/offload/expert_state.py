@@ -3,6 +3,9 @@
 Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices. Experts are numbered
 here from 0 to P - 1, the first device's first. Each has up to three records (`ExpertIndex`): weights, moments, and a
 gradient that is not applied yet. One that is fetched is first brought up to the present step (`lazy_adamw.catch_up`).
+
+Where devices of a process are replicas of each other they have the same experts: a *part*, which has its records once.
+The first of its devices updates them, the others are sent the weights.
 """
 
 import contextlib
@@ -35,6 +38,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
 ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
 DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device
+Slot = list[list[DeviceStacks]]  # of each part, by its devices
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ def _guarded(method: Method) -> Method:
 class ExpertState:
     """Weights and optimizer state of a process's experts, fetched into slots by a ring over the layers.
 
-    For each layer, in the order of `begin`, `fetch` gives the slot's arrays by device, `fetch_more` gives them with
-    more experts in place of those given before, and `release` gives the slot back. The ring's thread fetches ahead what
+    For each layer, in the order of `begin`, `fetch` gives the slot's arrays, `fetch_more` gives them with more
+    experts in place of those given before, and `release` gives the slot back. The ring's thread fetches ahead what
     the layer's tokens chose last time; a choice that nobody foresaw is fetched by `fetch`. `keep` takes a layer's
     gradients to their tier, on a thread of its own; `commit` ends a step, and lets the ring's thread update what is in
     the slots. Each of several processes has a state of its own and knows nothing of the others.
@@ -161,7 +165,9 @@ class ExpertState:
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         num_slots = min(num_slots, index.num_layers)
-        self._slots = [[self._empty(device) for device in self.local.devices] for _ in range(num_slots)]
+        self._slots = [
+            [[self._empty(device) for device in replicas] for replicas in self.local.devices] for _ in range(num_slots)
+        ]
         self._present = [np.zeros(num_local, np.bool_) for _ in self._slots]  # experts whose weights are in the slot
         self._layer_in: list[int | None] = [None for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
@@ -204,8 +210,8 @@ class ExpertState:
         self._ring.restart(self._order)
 
     @_guarded
-    def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> list[DeviceStacks]:
-        """Return the weights of the pass's next layer, by device; those chosen are there and up to date."""
+    def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
+        """Return the weights of the pass's next layer; those chosen are there and up to date."""
         acquired, slot = self._ring.acquire()
         assert acquired == layer, (acquired, layer)
         self._fetched = acquired, slot
@@ -213,7 +219,7 @@ class ExpertState:
         return self.fetch_more(chosen_P)
 
     @_guarded
-    def fetch_more(self, chosen_P: NDArray[np.bool_]) -> list[DeviceStacks]:
+    def fetch_more(self, chosen_P: NDArray[np.bool_]) -> Slot:
         """Return the layer fetched last, not released yet, with more experts that are chosen."""
         layer, slot = self._fetched
         self._chosen[layer] |= chosen_P
@@ -235,8 +241,8 @@ class ExpertState:
             if self._initial is not None:
                 parts = self.local.split(self._initial(layer, self.local.experts))
                 self._slots[slot] = [
-                    {name: jnp.array(w, device=device) for name, w in part.items()}
-                    for part, device in zip(parts, self.local.devices, strict=True)
+                    [{name: jnp.array(w, device=device) for name, w in part.items()} for device in replicas]
+                    for part, replicas in zip(parts, self.local.devices, strict=True)
                 ]
                 self._present[slot][:] = True
             self._layer_in[slot] = layer
@@ -255,11 +261,12 @@ class ExpertState:
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
-                    device, row = divmod(expert, self.local.per_device)
-                    weights = record.on_device(self.shapes, self.local.devices[device])
-                    placed = _place(self._slots[slot][device], np.int32(row), weights)
-                    self._slots[slot][device] = jax.block_until_ready(placed)
-                    fetched_bytes += record.data_R.nbytes
+                    part, row = divmod(expert, self.local.per_device)
+                    replicas = zip(self._slots[slot][part], self.local.devices[part], strict=True)
+                    self._slots[slot][part] = jax.block_until_ready(
+                        [_place(stacks, np.int32(row), record.on_device(self.shapes, d)) for stacks, d in replicas]
+                    )
+                    fetched_bytes += record.data_R.nbytes * len(self.local.devices[part])
                 self._present[slot][expert] = True
             if is_stale:
                 fetched_bytes += self._catch_up(slot, expert, index, now)
@@ -272,7 +279,7 @@ class ExpertState:
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
         with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
-            device = self.local.devices[expert // self.local.per_device]
+            device = self.local.devices[expert // self.local.per_device][0]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
             g: Mapping[str, NDArray[Any] | jax.Array] = self._no_gradient
@@ -308,17 +315,19 @@ class ExpertState:
         """Return (w, m, v) after these steps, in the device's memory; the slot has w too."""
         w: Any = None
         m, v, g = m_v_g
-        device, row = divmod(expert, self.local.per_device)
-        slots = self._slots[slot]
+        part, row = divmod(expert, self.local.per_device)
+        replicas = self._slots[slot][part]
         for window in self._history.windows(steps, pending=pending):
-            slots[device], w, m, v = _update(self._optimizer, slots[device], np.int32(row), m, v, g, window)
+            replicas[0], w, m, v = _update(self._optimizer, replicas[0], np.int32(row), m, v, g, window)
+        for i, device in enumerate(self.local.devices[part][1:], 1):
+            replicas[i] = jax.block_until_ready(_place(replicas[i], np.int32(row), jax.device_put(w, device)))
         return jax.block_until_ready((w, m, v))
 
     # Gradients
 
     @_guarded
     def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]) -> None:
-        """Take the gradients, by device, of a layer's chosen experts to their tier; return while they are written."""
+        """Take the gradients, by part, of a layer's chosen experts to their tier; return while they are written."""
         experts = np.flatnonzero(chosen_P)
         self._kept[layer] = experts
         self._wait_for_writer(pending=1)
@@ -328,10 +337,10 @@ class ExpertState:
     def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]) -> None:
         on_host = [{name: np.asarray(g) for name, g in part.items()} for part in gradients]
         for expert, index in zip(experts.tolist(), self._records(layer, experts).tolist(), strict=True):
-            device, row = divmod(expert, self.local.per_device)
+            part, row = divmod(expert, self.local.per_device)
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:
-                    np.copyto(record[name], on_host[device][name][row])
+                    np.copyto(record[name], on_host[part][name][row])
                 record.put()
 
     def _wait_for_writer(self, pending: int) -> None:
@@ -406,10 +415,10 @@ class ExpertState:
             return
         self._ring.wait()
         for layer, slot in sorted((layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None):
-            on_host = [{name: np.asarray(w) for name, w in part.items()} for part in self._slots[slot]]
+            on_host = [{name: np.asarray(w) for name, w in replicas[0].items()} for replicas in self._slots[slot]]
             for expert, index in enumerate(self._records(layer).tolist()):
-                device, row = divmod(expert, self.local.per_device)
-                yield index, {name: w[row] for name, w in on_host[device].items()}
+                part, row = divmod(expert, self.local.per_device)
+                yield index, {name: w[row] for name, w in on_host[part].items()}
 
     def each_moments(self) -> Iterator[Indexed]:
         """Give the records of all experts' moments, one after the other, as they stand."""

@@ -38,11 +38,11 @@ class ExpertStores:
         self, config: TrainConfig, index: ExpertIndex, shapes: dict[str, tuple[int, ...]], run: str = "run"
     ) -> None:
         self._config, self._tiers, self._index, self._shapes = config, config.tiers, index, shapes
-        self._own = index.local_records
+        self._own, self._saved = index.local_records, frozenset(index.saved_records)
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
         assert index.local is not None
-        pin, devices = self._tiers.pin_host_memory, index.local.devices
-        self._allocate, self.note = host_memory(pin, "tiers.pin_host_memory", devices)
+        devices = [device for replicas in index.local.devices for device in replicas]
+        self._allocate, self.note = host_memory(self._tiers.pin_host_memory, "tiers.pin_host_memory", devices)
         self._held = contextlib.ExitStack()
         self._versions = self._open_versions(run)
         lazy = self._tiers.optimizer == "nvme"
@@ -58,6 +58,8 @@ class ExpertStores:
             stall_limit_s=config.checkpoint.drain_timeout_s,
             partial=("gradients",) if lazy else (),
         )
+        if len(self._saved) < len(self._own):
+            self.records.save_only |= {"weights": self._saved, "moments": self._saved}
         self.records.settings = self.up_to_date(0).settings
 
     def _open_versions(self, run: str) -> dict[str, VersionStore]:
@@ -92,8 +94,9 @@ class ExpertStores:
         self._laziness = laziness = experts.save()
         if self._tiers.gradients == "host":
             self._write_gradients(experts.stores.gradients, laziness)
-        self.records.save_only = {"gradients": laziness.pending}
-        self.records.beside = laziness.to_json()
+        saved = laziness.of(self._saved)
+        self.records.save_only["gradients"] = saved.pending
+        self.records.beside = saved.to_json()
 
     def _write_gradients(self, gradients: TieredStore, laziness: Laziness) -> None:
         store = self._versions["gradients"]

@@ -98,8 +98,8 @@ class TrainedModel:
 
     @property
     def active_experts(self) -> float:
-        """Return distinct experts of a device that a layer's tokens choose in a step, under uniform routing."""
-        chosen = distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens)
+        """Return distinct experts of a device that a layer's tokens choose in a step, of any replica; uniformly."""
+        chosen = distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens * self.replicas)
         return chosen / self.num_devices
 
     @property
@@ -445,21 +445,23 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         return
     slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)
     yield "device", "experts: weights", 4 * slots * layer
-    # gradients of the layer that computes and of the one on its way to its tier; both in the dtype of the products too
-    yield "device", "experts: in use", (2 * 4 + 2 * model.compute_bytes) * layer
+    # gradients of the layer that computes and of the one on its way to its tier; both in the dtype of the products too.
+    # Those of one more layer are being summed where there are replicas.
+    yield "device", "experts: in use", ((2 + (model.replicas > 1)) * 4 + 2 * model.compute_bytes) * layer
     kinds = (
         (place.experts, "experts: weights", 4, place.checkpoints),
         (place.optimizer, "experts: moments", 8, place.checkpoints),
         (place.gradients, "experts: gradients", model.gradient_bytes, 0),
     )
+    saved = -(-model.device_parameters // model.replicas)  # which share the saving
     for tier, kind, size, kept in kinds:
         if tier != "device":
             yield tier, kind, size * model.device_parameters * per_host
         if tier == "nvme":
-            yield "nvme", "older versions in checkpoints", kept * size * model.device_parameters * per_host
+            yield "nvme", "older versions in checkpoints", kept * size * saved * per_host
     if place.optimizer == "nvme":  # with a checkpoint goes every gradient that waits, also those of host memory
-        copies = place.checkpoints + (place.gradients != "nvme")
-        yield "nvme", "gradients in checkpoints", copies * model.gradient_bytes * model.device_parameters * per_host
+        own = place.checkpoints * saved + (place.gradients != "nvme") * model.device_parameters
+        yield "nvme", "gradients in checkpoints", model.gradient_bytes * own * per_host
     if "nvme" in (place.experts, place.optimizer, place.gradients):
         yield "host", "cache of records on nvme", plan.host_cache_bytes * per_host
 

@@ -21,16 +21,18 @@ from jax import lax
 
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.collectives.fusion import (
+    ShardInBuffer,
     all_gather_buffer_local,
     pack,
     pack_gradients,
     reduce_scatter_buffer_local,
     unpack,
+    unpack_gradients,
 )
 from jmoe.collectives.schedule import interleave
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats, moe_stats
-from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, EXPERTS_PATH, REPLICATED, split_over
+from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, split_over
 from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.decoder import STACKS
 from jmoe.models.functional import FunctionalModule
@@ -75,7 +77,7 @@ class RoutedTokens(NamedTuple):
     x_BSD: jax.Array
     h_TD: jax.Array
     dispatched: DispatchedTokens
-    arrived_E: jax.Array  # how many rows for each expert, int32
+    arrived_E: jax.Array  # how many rows for each expert, of all replicas together, int32
     topk_idx_TK: jax.Array
     stats: MoEStats  # this device's, [R] each
 
@@ -87,11 +89,26 @@ class NextLayer(NamedTuple):
     number: jax.Array
 
 
+class PendingGradients(NamedTuple):
+    """A layer's gradients that are still to be summed over devices."""
+
+    rows_RG: jax.Array | None = None  # of its flat buffer
+    experts: ExpertStacks | None = None  # where replicas have the same experts, to be summed over those
+
+
+class SummedGradients(NamedTuple):
+    """The sums of `PendingGradients`; what those do not have is None."""
+
+    row_G: jax.Array | None = None  # this device's part of the flat buffer's
+    experts: ExpertStacks | None = None  # as they are to be kept
+    square: jax.Array | None = None  # of this device's experts', [R]
+
+
 class NeighborWork(NamedTuple):
     """The work that a program does for neighbouring layers beside its own work."""
 
     next_layer: NextLayer | None = None  # to be gathered
-    pending_RG: jax.Array | None = None  # the last layer's gradients, to be summed over devices
+    pending: PendingGradients = PendingGradients()  # of the last layer
     gathered: Sequence[jax.Array] = ()  # the next layer's first chunks, which are there already
 
 
@@ -99,7 +116,7 @@ class Overlapped(NamedTuple):
     """The results of `NeighborWork`."""
 
     unsharded_RC: jax.Array | None = None  # the next layer's parameters
-    sum_G: jax.Array | None = None  # this device's part of the last layer's gradients
+    summed: SummedGradients = SummedGradients()  # gradients of the last layer
 
 
 class GradAccumulator(NamedTuple):
@@ -164,7 +181,8 @@ class LayerPrograms:
     def __init__(self, model: ShardedDecoder, chunk_bytes: int | None = None) -> None:
         self.config, self.mesh, self._model = model.config, model.mesh, model
         self.dtype = model.dtype
-        self._scan = model.reverse_scan(chunk_bytes) if model.fused else None
+        self._scan = model.reverse_scan(chunk_bytes)
+        self._replicas = model.mesh.shape[DATA]
         decoder: Any = nnx.eval_shape(model.build)
         self._experts = FunctionalModule(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
@@ -185,7 +203,8 @@ class LayerPrograms:
             if name not in STACKS.values()
         }
         dense = LayerParams(specs.get(STACKS["dense"]), replicated)
-        moe = LayerParams(specs[STACKS["moe"]], replicated, replicated, split)
+        experts: Any = split_over(EXPERT)
+        moe = LayerParams(specs[STACKS["moe"]], replicated, replicated, experts)
         columns: Any = split_over(ALL, 1)
         work = NeighborWork(NextLayer(columns, replicated), split, replicated)
         overlapped = Overlapped(replicated, split)
@@ -240,7 +259,7 @@ class LayerPrograms:
     def _prepare(self, params: Any, *, first: LayerKind) -> tuple[Any, dict[LayerKind, jax.Array], jax.Array | None]:
         """Return (outside, every layer's part of its buffer by kind, the first layer's buffer). first: its kind."""
         outside, scan = {name: tree for name, tree in params.items() if name not in STACKS.values()}, self._scan
-        if scan is None:
+        if scan is None or not self._model.fused:
             return outside, {}, None
         flat = {}
         for kind, name in STACKS.items():
@@ -266,19 +285,48 @@ class LayerPrograms:
         self, function: Callable[..., Any], args: tuple[Any, ...], begin: jax.Array, work: NeighborWork
     ) -> tuple[Any, Overlapped]:
         """Run a layer's own function, and the work for its neighbours beside it. begin: known when that may begin."""
-        scan, pending_RG = self._scan, work.pending_RG
-        if scan is None or (work.next_layer is None and pending_RG is None):
+        scan, pending = self._scan, work.pending
+        if scan is None or not jax.tree.leaves((work.next_layer, pending)):
             return function(*args), Overlapped()
         row_C = None if work.next_layer is None else layer_of(*work.next_layer)
         gathers = scan.gathers(row_C)[len(work.gathered) :]
-        reductions = [] if pending_RG is None else scan.reductions(pending_RG)
-        result, done = interleave(function, args, gathers + reductions, scan.schedule, ALL, begin)
+        reductions = [] if pending.rows_RG is None else scan.reductions(pending.rows_RG)
+        of_experts = [] if pending.experts is None else scan.all_reductions(self._flat(pending.experts), ((DATA,),))
+        works = gathers + reductions + of_experts
+        result, done = interleave(function, args, works, scan.schedule, ALL, begin)
         unsharded_RC = None if row_C is None else scan.unsharded([*work.gathered, *done[: len(gathers)]], row_C)
-        sum_G = None if pending_RG is None else jnp.concatenate([jnp.zeros(0), *done[len(gathers) :]])
-        return result, Overlapped(unsharded_RC, sum_G)
+        rows = done[len(gathers) : len(gathers) + len(reductions)], done[len(gathers) + len(reductions) :]
+        row_G, experts_G = (jnp.concatenate([jnp.zeros(0), *chunks]) for chunks in rows)
+        return result, Overlapped(unsharded_RC, self._summed(pending, row_G, experts_G))
 
-    def _reduce(self, rows_RG: jax.Array) -> jax.Array:
-        return reduce_scatter_buffer_local(rows_RG, self._model.hierarchy)
+    def _reduce(self, pending: PendingGradients) -> SummedGradients:
+        """Sum gradients over devices beside nothing else."""
+        row_G = experts_G = jnp.zeros(0)
+        if pending.rows_RG is not None:
+            row_G = reduce_scatter_buffer_local(pending.rows_RG, self._model.hierarchy)
+        if pending.experts is not None:
+            experts_G = lax.psum(self._flat(pending.experts), DATA)
+        return self._summed(pending, row_G, experts_G)
+
+    def _flat(self, experts: ExpertStacks) -> jax.Array:
+        return pack(list(experts.values()), self._parts_of(experts))
+
+    def _parts_of(self, experts: ExpertStacks) -> list[ShardInBuffer]:
+        return [ShardInBuffer(g.shape, 0, jnp.float32) for g in experts.values()]
+
+    def _summed(self, pending: PendingGradients, row_G: jax.Array, experts_G: jax.Array) -> SummedGradients:
+        """Return the sums by their names; experts_G: flat."""
+        sums = SummedGradients(None if pending.rows_RG is None else row_G)
+        if pending.experts is None:
+            return sums
+        experts = unpack_gradients(experts_G, self._parts_of(pending.experts))
+        stored, square = self._to_keep(dict(zip(pending.experts, experts, strict=True)))
+        return sums._replace(experts=stored, square=square)
+
+    def _to_keep(self, experts: ExpertStacks) -> tuple[ExpertStacks, jax.Array]:
+        """Return (experts' gradients as they are to be kept, this device's sum of their squares [R])."""
+        square = sum((jnp.square(g).sum() for g in experts.values()), jnp.zeros((), jnp.float32))
+        return {name: g.astype(self.config.tiers.gradient_dtype) for name, g in experts.items()}, square[None]
 
     # Forward
 
@@ -320,12 +368,16 @@ class LayerPrograms:
         function = partial(self._run_route, train=train, full_capacity=full_capacity)
         run = _with_residuals_if(keeps, function, wanted=(0, 3))
         args = self._unsharded(params, layer), layer_of(params.router_bias, layer.number), layer, x_BSD
+        gathered: Sequence[jax.Array] = []
         if self._scan is None or work.next_layer is None:
-            return *run(*args), []
-        row_C, model = layer_of(*work.next_layer), self.config.model
-        gathers, dense = self._scan.gathers(row_C), row_C.size * self.mesh.size
-        early = len(gathers) * dense // (dense + model.num_experts_per_tok * model.expert_parameters)
-        (routed, kept), gathered = interleave(run, args, gathers[:early], self._scan.schedule, ALL, x_BSD)
+            routed, kept = run(*args)
+        else:
+            row_C, model = layer_of(*work.next_layer), self.config.model
+            gathers, dense = self._scan.gathers(row_C), row_C.size * self.mesh.size
+            early = len(gathers) * dense // (dense + model.num_experts_per_tok * model.expert_parameters)
+            (routed, kept), gathered = interleave(run, args, gathers[:early], self._scan.schedule, ALL, x_BSD)
+        if self._replicas > 1:  # what one of them needs, all fetch, and so bring it up to date in the same steps
+            routed = routed._replace(arrived_E=lax.psum(routed.arrived_E, DATA))
         return routed, kept, gathered
 
     def _run_route(
@@ -435,7 +487,7 @@ class LayerPrograms:
         """Add the gradients of one more accumulation step to a layer's sums."""
         layout, rows_RG = self._model.layout(params.stack, stacked=True), sums.rows_RG
         fused, rest = layout.split(dparams)
-        if self._scan is not None:
+        if self._scan is not None and self._model.fused:
             new_RG = pack_gradients(fused, layout.parts, self._scan.hierarchy)
             rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
         if sums.experts is not None:
@@ -458,7 +510,7 @@ class LayerPrograms:
         """Return (dx, summed gradients, the neighbours' results, this device's sum of squares of the experts').
 
         inputs.kept: what `route` found and kept, and what `add_experts` kept. last: no accumulation step follows, so
-        the experts' gradients are as they are to be kept, and their square is known.
+        the experts' gradients are as they are to be kept, and their square is known, unless replicas are to add theirs.
         """
         counts_E, bias = counts_NAE[layer.number, layer.accumulation], layer_of(params.router_bias, layer.number)
         losses = lambda stats: scaled(self._auxiliary(counts_E, stats), inputs.loss_scale)  # noqa: E731
@@ -483,12 +535,11 @@ class LayerPrograms:
         args = self._unsharded(params, layer), params.experts, inputs.x_BSD, inputs.dy_BSD, rest
         (dparams, dexperts, dx_BSD), overlapped = self._overlap(function, args, inputs.dy_BSD, work)
         sums = self._accumulate(params, layer, sums, dparams, dexperts)
-        if not last:
+        if not last or self._replicas > 1:
             return dx_BSD, sums, overlapped, None
         assert sums.experts is not None
-        square = sum((jnp.square(g).sum() for g in sums.experts.values()), jnp.zeros((), jnp.float32))
-        stored = {name: g.astype(self.config.tiers.gradient_dtype) for name, g in sums.experts.items()}
-        return dx_BSD, sums._replace(experts=stored), overlapped, square[None]
+        stored, square = self._to_keep(sums.experts)
+        return dx_BSD, sums._replace(experts=stored), overlapped, square
 
     def _auxiliary(self, counts_E: jax.Array, stats: MoEStats) -> jax.Array:
         """Return this device's part of a layer's balance and z losses; counts_E: of all devices."""
@@ -521,7 +572,8 @@ class LayerPrograms:
         metrics |= {"counts": step.counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": step.dropped_N}
         reduced = streamed_on_shards_local(self._model, state.params, step.grads)
         squares = squared_norms_local(reduced, self._model)
-        squares["moe_layers"] = squares["moe_layers"] + jnp.stack([square[0] for square in step.expert_squares])
+        of_experts = jnp.stack([square[0] for square in step.expert_squares]) / self._replicas  # which all have it
+        squares["moe_layers"] = squares["moe_layers"] + of_experts
         squares = over_devices(self.mesh.size, squares)
         return finish_step(self.config, state, reduced, squares, metrics, jnp.bool_(False))
 

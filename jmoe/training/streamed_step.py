@@ -29,7 +29,7 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.offload.expert_index import ExpertIndex, LocalExperts
-from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ExpertState, ExpertStats, ReadExperts
+from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ExpertState, ExpertStats, ReadExperts, Slot
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.optim.loss_scale import first_loss_scale
@@ -37,6 +37,7 @@ from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed_programs import (
+    ExpertStacks,
     ForBackward,
     GradAccumulator,
     LayerIndex,
@@ -45,8 +46,10 @@ from jmoe.training.streamed_programs import (
     NeighborWork,
     NextLayer,
     Overlapped,
+    PendingGradients,
     RoutedTokens,
     StepResults,
+    SummedGradients,
 )
 
 
@@ -67,6 +70,15 @@ class _PassedLayer:
     kept: list[Any] = field(default_factory=list)  # as its gradients' program takes it
     choices: list[jax.Array] = field(default_factory=list)  # only of a layer with experts, as is chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+
+@dataclass(frozen=True)
+class _PendingLayer:
+    """A layer on the way back whose gradients are not summed over devices yet. chosen_P: as its `_PassedLayer` has."""
+
+    place: _LayerPlace
+    gradients: PendingGradients
+    chosen_P: NDArray[np.bool_]
 
 
 @dataclass
@@ -179,22 +191,23 @@ class StreamedTrainer:
             raise ValueError("the experts are nowhere yet: init or load_state comes first")
         return self.experts
 
-    def _joined(self, parts: Sequence[DeviceStacks]) -> DeviceStacks:
-        """Return arrays [E, ...] of all devices from the parts of this process's devices."""
+    def _joined(self, slot: Slot) -> DeviceStacks:
+        """Return arrays [E, ...] of all devices from those of this process's devices."""
+        own = [stacks for replicas in slot for stacks in replicas]
         if self.mesh.size == 1:
-            return parts[0]
+            return own[0]
         sharding = NamedSharding(self.mesh, split_over(EXPERT, 0))
         return {
             name: jax.make_array_from_single_device_arrays(
-                (self._num_experts, *array.shape[1:]), sharding, [part[name] for part in parts]
+                (self._num_experts, *array.shape[1:]), sharding, [stacks[name] for stacks in own]
             )
-            for name, array in parts[0].items()
+            for name, array in own[0].items()
         }
 
     def _mine(self, array: jax.Array) -> list[jax.Array]:
-        """Return the parts of an array that lie on this process's devices, in their order."""
-        parts = {shard.device: shard.data for shard in array.addressable_shards}
-        return [parts[device] for device in self._owned.devices]
+        """Return what an array has of each part of this process's experts, by the first device that has the part."""
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        return [shards[replicas[0]] for replicas in self._owned.devices]
 
     def expert_stats(self) -> ExpertStats:
         return self._opened.stats()
@@ -345,26 +358,43 @@ class StreamedTrainer:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (gradients of the first layer's inputs, squared norms of each layer's experts'); fills `grads`."""
         squares: list[jax.Array] = []
-        pending: tuple[LayerKind, jax.Array] | None = None  # a layer's kind and gradients, not summed over devices yet
+        pending: _PendingLayer | None = None
         for i, place in reversed(list(enumerate(self._layers))):
             sums = GradAccumulator(None, grads.rest[place.kind])
-            work = NeighborWork(self._next_layer(run, i - 1), None if pending is None else pending[1])
+            of_last = PendingGradients() if pending is None else pending.gradients
+            work, square = NeighborWork(self._next_layer(run, i - 1), of_last), None
             if place.kind == "moe":
                 sums, overlapped, square = self._backward_experts(run, i, dxs, sums, work, counts_NAE)
-                squares.append(square)
             else:
                 sums, overlapped = self._backward_dense(run, i, dxs, sums, work)
             grads.rest[place.kind] = sums.rest
-            if pending is not None and overlapped.sum_G is not None:
-                grads.rows_G[pending[0]].append(overlapped.sum_G)
+            if pending is not None:
+                self._take(pending, overlapped.summed, grads, squares)
             run.unsharded_RC = overlapped.unsharded_RC
-            pending = None if sums.rows_RG is None else (place.kind, sums.rows_RG)
+            pending = _PendingLayer(place, PendingGradients(sums.rows_RG, sums.experts), run.passed[i].chosen_P)
+            if square is not None:  # no replica has gradients of the same experts
+                squares.append(square)
             run.passed.pop()  # what it kept is needed no more
-        if pending is not None:
-            grads.rows_G[pending[0]].append(self._done(self.programs.reduce(pending[1])))
+        if pending is not None and jax.tree.leaves(pending.gradients):
+            self._take(pending, self._done(self.programs.reduce(pending.gradients)), grads, squares)
         for rows_G in grads.rows_G.values():
             rows_G.reverse()
         return dxs, squares[::-1]
+
+    def _take(
+        self, layer: _PendingLayer, summed: SummedGradients, grads: StreamedGradients, squares: list[jax.Array]
+    ) -> None:
+        """Take a layer's gradients to where they are kept, once they are summed."""
+        if summed.row_G is not None:
+            grads.rows_G[layer.place.kind].append(summed.row_G)
+        if summed.experts is not None and summed.square is not None:
+            squares.append(summed.square)
+            self._keep(layer.place.number, layer.chosen_P, summed.experts)
+
+    def _keep(self, number: int, chosen_P: NDArray[np.bool_], experts: ExpertStacks) -> None:
+        """Take the gradients of a layer's experts to their tier."""
+        by_part = zip(*(self._mine(g) for g in experts.values()), strict=True)
+        self._opened.keep(number, chosen_P, [dict(zip(experts, parts, strict=True)) for parts in by_part])
 
     def _backward_dense(
         self, run: _Pass, i: int, dxs: list[jax.Array], sums: GradAccumulator, work: NeighborWork
@@ -386,10 +416,11 @@ class StreamedTrainer:
         sums: GradAccumulator,
         work: NeighborWork,
         counts_NAE: jax.Array,
-    ) -> tuple[GradAccumulator, Overlapped, jax.Array]:
+    ) -> tuple[GradAccumulator, Overlapped, jax.Array | None]:
         """Run one layer backwards, whose experts' gradients go to their tier; changes `dxs`.
 
-        Returns (the other gradients, the neighbours' results, the squared norm of the experts' gradients).
+        Returns (the other gradients, the neighbours' results, the squared norm of the experts' gradients). Where
+        replicas have the same experts, their gradients are among the others, to be summed, and the norm is None.
         """
         experts, place, passed = self._opened, self._layers[i], run.passed[i]
         params = run.params("moe", self._joined(experts.fetch(place.number, passed.chosen_P)))
@@ -401,13 +432,13 @@ class StreamedTrainer:
             options = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
             dxs[a], sums, overlapped, square = self._done(self.programs.moe_gradients(*args, **options))
             results = results if a else overlapped
-        assert square is not None and sums.experts is not None
         jax.block_until_ready(dxs)
         del params, args
         experts.release()
-        by_device = zip(*(self._mine(g) for g in sums.experts.values()), strict=True)
-        arrays = [dict(zip(sums.experts, parts, strict=True)) for parts in by_device]
-        experts.keep(place.number, passed.chosen_P, arrays)
+        if square is None:
+            return sums, results, None
+        assert sums.experts is not None
+        self._keep(place.number, passed.chosen_P, sums.experts)
         return sums._replace(experts=None), results, square
 
     # Without gradients

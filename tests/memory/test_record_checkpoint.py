@@ -396,6 +396,43 @@ def test_other_numbers_of_processes_go_on(run_python: Run, tmp_path: Path) -> No
             shutil.rmtree(tmp_path / "local" / "process-1")
 
 
+def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> None:
+    """Each record is saved once, of a store or of memory; every process restores all of them."""
+    step, memory = tmp_path / "checkpoints" / "1" / ITEM, {"memory": LAYOUTS["weights"]}
+    step.mkdir(parents=True)
+    content_of = {index: {"w": np.full(900, index, np.float32)} for index in range(NUM_RECORDS)}
+    everyone = []
+    for process in range(2):
+        store = open_stores(tmp_path / "local" / str(process))["moments"]
+        store.fill(lambda index, views: views["m"].fill(index + 1))
+        store.sync()
+        records = RecordCheckpoints(
+            {"moments": store}, memory=memory, owned=range(NUM_RECORDS), process=process, num_processes=2
+        )
+        records.memory["memory"] = content_of.items
+        records.save_only = dict.fromkeys(("moments", "memory"), range(process, NUM_RECORDS, 2))
+        pinned = records.pin(1)
+        records.write_memory(step, pinned)
+        records.write_list(step, pinned)
+        everyone.append((store, records))
+    for _, records in everyone:
+        records.committed(step, [1])
+        records.wait()
+    assert is_durable(step)
+    for kind in ("moments", "memory"):
+        assert sorted(int(path.name.split(".")[0]) for path in (step / kind).iterdir()) == list(range(NUM_RECORDS))
+    for store, records in everyone:
+        store.fill(lambda index, views: None)
+        records.restore(step)
+        record_R = store.layout.zeros()
+        for index in range(NUM_RECORDS):
+            store.read_into(index, record_R)
+            assert np.all(store.layout.views(record_R)["m"] == index + 1)
+        assert records.find(step).files["memory"].keys() == content_of.keys()
+        records.close()
+        store.close()
+
+
 def train_and_save(folder: Path, last: int) -> None:
     """Resume and go on to a last step, with a save every second step, and now and then back to it."""
     run = TrainingRun(folder / "local", folder / "checkpoints")

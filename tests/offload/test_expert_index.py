@@ -1,6 +1,11 @@
 """The numbering of experts' records: old checkpoints and packs lean on it."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import numpy as np
+import pytest
 
 from jmoe.offload.expert_index import ExpertIndex, LocalExperts
 from tests.model_configs import mesh_of
@@ -16,9 +21,42 @@ def test_records_are_numbered_layer_by_layer() -> None:
 
 
 def test_a_process_has_records_of_its_own() -> None:
-    local = LocalExperts(np.array([2, 3]), ())
+    local = LocalExperts(np.array([2, 3]), (), np.array([3]))
     assert ExpertIndex(3, 4, local).local_records == [2, 3, 6, 7, 10, 11]
+    assert ExpertIndex(3, 4, local).saved_records == [3, 7, 11]
     everyone = LocalExperts.of(mesh_of(1, 2, 2), 8)
     assert (everyone.experts.tolist(), everyone.per_device) == (list(range(8)), 2)
     parts = everyone.split({"w": np.arange(8)})
     assert [part["w"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_replicas_of_a_process_have_the_same_experts() -> None:
+    mesh = mesh_of(2, 2, 2)
+    both = LocalExperts.of(mesh, 8)
+    assert both.experts.tolist() == both.saved.tolist() == list(range(8))
+    assert both.devices == tuple(zip(*mesh.devices.reshape(2, 4).tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "processes", "own"),
+    [
+        ((2, 1, 2), [0, 0, 1, 1], [range(8), range(8)]),
+        ((2, 1, 2), [0, 1, 2, 3], [range(4), range(4, 8), range(4), range(4, 8)]),
+        ((4, 1, 2), [0, 0, 0, 0, 1, 1, 2, 2], [range(8)] * 3),
+        ((2, 1, 4), [0, 0, 0, 1, 1, 1, 2, 2], [range(6), [0, 1, 2, 3, 6, 7], range(4, 8)]),
+    ],
+)
+def test_processes_with_the_same_experts_save_them_in_turn(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], processes: list[int], own: list[Any]
+) -> None:
+    devices: Any = [SimpleNamespace(process_index=number) for number in processes]
+    mesh: Any = SimpleNamespace(devices=np.array(devices).reshape(shape), shape={"data": shape[0]})
+    saved = []
+    for number, experts in enumerate(own):
+        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+        local = LocalExperts.of(mesh, 8)
+        assert local.experts.tolist() == list(experts)
+        assert local.saved.size > 0 and set(local.saved) <= set(experts)
+        assert sum(map(len, local.devices)) == processes.count(number)
+        saved += local.saved.tolist()
+    assert sorted(saved) == list(range(8))

@@ -135,6 +135,20 @@ def test_data_parallel_replicas_share_the_dense_state() -> None:
     assert {kind: size for _, kind, size in whole.rows}["dense weights, moments, gradients"] == 16 * 10**7
 
 
+def test_replicas_repeat_the_experts_and_share_the_saving() -> None:
+    """Two, on two hosts: each has all records; an expert moves if a token of either chose it."""
+    few = replace(MODEL, step_tokens=20)
+    plans = [plan_training(replace(few, replicas=replicas), NVME, MACHINE) for replicas in (1, 2)]
+    alone, two = ({kind: size for _, kind, size in plan.rows} for plan in plans)
+    for kind in ("experts: weights", "experts: moments", "experts: gradients"):
+        assert two[kind] == alone[kind] > 0
+    for kind in ("older versions in checkpoints", "gradients in checkpoints"):
+        assert 2 * two[kind] == alone[kind] > 0
+    layer_bytes = 4 * MODEL.num_experts * MODEL.expert_parameters
+    assert two["experts: in use"] == alone["experts: in use"] + layer_bytes  # gradients that are being summed
+    assert plans[0].model.active_experts < plans[1].model.active_experts <= MODEL.num_experts
+
+
 def test_only_a_streamed_step_keeps_the_inputs_of_all_its_micro_batches() -> None:
     model = replace(MODEL, micro_batches=4)
     rows = {place: plan_training(model, replace(NVME, experts=place, optimizer=place), MACHINE) for place in TIERS}

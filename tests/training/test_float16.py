@@ -147,8 +147,9 @@ def test_an_overflow_changes_the_scale_and_nothing_else(trainer: Trainer) -> Non
 
 
 @pytest.mark.slow
-def test_an_overflow_on_two_devices_with_experts_in_host_memory() -> None:
-    with contextlib.closing(trainer_of((1, 1, 2), HOST)) as trainer:
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 1)])
+def test_an_overflow_on_two_devices_with_experts_in_host_memory(shape: tuple[int, int, int]) -> None:
+    with contextlib.closing(trainer_of(shape, HOST)) as trainer:
         assert_overflow_changes_the_scale_alone(trainer)
 
 

@@ -42,12 +42,15 @@ TIERS = {"device": DEVICE, "mixed": MIXED, "host": HOST, "half": HALF, "nvme": N
 
 
 @contextlib.contextmanager
-def opened(tiers: TiersConfig, folder: Path, devices: int = 1) -> Iterator[tuple[Trainer, Checkpoints]]:
+def opened(
+    tiers: TiersConfig, folder: Path, devices: int = 1, replicas: int = 1
+) -> Iterator[tuple[Trainer, Checkpoints]]:
     """The program of a run in this folder and its checkpoints, as train.py opens them."""
     tiers = dataclasses.replace(tiers, path=str(folder / "records"))
-    config = dataclasses.replace(CONFIG, tiers=tiers, mesh=MeshConfig(1, devices, 1), output_dir=str(folder))
+    mesh = MeshConfig(replicas, devices, 1)
+    config = dataclasses.replace(CONFIG, tiers=tiers, mesh=mesh, output_dir=str(folder))
     with (
-        contextlib.closing(make_trainer(config, mesh_of(1, devices, 1))) as program,
+        contextlib.closing(make_trainer(config, mesh_of(replicas, devices, 1))) as program,
         Checkpoints(folder / "checkpoints", CheckpointConfig(), records=program.records) as checkpoints,
     ):
         yield program, checkpoints
@@ -98,6 +101,21 @@ def test_experts_move_to_other_tiers(
         state, data = restored(program, checkpoints, 4)
         assert data == {"at": 4}
         assert differing(expected, full_state(program, state)) == []
+
+
+SLOW_WITH_REPLICAS = [pytest.param(name, marks=pytest.mark.slow) for name in ("half", "mixed")]
+
+
+@pytest.mark.parametrize("name", ["host", "nvme", *SLOW_WITH_REPLICAS])
+def test_replicas_come_and_go(trained: Callable[[str], tuple[Path, TrainState]], tmp_path: Path, name: str) -> None:
+    """From one device to four with two replicas of each expert and back."""
+    source, expected = trained(name)
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    for step, devices, replicas in ((3, 2, 2), (4, 1, 1)):
+        with opened(TIERS[name], tmp_path, devices, replicas) as (program, checkpoints):
+            state, _ = restored(program, checkpoints, step)
+            checkpoints.save(step + 1, program.save_state(state), {}, "{}")
+            assert differing(expected, full_state(program, state)) == []
 
 
 @pytest.mark.parametrize("before", TIERS)

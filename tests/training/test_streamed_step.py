@@ -71,7 +71,7 @@ def train(
     A step whose buffers overflow is run again with room for everything.
     """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
-    shape = (1, config.mesh.expert_inter, config.mesh.expert_intra)
+    shape = (max(1, config.mesh.data), config.mesh.expert_inter, config.mesh.expert_intra)
     with contextlib.closing(make_trainer(config, mesh_of(*shape))) as program:
         state, metrics = program.init(), []
         for step in range(steps):
