@@ -14,7 +14,6 @@ import json
 import os
 import struct
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -113,10 +112,12 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove what killed writers left: temporary files that nobody has written to for an hour."""
+    """Remove what killed writers left: temporary files that nobody has written to for an hour, by the disk's clock."""
+    with tempfile.TemporaryFile(dir=directory) as probe:
+        now = os.fstat(probe.fileno()).st_mtime
     for path in directory.glob(f".*{TEMPORARY}"):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            if time.time() - path.stat().st_mtime > 3600:
+            if now - path.stat().st_mtime > 3600:
                 path.unlink()
 
 

@@ -22,7 +22,7 @@ from jmoe.data import loader, text_files
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, Role, prepare
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
-from jmoe.data.shards import open_shard, writing_shard
+from jmoe.data.shards import TEMPORARY, open_shard, remove_stale_temporaries, writing_shard
 from jmoe.data.tokenizer import load_tokenizer, train_bpe
 
 
@@ -41,6 +41,21 @@ def train_text(corpus: Corpus, source: int = 0) -> str:
 
 
 # Token shards
+
+
+@pytest.mark.parametrize("ahead_s", [0, 7200, -7200])
+def test_what_killed_writers_left_goes_by_the_clock_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """A host whose clock is ahead must not remove what another host writes now."""
+    old, new = (tmp_path / f".{name}{TEMPORARY}" for name in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (new.stat().st_atime, new.stat().st_mtime - 5400))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    remove_stale_temporaries(tmp_path)
+    assert list(tmp_path.iterdir()) == [new]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
