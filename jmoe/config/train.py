@@ -229,8 +229,8 @@ class TrainConfig:
         tiers = self.tiers.experts, self.tiers.optimizer
         has_experts = self.tiers.on_device or self.model.num_moe_layers > 0
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
-        alone = self.comm.packing == 1 or not {"host", "nvme"} & {*tiers}
-        check(alone, "comm.packing", self.comm.packing, f"must be 1 {_streamed(self.tiers)}")
+        stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
+        check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
         check_field(self.plan or not self.cluster, self, "cluster", "must be given together with plan")
         check_field(bool(self.cluster) or not self.json, self, "json", "must be given together with cluster")
         memory_dir = self.checkpoint.memory_dir

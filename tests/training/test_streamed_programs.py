@@ -30,14 +30,14 @@ SPREAD = dataclasses.replace(
     batch_size=4,
 )
 
-REPLICAS = dataclasses.replace(SPREAD, mesh=MeshConfig(2, 1, 2), batch_size=8, gradient_accumulation_steps=2)
+REPLICAS = dataclasses.replace(SPREAD, mesh=MeshConfig(2, 1, 2))
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module", params=[SPREAD, REPLICAS], ids=["each its own", "replicas"])
 def config(request: pytest.FixtureRequest) -> Any:
-    """Every device has experts of its own; or two have the same, and there are accumulation steps too."""
+    """Every device has experts of its own, or two have the same."""
     return request.param
 
 
@@ -67,11 +67,13 @@ def test_it_starts_from_the_same_parameters() -> None:
         ((4, 1, 2), {"comm": CommConfig(schedule="priority", bucket_bytes=3000)}),
         ((8, 1, 1), {"comm": CommConfig(shard_dense=False, schedule="none")}),
         ((2, 2, 2), {"comm": CommConfig(exchange="dedup", schedule="pipelined", chunk_bytes=1000)}),
+        ((1, 2, 4), {"comm": CommConfig(packing=2)}),
     ],
-    ids=["inputs only", "priority", "whole", "nodes"],
+    ids=["inputs only", "priority", "whole", "nodes", "packed"],
 )
 def test_meshes_with_replicas(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
-    config = dataclasses.replace(REPLICAS, mesh=MeshConfig(*shape), batch_size=16, **options)
+    config = dataclasses.replace(SPREAD, batch_size=16, gradient_accumulation_steps=2)
+    config = dataclasses.replace(config, mesh=MeshConfig(*shape), **options)
     same_training(train(config, HOST, steps=2), train(config, steps=2))
 
 

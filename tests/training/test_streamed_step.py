@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import CheckpointConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.config.parallel import packed_shape
 from jmoe.memory import version_store
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
@@ -71,7 +72,8 @@ def train(
     A step whose buffers overflow is run again with room for everything.
     """
     config = dataclasses.replace(config, tiers=tiers or TiersConfig())
-    shape = (max(1, config.mesh.data), config.mesh.expert_inter, config.mesh.expert_intra)
+    shape = max(1, config.mesh.data), config.mesh.expert_inter, config.mesh.expert_intra
+    shape = packed_shape(shape, config.comm.first_packing)
     with contextlib.closing(make_trainer(config, mesh_of(*shape))) as program:
         state, metrics = program.init(), []
         for step in range(steps):
