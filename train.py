@@ -86,13 +86,13 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             state = run.pack(step, state)
             if progress is not None:
                 progress.runs_on(run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step))
-            begun, programs = time.perf_counter(), compiled.count
+            begun, processor_s, programs = time.perf_counter(), time.process_time(), compiled.count
             doing = status("compiling the training step", say) if step == start else contextlib.nullcontext()
             with run.watchdog.waiting_for("step", step), doing:
                 state, metrics = train_step(run.trainer, state, run.next_batch())
                 run.check_finite(step, metrics)
             step_s, done = time.perf_counter() - begun, step + 1
-            run.packing.note_step(step_s, compiled=compiled.count > programs)
+            run.note_step(step_s, time.process_time() - processor_s, compiled=compiled.count > programs)
             if done == profile_to > start:
                 jax.profiler.stop_trace()
             if run.log is not None and progress is not None:

@@ -53,6 +53,9 @@ def test_a_run_resumes_and_ends_with_a_table_and_a_picture(run_python: Run, runs
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     final = [read_events(tmp_path / name / "metrics.jsonl")[-1] for name in ("again", "whole")]
     assert final[0] == final[1]
+    (idle,) = [event for event in read_events(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "idle"]
+    assert idle["step"] == 4 and idle["planned"] == [0.0]
+    assert len(idle["idle"]) == 1 and 0 <= idle["idle"][0] < 1
     with pytest.raises(ValueError, match="learned image tasks: must be a run of a language model"):
         merge_run(tmp_path / "whole", tmp_path / "merged")
 

@@ -105,15 +105,25 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
     _titled(curves, "Accuracy (points: held out, lines: training)", "step")
     learned = [event["paths"] for event in evaluations if "paths" in event]
     _draw_paths(experts, config, learned[-1] if learned else {name: task.path for name, task in config.tasks.items()})
-    share = layout.idle()
-    idle.barh([f"device {device}" for device in range(len(share))], [100 * part for part in share], color=COLORS[0])
-    idle.set_xlim(0, 100)
-    idle.invert_yaxis()
-    _titled(idle, "Idle time by the plan", "% of a step")
+    measured = [event["idle"] for event in events if event["event"] == "idle"]
+    _draw_idle(idle, layout.idle(), measured[-1] if measured else [])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_atomic(output_dir / REPORT_FILE, buffer.getvalue())
     return output_dir / REPORT_FILE
+
+
+def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | None]) -> None:
+    """Draw each device's idle time: by the plan and, where it was measured in this layout, what it was."""
+    devices = np.arange(len(planned))
+    ax.barh(devices - 0.2, [100 * share for share in planned], 0.36, color=COLORS[0], label="by the plan")
+    if len(measured) == len(planned):
+        ax.barh(devices + 0.2, 100 * np.array(measured, np.float64), 0.36, color=COLORS[1], label="measured")
+    ax.set_yticks(devices, [f"device {device}" for device in devices])
+    ax.set_xlim(0, 100)
+    ax.invert_yaxis()
+    ax.legend(frameon=False, loc="lower right")
+    _titled(ax, "Idle time", "% of a step")
 
 
 def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Sequence[int]]) -> None:

@@ -89,6 +89,10 @@ class Session:
             self.log.write_event("packing", step, **values, reason=decision.reason)
         return state
 
+    def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
+        """Note what a step took, and how long this process's processors computed; compiled: with a compilation."""
+        self.packing.note_step(step_s, compiled=compiled)
+
     def first_state(self) -> TrainState:
         """Return step 0: drawn, or with the parameters of `init_from`."""
         return pretrained_state(self.trainer, self.config) if self.config.init_from else self.trainer.init()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,33 @@ EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
 
 
 @dataclass
+class IdleTime:
+    """What the steps of one layout took: their seconds, and those in which this process's processors computed.
+
+    Those of a host that computes nothing itself, beside accelerators, say nothing: nan.
+    """
+
+    step_s: float = 0.0
+    processor_s: float = 0.0
+
+    def add(self, step_s: float, processor_s: float) -> None:
+        """Add a step."""
+        self.step_s += step_s
+        self.processor_s += processor_s
+
+    def by_device(self, num_devices: int) -> list[float]:
+        """Return the share of the steps in which each device's process did not compute; every process calls this.
+
+        1 - processor time / time, of a processor for each of its devices: devices of a process have the same share.
+        """
+        processes, each = jax.process_count(), num_devices // jax.process_count()
+        own = [0.0] * processes
+        known = self.step_s > 0 and jax.default_backend() == "cpu"
+        own[jax.process_index()] = max(0.0, 1 - self.processor_s / (self.step_s * each)) if known else math.nan
+        return [share for share in agreed(own) for _ in range(each)]
+
+
+@dataclass
 class VisionSession(Session):
     """A `Session` whose corpus is the images of its tasks."""
 
@@ -42,6 +70,7 @@ class VisionSession(Session):
     def __post_init__(self) -> None:
         assert isinstance(self.config, VisionTrainConfig)
         self.layouts = LayoutController(self.config, self.mesh.size)
+        self.idle = IdleTime()
         self.paths = {name: task.path for name, task in self.config.tasks.items()}  # as of the last evaluation
 
     def first_state(self) -> TrainState:
@@ -50,6 +79,12 @@ class VisionSession(Session):
             return self.trainer.init()
         assert isinstance(self.trainer, VisionTrainer)
         return state_from_run(self.trainer, self.corpus)
+
+    def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
+        """Note what a step took, for the idle time of this layout too."""
+        super().note_step(step_s, processor_s, compiled=compiled)
+        if not compiled:
+            self.idle.add(step_s, processor_s)
 
     def next_batch(self) -> Any:
         """Return this process's images as its part of the global batch, [devices, micro-batches, images, ...]."""
@@ -85,6 +120,7 @@ class VisionSession(Session):
                 each = mesh.size // jax.process_count()
                 first = jax.process_index() * each
                 self.batches.deal(layout, first, first + each)
+                self.idle = IdleTime()
                 self.trainer = VisionTrainer(trainer.config, trainer.model.num_classes, mesh, layout)
                 if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
                     state = moved(state, trainer, self.trainer)
@@ -137,6 +173,9 @@ class VisionSession(Session):
             means = self.trainer.class_means(state, map(put, train))
             for batch in held_out_batches(self.corpus, homes, *sizes):
                 sums_3A += np.asarray(self.trainer.evaluate(state, [put(batch)], means)[0])
+            idle = self.idle.by_device(devices)
+        if self.log is not None and not all(map(math.isnan, idle)):
+            self.log.write_event("idle", step, idle=idle, planned=self.trainer.layout.idle())
         nll_A, accuracy_A = sums_3A[0] / sums_3A[2], sums_3A[1] / sums_3A[2]
         names = [task.name for task in self.corpus]
         loss, accuracy = dict(zip(names, nll_A.tolist())), dict(zip(names, accuracy_A.tolist()))

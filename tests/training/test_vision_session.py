@@ -5,6 +5,7 @@ No loss changes by that, no image is left out or comes twice, and a task that ha
 
 import contextlib
 import dataclasses
+import math
 import signal
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ from jmoe.config.vision import ElasticConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import first_devices, make_mesh
 from jmoe.run.distributed import AskedSignal
+from jmoe.training.packing import PackingController
 from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_session import DEVICES_FILE, VisionSession
 from jmoe.training.vision_step import VisionTrainer
@@ -129,6 +131,20 @@ def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.Capture
         f"layout before step 3: {refused}: {path} = 'many': must be a number of devices",
     ]
     assert_near(losses, train(session(tmp_path, 1), 5)[1])
+
+
+def test_idle_time_is_what_a_process_does_not_compute(tmp_path: Path) -> None:
+    """Two devices of this process are worth two processors: six seconds of both, of which half are used."""
+    run = session(tmp_path, 2)
+    run.packing = PackingController(run.config, (2, 1, 1), 1)
+    assert all(map(math.isnan, run.idle.by_device(2)))
+    run.note_step(90.0, 1.0, compiled=True)
+    assert all(map(math.isnan, run.idle.by_device(2)))
+    run.note_step(2.0, 3.0, compiled=False)
+    run.note_step(4.0, 3.0, compiled=False)
+    assert run.idle.by_device(2) == [0.5, 0.5]
+    run.note_step(1.0, 60.0, compiled=False)  # a device may compute with several
+    assert run.idle.by_device(2) == [0.0, 0.0]
 
 
 def test_an_image_is_timed_a_task(tmp_path: Path) -> None:
