@@ -1,18 +1,21 @@
-"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer, also while it runs.
+"""`train.py ufo-tiny` on several processes: killed, resumed, on more and on fewer, also while it runs and supervised.
 
 No layout changes a loss.
 """
 
+import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from jmoe.training.vision_session import DEVICES_FILE
 from tests.processes import Child
+from tests.run.test_supervise import LAUNCHER
 from tests.test_train_vision import SMALL
-from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses, records, resumes
+from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses, ranks_of, records, resumes
 
 pytestmark = pytest.mark.slow
 ELASTIC = ("--layout", "elastic", "--checkpoint.keep", "1000", "--checkpoint.every-steps", "2")
@@ -110,3 +113,46 @@ def test_devices_come_and_go_and_a_task_ends_while_it_runs(
         rank.end(300)
     assert [step for step, _ in losses(folder)] == list(range(last))
     assert_learned_alike(folder, whole)
+
+
+def layouts_of(log: str) -> list[list[str]]:
+    """What each device runs, of every layout that a log shows: `glyphs 0:8`, or `digits 0:4 + fonts 0:2`."""
+    shown: list[list[str]] = []
+    for line in log.splitlines():
+        if line.startswith("device "):
+            if line.split()[1] == "0":
+                shown.append([])
+            shown[-1].append(line.split(" MB  ")[1])
+    return shown
+
+
+def test_a_lost_rank_leaves_its_tasks_to_those_that_are_left(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """SIGKILL of one of two supervised processes, whose host stays away: one goes on, on two devices."""
+    run, away, launcher = tmp_path / "run", tmp_path / "away", tmp_path / "launcher.py"
+    launcher.write_text(LAUNCHER)
+    away.write_text("")
+    launch = f"{sys.executable} {launcher} {away} {{host}}"
+    hosts = ("--hosts", "a=127.0.0.1", "b", "--min-processes", "1", "--launch", launch, "--backoff-s", "0")
+    training = ("train.py", "ufo-tiny", *SMALL, *ELASTIC, *ENDLESS, "--output-dir", str(run))
+    command = ("-m", "jmoe.run.supervise", *hosts, "--", *training)
+    supervisor = start_python(command, tmp_path / "supervisor.log", runs.environment(2))
+    supervisor.wait_until(lambda: committed(run))
+    away.write_text("b")
+    ranks_of(supervisor.pid)[1].kill()
+    supervisor.wait_until(lambda: resumes(run))
+    supervisor.wait_until(lambda: losses(run)[-1][0] >= max(50, resumes(run)[0] + 10))
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.end(120)
+    events = [json.loads(line) for line in (run / "supervise" / "events.jsonl").read_text().splitlines()]
+    assert [event["processes"] for event in events if event["event"] == "start"] == [2, 1]
+    assert [event["kind"] for event in events if event["event"] == "end"] == ["lost", "stopped"]
+    assert layouts_of((run / "supervise" / "rank-0.log").read_text()) == [
+        ["glyphs 0:8", "digits 0:4", "fonts 0:2", "photographs 0:2"],
+        ["glyphs 0:8", "digits 0:4 + fonts 0:2 + photographs 0:2"],
+    ]
+    whole = tmp_path / "whole"
+    finish(runs, start_python, whole, 1, losses(run)[-1][0] + 1)
+    assert len(resumes(run)) == 1
+    assert_learned_alike(run, whole)
