@@ -25,7 +25,7 @@ import numpy as np
 
 import train
 from benchmarks.lib import report
-from benchmarks.offload.session import add_model_options, expert_bytes, model_of
+from benchmarks.offload.session import LIBRARY, MODULES, add_model_options, expert_bytes, model_of
 from jmoe.config import (
     CheckpointConfig,
     DataConfig,
@@ -38,8 +38,6 @@ from jmoe.memory.version_store import Version, VersionStore
 from jmoe.training.session import Session
 from jmoe.training.state import TrainState
 
-LIBRARY = Path(argparse.__file__).parent
-MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # text to train on
 AWAY = -100.0  # no expert with such a bias is chosen
 
 

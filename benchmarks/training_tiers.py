@@ -4,6 +4,8 @@ step     seconds of a step with and without fetching ahead, beside max(computing
          as many bytes a second by itself, does to a step that needs no disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
+expected  bytes of a step, and hits, if the cache expects nothing, what the last step used, or what the next one will
+          (theoretical: the first run has told it)
 replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
 retention  tokens/s with experts in host memory over tokens/s with all of them on the device, by tokens of a step
 two_nodes  as step, in two processes with a limited link between them; needs root
@@ -19,16 +21,30 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 import time
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.lib import fio, report
 from benchmarks.offload import two_nodes
-from benchmarks.offload.session import Session, StepCost, add_model_options, config_of, disk_rates, expert_bytes
+from benchmarks.offload.session import (
+    Session,
+    StepCost,
+    TextSession,
+    add_model_options,
+    config_of,
+    disk_rates,
+    expert_bytes,
+)
+from jmoe.config import RouterConfig
+from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
 from jmoe.training.trainer import make_trainer
@@ -113,6 +129,40 @@ def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"steps": 2 * max(PERIODS), "rows": rows}
 
 
+def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train the same steps on text with three kinds of foresight; the first quarter of the steps does not count.
+
+    With the router of ordinary training, whose loss balances the experts.
+    """
+    used = list[NDArray[np.int64]]()  # by the steps of the first run, in which the cache expects nothing
+    steps_of = Counter[TieredStore]()
+    expect = TieredStore.expect
+
+    def nothing(store: TieredStore, ids: NDArray[np.int64]) -> None:
+        steps_of[store] += 1
+        if steps_of[store] > len(used):
+            used.append(ids)
+
+    def next_step(store: TieredStore, ids: NDArray[np.int64]) -> None:
+        steps_of[store] += 1
+        expect(store, used[steps_of[store]] if steps_of[store] < len(used) else [])
+
+    rows = []
+    for name, told in {"nothing": nothing, "last_step": expect, "next_step": next_step}.items():
+        with mock.patch.object(TieredStore, "expect", told):
+            config = config_of(a, folder / name, experts="nvme", optimizer="nvme")
+            session = TextSession(replace(config, model=replace(config.model, router=RouterConfig())))
+            steps = [session.step(number) for number in range(a.steps)][a.steps // 4 :]
+        cache = [store.cache for store in session.program.expert_stats().stores]
+        hits, misses = sum(stats.hits for stats in cache), sum(stats.misses for stats in cache)
+        read, written = (sum(getattr(step, f"{way}_bytes") for step in steps) for way in ("read", "written"))
+        row = {"expected": name, "read_bytes_a_step": read // len(steps), "written_bytes_a_step": written // len(steps)}
+        rows.append(report.progress(row | {"hit_rate": round(hits / (hits + misses), 4)}))
+        session.program.close()
+    share = float(np.mean([np.unique(ids).size for ids in used])) / (a.layers * a.experts)
+    return {"steps": a.steps, "share_of_experts_a_step": round(share, 3), "rows": rows}
+
+
 def _when_nothing_moves(session: Session) -> int:
     """Wait for what is being written back; return the bytes written since the start."""
     before = -1
@@ -177,6 +227,7 @@ def main() -> None:
         "step": measure_steps,
         "traffic": measure_traffic,
         "write_back": measure_write_back,
+        "expected": measure_expected,
         "replay": measure_replay,
         "retention": measure_retention,
         "two_nodes": two_nodes.measure,
@@ -188,6 +239,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=40, help="of expected")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention")
     two_nodes.add_options(parser)
     a = parser.parse_args()

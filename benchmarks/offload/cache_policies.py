@@ -6,6 +6,7 @@ Axes: E experts of a layer, L layers, T tokens.
 import heapq
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,21 +149,46 @@ class Ours(Policy):
         self.cache.counts.touch(records)
 
 
-class Ahead(Ours):
-    """The same, told before each step what the next one will use."""
+class Ahead(Policy):
+    """Theoretical, since nobody knows it: told before each step what the next one will use, and in which order.
+
+    What comes soonest keeps its place, then what has the highest count; like `Ours` it has one slot to pass through.
+    """
+
+    SOON = 2.0**900  # above every count
 
     def __init__(self, num_slots: int, counts: HitCounts, steps: list[Step]) -> None:
-        super().__init__(num_slots, counts)
-        self.coming = iter(steps)
+        self.counts, self.steps = counts, iter(steps)
+        self.held = np.full(num_slots - 1, NUM_RECORDS)  # NUM_RECORDS: nothing, with the lowest rank
+        self.ranks = np.append(np.zeros(NUM_RECORDS), -np.inf)
+        self.coming = [deque[int]() for _ in range(NUM_RECORDS)]  # places of uses in the order of all
+        self.told = 0
         self.tell()
         self.tell()
 
     def tell(self) -> None:
-        if (step := next(self.coming, None)) is not None:
-            self.cache.counts.expect(np.concatenate(step))
+        for record in np.concatenate(next(self.steps, [np.zeros(0, np.int64)])).tolist():
+            self.coming[record].append(self.told)
+            self.told += 1
+            self.ranks[record] = self.rank(record)
+
+    def rank(self, record: int) -> float:
+        coming = self.coming[record]
+        return self.SOON / (1 + coming[0]) if coming else float(self.counts.scores[record])
+
+    def use(self, record: int) -> bool:
+        self.coming[record].popleft()
+        self.ranks[record] = self.rank(record)
+        if record in self.held:
+            return True
+        slot = np.argmin(self.ranks[self.held])
+        if self.ranks[record] > self.ranks[self.held[slot]]:
+            self.held[slot] = record
+        return False
 
     def end_step(self, records: NDArray[np.int64]) -> None:
-        super().end_step(records)
+        self.counts.touch(records)
+        self.ranks[:-1] = [self.rank(record) for record in range(NUM_RECORDS)]
         self.tell()
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from benchmarks.lib.report import median
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
@@ -19,6 +20,9 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.training.state import TrainState
 from jmoe.training.streamed_step import StreamedTrainer
+
+LIBRARY = Path(argparse.__file__).parent
+MODULES = ("argparse", "ast", "difflib", "pickle", "random", "subprocess", "textwrap", "threading")  # text to train on
 
 
 def add_model_options(parser: argparse.ArgumentParser, layers: int) -> None:
@@ -82,10 +86,10 @@ class Session:
         self.state: TrainState = self.program.init()
 
     def step(self, number: int) -> StepCost:
-        """Take a step on random tokens."""
+        """Take a step on the tokens of this number."""
         config, parts = self.config, self.config.gradient_accumulation_steps
         shape = (parts, config.batch_size // parts, config.sequence_length + 1)
-        drawn = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
+        drawn = self.draw(np.random.default_rng(number), shape)
         place = NamedSharding(self.mesh, ACCUMULATED_BATCH)
         tokens = jax.make_array_from_callback(shape, place, lambda index: drawn[index])
         before, begun = self.moved_bytes(), time.perf_counter()
@@ -93,6 +97,10 @@ class Session:
         jax.block_until_ready((self.state, metrics))
         seconds, after = time.perf_counter() - begun, self.moved_bytes()
         return StepCost(seconds, after[0] - before[0], after[1] - before[1])
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Return random tokens."""
+        return rng.integers(0, self.config.model.vocab_size, shape).astype(np.int32)
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes (read from NVMe, written to it) so far; zeros without tiers."""
@@ -104,6 +112,16 @@ class Session:
         """Let the routers choose only the first experts of each layer."""
         bias = lambda b: jnp.where(jnp.arange(b.shape[-1]) < experts, 0.0, -10.0) + jnp.zeros_like(b)  # noqa: E731
         self.state = dataclasses.replace(self.state, router_bias=jax.tree.map(bias, self.state.router_bias))
+
+
+class TextSession(Session):
+    """A run on bytes of text, whose popular experts are others than its rare ones."""
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Return windows of Python's own source."""
+        text = np.frombuffer(b"".join(Path(LIBRARY, f"{name}.py").read_bytes() for name in MODULES), np.uint8)
+        begins = rng.integers(0, text.size - shape[-1], shape[:-1])
+        return text[begins[..., None] + np.arange(shape[-1])].astype(np.int32)
 
 
 def disk_rates(layout: RecordLayout, folder: Path, rounds: int) -> tuple[float, float]:

@@ -5,7 +5,6 @@ this. Not thread-safe: whoever shares one holds a lock.
 """
 
 import heapq
-from collections import deque
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,8 +21,9 @@ MAX_STEP_EVIDENCE = 10.0
 PRIOR = 2.0
 # What is left of counts that are forgotten: it orders what nothing newer does.
 FORGOTTEN = 1e-6
-# What is announced ranks above every count, and what comes sooner above what comes later.
-ANNOUNCED = 2.0**900
+
+# Above every count that is reached.
+EXPECTED = 2.0**40
 
 
 def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
@@ -46,9 +46,6 @@ class HitCounts:
     CUSUM test, Biometrika 1954), it becomes the scores. Fresh counts notice within a few steps that everything is
     different, decayed ones that something is, or drifts. Scores only fall when something is forgotten, which
     `generation` counts. Counts belong to records, not to slots, so they survive eviction.
-
-    Who knows what the next step will use says so with `expect`. Until it is used, such a record ranks above all that
-    are not expected: the rule that is best when the future is known (Belady's), as far as it is known.
     """
 
     def __init__(self, num_records: int, *, beta: float = 0.8, decay_every_steps: int = 4) -> None:
@@ -62,33 +59,21 @@ class HitCounts:
         self._decayed_is_better = self._fresh_is_better = 0.0  # log likelihood ratios to the scores
         self._beta, self._decay_every_steps = beta, decay_every_steps
         self._steps = 0
-        self._coming: dict[int, deque[int]] = {}  # record -> its places in the order of expected uses
-        self._place = self._place_before = 0  # the next place, and what it was when the step before ended
+        self._expected = np.zeros(num_records, np.bool_)
 
     @property
     def num_records(self) -> int:
         return self.scores.size
 
     def expect(self, indices: ArrayLike) -> None:
-        """Expect all that the next step will use, in order, until the end of the step after that."""
-        for index in record_ids(indices, self.num_records).tolist():
-            self._coming.setdefault(index, deque()).append(self._place)
-            self._place += 1
+        """Let these records rank above all others from now on, and no others."""
+        self._expected[:] = False
+        self._expected[record_ids(indices, self.num_records)] = True
+        self.generation += 1
 
-    def used(self, index: int) -> bool:
-        """Note that an expected use of the record has come, so its rank falls; return False if none was expected."""
-        coming = self._coming.get(index)
-        if coming is None:
-            return False
-        coming.popleft()
-        if not coming:
-            del self._coming[index]
-        return True
-
-    def rank(self, index: int, *, uses: int = 0) -> float:
-        """Return which of two records deserves its place more, after so many of the expected uses: the higher rank."""
-        coming = self._coming.get(index, ())
-        return ANNOUNCED / (1 + coming[uses]) if len(coming) > uses else float(self.scores[index])
+    def rank(self, index: int) -> float:
+        """Return which of two records deserves its place more: the one with the higher rank."""
+        return float(self.scores[index]) + (EXPECTED if self._expected[index] else 0.0)
 
     @property
     def decayed(self) -> NDArray[np.float64]:
@@ -102,11 +87,6 @@ class HitCounts:
         ids = np.flatnonzero(used)
         self._steps += 1
         self._learn(ids)
-        overdue = [index for index, coming in self._coming.items() if coming[0] < self._place_before]
-        for index in overdue:
-            self.used(index)
-        self.generation += bool(overdue)
-        self._place_before = self._place
         if self._steps % self._decay_every_steps == 0:
             self._hit /= self._beta
             if self._hit > RESCALE_ABOVE:
@@ -156,7 +136,7 @@ class HotSet:
     The victim is the slot with the lowest score; among equal ones the record that came last, so that on balanced
     traffic what is there stays there (evicting the oldest would lose every hit of a repeating order). Slots with pins
     are never victims. Finding a victim costs O(log num_slots) on average: a heap whose keys may be out of date, put
-    right when they come to the top; where a rank falls, a second key is added.
+    right when they come to the top.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int) -> None:
@@ -236,10 +216,6 @@ class HotSet:
         for slot in unpinned.tolist():
             if not self._in_heap[slot]:
                 self._push(slot)
-
-    def fallen(self, record: int) -> None:
-        """Note that the rank of this record, which has a slot, has fallen."""
-        self._push(int(self.slot_of[record]))
 
     def _score(self, slot: int) -> float:
         return self.counts.rank(int(self.record_in[slot]))

@@ -86,8 +86,6 @@ class LFUCache:
         slot = self.slot_of(index)
         if slot is None:
             return None
-        if self.counts.used(index) and self._hot.slot_of[index] >= 0:
-            self._hot.fallen(index)
         if index in self._fresh:
             self._fresh.remove(index)
             self._stats.misses += 1
@@ -209,7 +207,7 @@ class LFUCache:
             if place is None:
                 return None
             victim = int(self._hot.record_in[place])
-            if self.counts.rank(index, uses=1) <= self.counts.rank(victim):
+            if self.counts.rank(index) <= self.counts.rank(victim):
                 return None
             if victim in self._dirty and not self._demote(victim, place, demanded):
                 return None

@@ -362,6 +362,7 @@ class ExpertState:
         if used:
             for store in self.stores.all():
                 store.touch(np.concatenate(used))
+                store.expect(np.concatenate(used))  # most of it is used in the next step too
             self._ring.reload()
 
     @_guarded

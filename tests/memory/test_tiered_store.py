@@ -332,3 +332,18 @@ def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
     assert stats.cache.hits + stats.cache.misses == stats.host.transfers
     assert stats.cache.hits >= 4 * 5  # 6 of the 8 slots are the cache and keep their records, round after round
     assert stats.nvme.num_bytes >= stats.cache.misses * RECORD_BYTES
+
+
+@pytest.mark.parametrize("expected", [4, 7])
+def test_what_is_expected_is_kept_where_it_fits(store: RecordStore, expected: int) -> None:
+    """4 slots of 6 are the cache's; others have the higher counts."""
+    with TieredStore(store, cache_bytes=6 * RECORD_BYTES, threads=1) as tiers:
+        assert tiers._cache is not None and tiers._cache.num_slots == 4
+        for _ in range(3):
+            tiers.touch(range(8, 12))
+        tiers.expect(range(expected))
+        for _ in range(2):
+            for index in (*range(expected), *range(8, 12)):
+                tiers.get(index).close()
+        kept = {index for index in range(NUM_RECORDS) if tiers._cache._hot.slot_of[index] >= 0}
+        assert kept == set(range(4) if expected == 4 else range(8, 12))
