@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lib.parts import run_part
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import simulator
+from benchmarks.paper import moesys_table6, simulator
 from benchmarks.paper.index import PLACES, RESULTS, Place
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +43,15 @@ def test_what_is_shown_is_there(place: Place) -> None:
         module = next((word for word in text.split() if word.startswith("benchmarks.paper.")), None)
         assert program or module
         assert (ROOT / (program or f"{str(module).replace('.', '/')}.py")).is_file()
+
+
+def test_the_ratios_on_one_device_are_those_of_their_figures() -> None:
+    """Two models with one sequence and with eight, all above the largest ratio that the paper has."""
+    rows = moesys_table6.one_device()
+    assert len({(row["model"], row["sequences"]) for row in rows}) == len(rows) == 4
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["jmoe"] / row["transformers"], rel=0.15)  # medians, each for itself
+        assert row["ratio"] > max(moesys_table6.PAPER_RATIOS)
 
 
 def test_the_simulator_predicts_what_was_measured() -> None:

@@ -182,6 +182,12 @@ def _table6(result: Result) -> str:
     return ", ".join(f"{row['place']}: {row['tokens_per_s']:g} tokens/s" for row in rows)
 
 
+def _table6_one_device(result: Result) -> str:
+    rows = [row for row in result["rows"] if row["dtype"] == "bfloat16"]
+    parts = [f"{row['model']} {row['one']['ratio']:.2f} (1 sequence), {row['eight']['ratio']:.2f} (8)" for row in rows]
+    return f"tokens/s over transformers' in bfloat16: {'; '.join(parts)}"
+
+
 def _ufo(result: Result) -> str:
     imbalanced, dense = (_row(result["rows"], contestant=name) for name in ("imbalanced", "dense"))
     return (
@@ -280,7 +286,19 @@ PLACES = (
         _table6,
         quick="benchmarks/paper/moesys_table6.py --quick --places 1 2",
         limit_s=300,
-        lacking="DeepSpeed's inference kernels need a GPU",
+        lacking="DeepSpeed's inference operators are CUDA extensions: none for a CPU",
+    ),
+    Place(
+        "moesys-table-6-one-device",
+        "MoESys",
+        "Table 6, one device",
+        "decoding on one device against another program",
+        "1.058 to 1.13 times DeepSpeed's tokens/s",
+        "python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python --models MIXTRAL QWEN3",
+        "decoding_cpu.json",
+        _table6_one_device,
+        quick="benchmarks/paper/moesys_table6.py --one-device",
+        lacking="the other program is transformers: DeepSpeed's inference operators are CUDA extensions",
     ),
     Place(
         "moesys-figure-10",

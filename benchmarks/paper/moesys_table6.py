@@ -3,6 +3,7 @@
     sudo python benchmarks/paper/moesys_table6.py               1, 2 and 4 processes, and 2 nodes
     python benchmarks/paper/moesys_table6.py --places 1 2       without a link
     python benchmarks/paper/moesys_table6.py --quick            a smoke test
+    python benchmarks/paper/moesys_table6.py --one-device       the paper's ratio on one device, nothing is run
 
 A place is a number of processes, each a device with one core of this machine, or PROCESSES:MBIT, on two nodes with a
 link between them, whose rate is that of both directions together. More processes than cores share them: tokens a second
@@ -13,6 +14,10 @@ device, as the paper's models grow with their GPUs. A step gives every sequence 
 second of all devices to those of one process with one core. link_ms: what the link alone takes for a step's bytes.
 The paper (Table 6; A100s, against DeepSpeed) has 10.0, 106.5 and 209.6 billion parameters on 1, 8 and 16 GPUs, and is
 5.8 to 13 % faster.
+
+--one-device: decoding in bfloat16 against transformers, of the committed result of
+`benchmarks/peers/transformers_decoding.py`, beside the paper's 1.058 to 1.13. DeepSpeed's inference does not run here:
+its operators, kernel injection and MoE layers alike, are CUDA extensions, of which there are none for a CPU.
 """
 
 if __name__ == "__main__":
@@ -25,6 +30,7 @@ if __name__ == "__main__":
     reexec_with_env()
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -51,6 +57,8 @@ PAPER = [
     {"gpus": 8, "parameters_billions": 106.5},
     {"gpus": 16, "parameters_billions": 209.6},
 ]
+PEER = Path(__file__).resolve().parents[1] / "results" / "decoding_cpu.json"
+PAPER_RATIOS = (1.058, 1.13)  # of tokens/s to DeepSpeed's, the least and the largest
 MODEL = {
     "vocab_size": 1024,
     "hidden_size": 512,
@@ -72,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a small model and one round: is all there?")
+    parser.add_argument("--one-device", action="store_true", help="against transformers, of the committed result")
     parser.add_argument("--folder", type=Path, help="keep models and compiled programs here")
     add_rank_options(parser)
     a = parser.parse_args()
@@ -162,6 +171,21 @@ class Decoding:
         return 2 * sent_bytes() if self._rate else 0
 
 
+def one_device() -> list[dict[str, Any]]:
+    """Return tokens a second of decoding on one device in bfloat16, ours over transformers', by model and sequences."""
+    peers = [row for row in json.loads(PEER.read_text())["rows"] if row["dtype"] == "bfloat16"]
+    sequences = {"one": 1, "eight": 8}
+    return [
+        {
+            "model": row["model"],
+            "sequences": count,
+            **{name: row[size][name] for name in ("jmoe", "transformers", "ratio")},
+        }
+        for row in peers
+        for size, count in sequences.items()
+    ]
+
+
 def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each model at one place."""
     place = a.places[0]
@@ -177,6 +201,10 @@ def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, Any])
 
 def main() -> None:
     a = parse()
+    if a.one_device:
+        result = {"benchmark": "decoding on one device (MoESys, Table 6)", "rows": one_device()}
+        report.finish(result | {"from": PEER.name, "paper_ratios": PAPER_RATIOS})
+        return
     sizes, model = (QUICK_SIZES, QUICK_MODEL) if a.quick else (SIZES, MODEL)
     if a.rank is not None:
         devices, rate = processes_and_rate(a.places[0])

@@ -115,6 +115,14 @@ class DevicesConfig:
         positive(self, "devices", "device_bytes", "bytes_per_s")
 
 
+@dataclass(frozen=True)
+class MachinesConfig:
+    """Machines in the order of their processes, and the links of their devices. network: None where it is not known."""
+
+    machines: tuple[DevicesConfig, ...]
+    network: NetworkConfig | None = None
+
+
 def read_cluster(path: Path) -> ClusterConfig:
     """Return the cluster that a TOML file describes; `ValueError` naming the file and the field."""
     return _read("cluster", path, lambda table: _made(ClusterConfig, table, ""))
@@ -135,19 +143,22 @@ def links_text(links: LinksConfig) -> str:
     return "".join(lines)
 
 
-def read_machines(path: Path) -> tuple[DevicesConfig, ...]:
-    """Return what the tables [[machines]] of a TOML file describe; `ValueError` naming the file and the field."""
+def read_machines(path: Path) -> MachinesConfig:
+    """Return what [[machines]] and [network] of a TOML file describe; `ValueError` naming the file and the field."""
     return _read("machines", path, _machines)
 
 
-def _machines(table: dict[str, Any]) -> tuple[DevicesConfig, ...]:
+def _machines(table: dict[str, Any]) -> MachinesConfig:
     for name, value in table.items():
-        check(name == "machines", name, value, "is not machines")
+        check(name in ("machines", "network"), name, value, "is neither machines nor network")
     tables = table.get("machines")
     is_list = isinstance(tables, list) and tables and all(isinstance(one, dict) for one in tables)
     check(bool(is_list), "machines", tables, "must be tables, [[machines]]")
     assert tables is not None
-    return tuple(_made(DevicesConfig, one, f"machines[{n}].") for n, one in enumerate(tables))
+    machines = tuple(_made(DevicesConfig, one, f"machines[{n}].") for n, one in enumerate(tables))
+    network = table.get("network")
+    check(network is None or isinstance(network, dict), "network", network, "must be a table, [network]")
+    return MachinesConfig(machines, None if network is None else _made(NetworkConfig, network, "network."))
 
 
 def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:

@@ -146,7 +146,8 @@ class _Source:
                 raise tensor.wrong("is compressed already: must be a wide matrix")
 
 
-def _check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
+def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
+    """Raise `ValueError` naming the field unless the model has experts whose sizes are those of whole blocks."""
     check(config.num_moe_layers > 0, "num_experts", config.num_experts, "no layer has experts")
     for name in ("hidden_size", "moe_intermediate_size"):
         fits = getattr(config, name) % layout.multiple == 0
@@ -176,7 +177,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     with TensorReader() as reader:
         source = _Source(stored, reader)
         source.check_wide(fields, matrices, experts)
-        _check_sizes(config, layout, experts)
+        check_sizes(config, layout, experts)
         by_tensor = {source.first(piece): (piece, parameter) for piece, parameter in matrices}
         with new_model_folder(out, folder) as partial_folder:
             tensors: list[NewTensor] = []

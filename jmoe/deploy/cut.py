@@ -5,7 +5,7 @@ Legend: N layers with experts that are kept, n experts of each, D hidden, F expe
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,13 @@ def copy_beside_weights(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def cut_config(config: ModelConfig, layers: Sequence[int], **changes: int) -> ModelConfig:
-    """Return the decoder of some layers of another. changes: num_experts, num_experts_per_tok."""
-    kinds = [config.layer_kinds[i] for i in layers]
+def cut_config(config: ModelConfig, layers: Sequence[int], dense: Collection[int] = (), **changes: int) -> ModelConfig:
+    """Return the decoder of some layers of another.
+
+    dense: numbers of its own layers that are dense, whatever they were. changes: num_experts, num_experts_per_tok,
+    intermediate_size.
+    """
+    kinds = ["dense" if n in dense else config.layer_kinds[i] for n, i in enumerate(layers)]
     types = tuple(config.layer_types[i] for i in layers) if config.layer_types else ()
     first = next((i for i, kind in enumerate(kinds) if kind == "moe"), 0) if config.first_k_dense_replace else 0
     return dataclasses.replace(
@@ -97,28 +101,35 @@ def write_cut(
     layers: Sequence[int],
     kept_Nn: NDArray[np.int64],
     read: ReadExpert | None = None,
+    dense: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
 ) -> None:
     """Write the decoder `config` with the layers `layers` of another and the experts `kept_Nn` of each that has some.
 
     The router loses the rows of the others, so that its softmax is over those that stay. read: of experts, by default
-    those of the checkpoint. Files beside the weights, such as the tokenizer, are copied.
+    those of the checkpoint. dense: the arrays of the MLP of each layer, by its number in `config`, that had experts and
+    has none. Files beside the weights, such as the tokenizer, are copied.
     """
     kinds, whole = source.config.layer_kinds, source.config
-    described = changed_config(source.fields, config)
-    at: dict[str, list[int]] = {}  # of the layers kept, in the stack of their kind
-    for kind, stack in STACKS.items():
-        of_kind = [i for i, other in enumerate(kinds) if other == kind]
-        at[stack] = [of_kind.index(i) for i in layers if kinds[i] == kind]
-    moe_layers, read = at[STACKS["moe"]], read or source.expert_array
-    arrays: dict[Names, jax.Array | StoredExperts] = {}
-    for path, array in source.rest_arrays().items():
-        if path[0] in at:
-            array = array[jnp.asarray(at[path[0]], jnp.int32)]
-            if "router" in path:
-                array = jnp.stack([one[..., kept] for one, kept in zip(array, kept_Nn, strict=True)])
-        arrays[path] = array
-    if not at[STACKS["dense"]]:
-        arrays = {path: array for path, array in arrays.items() if path[0] != STACKS["dense"]}
+    described, dense = changed_config(source.fields, config), dense or {}
+    in_stack = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]  # a layer's number among those of its kind
+    rest, stacked = source.rest_arrays(), {stack: kind for kind, stack in STACKS.items()}
+    read = read or source.expert_array
+    moe_layers = [in_stack[i] for n, i in enumerate(layers) if config.layer_kinds[n] == "moe"]
+    arrays: dict[Names, jax.Array | StoredExperts] = {
+        path: array for path, array in rest.items() if path[0] not in stacked
+    }
+    for path in _paths_of_stacks(rest, dense):
+        mine = [n for n, kind in enumerate(config.layer_kinds) if kind == stacked[path[0]]]
+        parts = []
+        for n in mine:
+            if n in dense and path[1] == "mlp":
+                parts.append(jnp.asarray(dense[n][path[-1]]))
+            else:
+                parts.append(rest[(STACKS[kinds[layers[n]]], *path[1:])][in_stack[layers[n]]])
+        if "router" in path:
+            parts = [one[..., kept] for one, kept in zip(parts, kept_Nn, strict=True)]
+        if parts:
+            arrays[path] = jnp.stack(parts)
     for path, dtype in source.expert_paths.items():
 
         def one(layer: int, expert: int, name: str = path[-1]) -> NDArray[Any]:
@@ -128,3 +139,12 @@ def write_cut(
     assert whole.num_moe_layers >= config.num_moe_layers == len(kept_Nn)
     with new_model_folder(out, source.folder) as partial:
         write_pretrained(partial, config, arrays, described)
+
+
+def _paths_of_stacks(rest: Mapping[Names, jax.Array], dense: Mapping[int, Mapping[str, NDArray[Any]]]) -> list[Names]:
+    """Return the paths of all arrays of layers, of those that become dense too."""
+    paths = {path: None for path in rest if path[0] in STACKS.values()}
+    for arrays in dense.values():
+        common = [path[1:] for path in rest if path[0] == STACKS["moe"] and path[1] not in ("moe", "shared_expert")]
+        paths |= {(STACKS["dense"], *path): None for path in [*common, *(("mlp", name) for name in arrays)]}
+    return list(paths)

@@ -11,16 +11,18 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 
-from jmoe.config import check
+from jmoe.config import ModelConfig, check
 from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
+from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_sizes
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
@@ -34,13 +36,18 @@ STUDENT = "student"  # in the run's folder: what it starts from
 
 @dataclass(frozen=True)
 class StudentOptions:
-    """What a student is: see the module. layers, top_k: None for the teacher's."""
+    """What a student is: see the module. layers, top_k: None for the teacher's.
+
+    dense: the student's layers that have an MLP in place of experts, made from the most used ones (`dense_from`).
+    """
 
     experts: int
     text: str
     layers: int | None = None
     top_k: int | None = None
     score: ScoreKind = "usage"
+    dense: tuple[int, ...] = ()
+    dense_from: DenseFrom = "most_used"
     max_tokens: int = MAX_TOKENS
     sequence_length: int = LENGTH
 
@@ -50,30 +57,80 @@ def spread_layers(count: int, kept: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, kept).round().astype(int)).tolist() if kept > 1 else [0]
 
 
+def student_config(
+    whole: ModelConfig, fields: dict[str, Any], options: StudentOptions
+) -> tuple[ModelConfig, list[int]]:
+    """Return the student's decoder, and the layers of the teacher `whole` that it has.
+
+    fields: the teacher's config.json. Raises `ValueError` naming the option, or where the family has no such decoder.
+    """
+    count = whole.num_hidden_layers if options.layers is None else options.layers
+    constraint = f"must be between 1 and the teacher's {whole.num_hidden_layers} layers"
+    check(1 <= count <= whole.num_hidden_layers, "layers", options.layers, constraint)
+    has = whole.num_experts
+    check(1 <= options.experts <= has, "experts", options.experts, f"must be between 1 and the teacher's {has}")
+    top_k = whole.num_experts_per_tok if options.top_k is None else options.top_k
+    allowed = f"must be between 1 and experts = {options.experts}"
+    check(1 <= top_k <= options.experts, "top_k", top_k, allowed)
+    layers = spread_layers(whole.num_hidden_layers, count)
+    changes = {"num_experts": options.experts, "num_experts_per_tok": top_k}
+    if options.dense:
+        changes["intermediate_size"] = _dense_sizes(whole, layers, options)[0]
+    config = cut_config(whole, layers, options.dense, **changes)
+    check_num_kept(dataclasses.replace(whole, num_experts_per_tok=top_k), options.experts)
+    changed_config(fields, config)
+    return config, layers
+
+
+def _dense_sizes(whole: ModelConfig, layers: list[int], options: StudentOptions) -> tuple[int, int]:
+    """Return what `dense_sizes` says of the student's layers that become dense; `ValueError` if one has no experts."""
+    kinds = [whole.layer_kinds[i] for i in layers]
+    for n in options.dense:
+        known = f"must be numbers of the student's {len(layers)} layers, of those with experts"
+        check(0 <= n < len(layers) and kinds[n] == "moe", "dense", options.dense, known)
+    return dense_sizes(whole, any(kind == "dense" for kind in kinds))
+
+
 def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callable[[str], None]) -> None:
     """Write the student that training starts from; `ValueError` naming the option before anything is computed."""
     check_new_folder(out)
     with LazyCheckpoint(teacher, "float32", "wide") as wide:
         whole = wide.config
-        count, top_k = options.layers or whole.num_hidden_layers, options.top_k or whole.num_experts_per_tok
-        constraint = f"must be between 1 and the teacher's {whole.num_hidden_layers} layers"
-        check(1 <= count <= whole.num_hidden_layers, "layers", options.layers, constraint)
-        has = whole.num_experts
-        check(1 <= options.experts <= has, "experts", options.experts, f"must be between 1 and the teacher's {has}")
-        allowed = f"must be between 1 and experts = {options.experts}"
-        check(1 <= top_k <= options.experts, "top_k", top_k, allowed)
-        layers = spread_layers(whole.num_hidden_layers, count)
-        config = cut_config(whole, layers, num_experts=options.experts, num_experts_per_tok=top_k)
-        check_num_kept(dataclasses.replace(whole, num_experts_per_tok=top_k), options.experts)
-        changed_config(wide.fields, config)  # raises where the family has no such decoder
+        config, layers = student_config(whole, wide.fields, options)
         text = text_for(wide, options.text, options.sequence_length, options.max_tokens)
         with status(f"measuring the teacher's experts on {text.calibration_BS.size:,} tokens", say):
             scores = measure_experts(wide, text.calibration_BS)
     moe_layers = [i for i, kind in enumerate(whole.layer_kinds) if kind == "moe"]
-    of_kept = [moe_layers.index(i) for i in layers if i in moe_layers]
+    of_kept = [moe_layers.index(i) for i, kind in zip(layers, config.layer_kinds, strict=True) if kind == "moe"]
     kept_Nn = best_experts(scores.of(options.score)[of_kept], options.experts, whole.router.n_group)
     with LazyCheckpoint(teacher, None, "wide") as source, status(f"writing {out}", say):
-        write_cut(source, out, config, layers, kept_Nn)
+        dense = {}
+        for n in options.dense:
+            count = _dense_sizes(whole, layers, options)[1]
+            dense[n] = dense_mlp(source, moe_layers.index(layers[n]), scores.use, count, options.dense_from)
+        write_cut(source, out, config, layers, kept_Nn, dense=dense)
+
+
+def has_begun(run: Path, student: ModelConfig) -> bool:
+    """Return whether a run has its student; `ValueError` if that is another one, or the folder something else."""
+    if not (run / STUDENT / "config.json").is_file():
+        check_new_folder(run)
+        return False
+    with LazyCheckpoint(run / STUDENT) as begun:
+        begun_with = begun.config
+    for option, name in (("experts", "num_experts"), ("layers", "num_hidden_layers")):
+        asked, has = getattr(student, name), getattr(begun_with, name)
+        check(asked == has, option, asked, f"must be {has}, with which {run} has begun, or the run another folder")
+    return True
+
+
+def begin_run(teacher: Path, run: Path, options: StudentOptions, say: Callable[[str], None]) -> None:
+    """Write the student into the folder of its run, unless the run has begun with it."""
+    with LazyCheckpoint(teacher) as whole:
+        student, _ = student_config(whole.config, whole.fields, options)
+    if not has_begun(run, student):
+        run.mkdir(parents=True, exist_ok=True)
+        make_student(teacher, run / STUDENT, options, say)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,10 +148,17 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--layers", type=int, help="of the student; default: the teacher's")
     result.add_argument("--top-k", type=int, help="experts of a token; default: the teacher's")
     result.add_argument("--score", choices=("usage", "reap"), default="usage", help="by which experts are chosen")
+    result.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of the text, to choose experts by")
+    result.add_argument("--dense", type=int, nargs="+", default=[], help="layers of the student without experts")
     result.add_argument(
-        "--weight", type=float, default=0.5, help="of the divergence in the loss, the text has the rest"
+        "--dense-from", choices=get_args(DenseFrom), default="most_used", help="what these have instead"
     )
-    result.add_argument("--temperature", type=float, default=2.0, help="of both distributions in the divergence")
+    result.add_argument(
+        "--weight", type=float, default=Learning.weight, help="of the divergence in the loss, the text has the rest"
+    )
+    result.add_argument(
+        "--temperature", type=float, default=Learning.temperature, help="of both distributions in the divergence"
+    )
     result.add_argument(
         "--ring-slots", type=int, help="layers of the teacher's experts at once; default: all if they fit"
     )
@@ -102,13 +166,29 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def train_arguments(options: argparse.Namespace, teacher: Path, rest: list[str]) -> list[str]:
-    """Return the arguments of train.py for the student's run."""
-    ring = ["--distil.policy", "ring", "--distil.ring-slots", str(options.ring_slots)] if options.ring_slots else []
+@dataclass(frozen=True)
+class Learning:
+    """How a student is trained. run: its folder, with the student. preset: of train.py, for all that is not set here.
+
+    ring_slots: layers of the teacher's experts in memory at once; None: all if they fit.
+    """
+
+    teacher: Path
+    run: Path
+    text: str
+    preset: str = "tiny"
+    weight: float = 0.5
+    temperature: float = 2.0
+    ring_slots: int | None = None
+
+
+def train_arguments(how: Learning, rest: Sequence[str]) -> list[str]:
+    """Return the arguments of train.py for the student's run. rest: further ones."""
+    ring = ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)] if how.ring_slots else []
     return [
-        *(options.preset, "--init-from", str(options.out / STUDENT), "--output-dir", str(options.out)),
-        *("--data.path", options.text, "--distil.teacher", str(teacher)),
-        *("--distil.weight", str(options.weight), "--distil.temperature", str(options.temperature), *ring, *rest),
+        *(how.preset, "--init-from", str(how.run / STUDENT), "--output-dir", str(how.run)),
+        *("--data.path", how.text, "--distil.teacher", str(how.teacher)),
+        *("--distil.weight", str(how.weight), "--distil.temperature", str(how.temperature), *ring, *rest),
     ]
 
 
@@ -118,13 +198,20 @@ def main(arguments: list[str]) -> None:
     say = partial(print, flush=True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(hugging_face_folder(options.teacher, say, "TEACHER"))
-        student = options.out / STUDENT
-        if not (student / "config.json").is_file():
-            check_new_folder(options.out)
-            asked = StudentOptions(options.experts, options.text, options.layers, options.top_k, options.score)
-            options.out.mkdir(parents=True, exist_ok=True)
-            make_student(folder, student, asked, say)
-        command = [sys.executable, "-m", "jmoe.commands.train", *train_arguments(options, folder, rest)]
+        asked = StudentOptions(
+            options.experts,
+            options.text,
+            options.layers,
+            options.top_k,
+            options.score,
+            tuple(options.dense),
+            options.dense_from,
+            options.max_tokens,
+        )
+        begin_run(folder, options.out, asked, say)
+        names = ("text", "preset", "weight", "temperature", "ring_slots")
+        how = Learning(folder, options.out, **{name: getattr(options, name) for name in names})
+        command = [sys.executable, "-m", "jmoe.commands.train", *train_arguments(how, rest)]
         os.execv(sys.executable, command)
 
 

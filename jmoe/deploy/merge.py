@@ -70,7 +70,9 @@ def merge_run(run_dir: Path, out_dir: Path) -> int:
         saved = checkpoints.saved_config(step)
         if "tasks" in saved:
             raise ValueError(f"RUN_DIR = {str(run_dir)!r}: learned image tasks: must be a run of a language model")
-        config = TrainConfig(model=saved_model_config(saved["model"]))
+        model = saved_model_config(saved["model"])
+        length = min(TrainConfig.sequence_length, model.max_position_embeddings)  # no model must have the default's
+        config = TrainConfig(model=model, sequence_length=length)
         arrays = saved_parameters(checkpoints, step, config)
     tokenizer = checkpoints.directory / str(step) / TOKENIZER
     if not tokenizer.is_file():  # of a run that trained on token shards without one, or saved by an older jmoe

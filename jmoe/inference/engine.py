@@ -42,7 +42,7 @@ from jmoe.offload.policies import ExpertPlaces
 from jmoe.offload.residency import open_experts, open_placed_experts
 from jmoe.offload.segments import read_segments
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory, plan_mesh_memory
-from jmoe.planning.placement import Placement
+from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
 from kernels_pallas import native
@@ -463,10 +463,9 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
     """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
-    devices = options.mesh.devices
+    devices, expert_slots = options.mesh.devices, None
     if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
-        slots = placements[0].slots_per_device
-        options = replace(options, mesh=replace(options.mesh, slots_per_device=slots))
+        expert_slots = sum(slot_rows(placements)[1])
     model = model_bytes(checkpoint, options)
     device, host_bytes = jax.local_devices()[0], available_bytes()
     stats = None if device.platform == "cpu" else device.memory_stats()
@@ -474,7 +473,7 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
     if stats is not None:
         free = FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
     if devices > 1:
-        return plan_mesh_memory(model, free, options, min(jax.local_device_count(), devices))
+        return plan_mesh_memory(model, free, options, min(jax.local_device_count(), devices), expert_slots)
     return plan_memory(model, free, options)
 
 

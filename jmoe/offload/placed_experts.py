@@ -19,7 +19,7 @@ from jmoe.mesh import BATCH, REPLICATED, put
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ExpertPlaces, ResidencyStats
 from jmoe.offload.slots import Fields, NamedArrays, as_weights, stored_dtype
-from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
+from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place, slot_rows
 from kernels_pallas.grouped_mlp import MLPWeights
 
 ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
@@ -84,21 +84,28 @@ class PlacedExperts(MeshExperts):
         read: ReadRecord,
         placements: Sequence[Placement] | None = None,
     ) -> None:
-        """read: opens the record of an expert by its number. placements: of each layer at first; None: evenly."""
+        """read: opens the record of an expert by its number.
+
+        placements: of each layer for good, where layers on different devices share a row of slots; None: evenly at
+        first, each layer with a row of its own of `slots_per_device`.
+        """
         super().__init__(mesh, index, fields, slots_per_device)
         self._read = read
-        self.num_slots = index.num_layers * slots_per_device
+        first = list(placements or self.placements)
+        self._rows, slots = list(range(index.num_layers)), [slots_per_device] * index.num_layers  # of each layer, row
+        if placements is not None:
+            self._rows, slots = slot_rows(placements)
+        self.num_slots = sum(slots)
         self.num_bytes = self.num_slots * self.expert_bytes
-        self._held = [np.full((mesh.size, slots_per_device), EMPTY, np.int32) for _ in range(index.num_layers)]
-        self._weights: list[Arrays] = []
-        for layer, first in enumerate(placements or list(self.placements)):
-            self._weights.append(self._joined([self._empty(n, slots_per_device) for n in self._mine]))
-            self.apply(layer, self.changes(layer, first))
+        self._held = [np.full((mesh.size, one.slots_per_device), EMPTY, np.int32) for one in first]
+        self._weights = [self._joined([self._empty(n, count) for n in self._mine]) for count in slots]
+        for layer, placement in enumerate(first):
+            self.apply(layer, self.changes(layer, placement))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
         self.copies_N[:] = 0
 
     def weights(self, layer: int) -> MLPWeights:
-        return as_weights(self._weights[layer])
+        return as_weights(self._weights[self._rows[layer]])
 
     def changes(self, layer: int, placement: Placement) -> Changes:
         """Return what would have to be copied for a placement of a layer."""
@@ -116,7 +123,7 @@ class PlacedExperts(MeshExperts):
                 self.copied_experts += 1
                 self.copied_bytes += self.expert_bytes
         if changed.fills:
-            self._weights[layer] = self._joined(list(shards.values()))
+            self._weights[self._rows[layer]] = self._joined(list(shards.values()))
         if changed.placement.turns is not self.placements[layer].turns:
             self._turns[layer] = put(changed.placement.turns, self.mesh, REPLICATED)
         self._held[layer], self.placements[layer] = held, changed.placement
@@ -133,8 +140,15 @@ class PlacedExperts(MeshExperts):
         return ResidencyStats("resident")
 
     def occupancy(self) -> list[tuple[int, int] | None]:
-        held = enumerate(self._held)
-        return [None if e == EMPTY else (layer, int(e)) for layer, experts in held for e in experts.ravel()]
+        held: list[tuple[int, int] | None] = []
+        for row in range(len(self._weights)):
+            layers = [layer for layer, other in enumerate(self._rows) if other == row]
+            slots: list[tuple[int, int] | None] = [None] * self._held[layers[0]].size
+            for layer in layers:
+                for slot in np.flatnonzero(self._held[layer] != EMPTY):
+                    slots[slot] = (layer, int(self._held[layer].flat[slot]))
+            held += slots
+        return held
 
     def _empty(self, device: int, slots: int) -> Arrays:
         where = self._devices[device]
@@ -154,7 +168,8 @@ class PlacedExperts(MeshExperts):
 
     def _shards(self, layer: int) -> list[Arrays]:
         """Return the slots of each of this process's devices, in their order."""
-        parts = {name: {s.device: s.data for s in w.addressable_shards} for name, w in self._weights[layer].items()}
+        row = self._weights[self._rows[layer]]
+        parts = {name: {s.device: s.data for s in w.addressable_shards} for name, w in row.items()}
         return [{name: part[self._devices[n]] for name, part in parts.items()} for n in self._mine]
 
 

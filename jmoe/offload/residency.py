@@ -20,7 +20,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.host_experts import HostExperts, HybridExperts
 from jmoe.offload.mesh_ring import MeshRing
-from jmoe.offload.placed_experts import MeshExperts, PlacedExperts, even_placement, mine_of
+from jmoe.offload.placed_experts import MeshExperts, PlacedExperts, ReadRecord, even_placement, mine_of
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
@@ -94,18 +94,26 @@ def open_placed_experts(
         owned = [number for layer in range(index.num_layers) for number in index.records(layer, experts).tolist()]
         store = _open_store(checkpoint, index, plan, cache_dir, limits, owned)
         return MeshRing(mesh, index, fields, plan.ring_slots, store), store
+    if placements is not None:
+        read = _reader(checkpoint, index)
+        return PlacedExperts(mesh, index, fields, placements[0].slots_per_device, read, placements), None
     slots = plan.expert_slots // index.num_layers
     if plan.expert_tier is not None:
         store = _open_store(checkpoint, index, plan, None, limits)
         return PlacedExperts(mesh, index, fields, slots, store.get), store
-    record = {name: np.empty(shape, dtype) for name, (shape, dtype) in fields.items()}
+    return PlacedExperts(mesh, index, fields, slots, _reader(checkpoint, index)), None
+
+
+def _reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:
+    """Return what reads an expert's record from the checkpoint, into memory that is used again."""
+    record = {name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()}
 
     @contextlib.contextmanager
     def read(number: int) -> Iterator[dict[str, np.ndarray]]:
         checkpoint.fill_expert(*index.locate(number), record)
         yield record
 
-    return PlacedExperts(mesh, index, fields, slots, read, placements), None
+    return read
 
 
 def _open_store(

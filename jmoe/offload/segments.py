@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from jmoe.config.engine import EngineMesh
-from jmoe.planning.placement import EMPTY, Placement, place_as
+from jmoe.planning.placement import EMPTY, Placement, place_as, shared_rows
 
 FIELD = "mesh.segments"
 
 
 def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[Placement]:
-    """Return the placement of each layer that the file `mesh.segments` says, with as many slots as the fullest device.
+    """Return the placement of each layer that the file `mesh.segments` says.
 
+    Layers on different devices share a row of slots (`shared_rows`), which has as many as the fullest device needs.
     Raises `ValueError` naming the file, and the device, layer and expert, for what is no such plan for this model.
     """
     assert mesh.segments is not None
@@ -31,10 +32,14 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{FIELD} = {mesh.segments!r}: must be a JSON object with segments") from error
     _check(mesh, devices, num_layers, num_experts)
-    slots = max(mesh.slots_per_device or 1, *(len(experts) for layers in devices for experts in layers))
+    by_layer = [[set(layers[layer]) for layers in devices] for layer in range(num_layers)]
+    rows = shared_rows([{n for n, experts in enumerate(layer) if experts} for layer in by_layer])
+    slots = [mesh.slots_per_device or 1] * num_layers  # of each row, of which there are no more than layers
+    for row, experts_N in zip(rows, by_layer, strict=True):
+        slots[row] = max(slots[row], *map(len, experts_N))
     placements = []
-    for layer in range(num_layers):
-        experts_NS = np.full((mesh.devices, slots), EMPTY, np.int32)
+    for layer, row in enumerate(rows):
+        experts_NS = np.full((mesh.devices, slots[row]), EMPTY, np.int32)
         for device, layers in enumerate(devices):
             experts_NS[device, : len(layers[layer])] = layers[layer]
         placements.append(place_as(experts_NS, np.ones(num_experts)))

@@ -125,17 +125,25 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
 
 
-def plan_mesh_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int) -> MemoryPlan:
+def plan_mesh_memory(
+    model: ModelBytes,
+    free: FreeMemory,
+    options: EngineConfig,
+    local_devices: int,
+    expert_slots: int | None = None,
+) -> MemoryPlan:
     """Return the plan of each of several devices; `ValueError` naming the field if it does not fit.
 
     local_devices: of a process. A process has a copy of all experts in host memory where their places may change, and
     those of its own devices where layers pass through a ring. device_bytes: of expert slots on each device.
+    expert_slots: of each device, of all layers together; None: as `mesh` says.
     """
     mesh, weights = options.mesh, model.weights
-    slots = slots_per_device(mesh, weights.num_experts)
+    if expert_slots is None:
+        expert_slots = weights.num_layers * slots_per_device(mesh, weights.num_experts)
     moves = mesh.placement != "even"
     host_bytes = model.num_experts * model.record_bytes if moves else 0
-    plan = MemoryPlan("resident", "host" if moves else None, model, weights.num_layers * slots, 0, host_bytes, 0)
+    plan = MemoryPlan("resident", "host" if moves else None, model, expert_slots, 0, host_bytes, 0)
     room_bytes = int(free.device_bytes * (1 - RESERVE))
     needed_bytes = local_devices * plan.device_bytes + host_bytes if free.shared else plan.device_bytes
     fits = needed_bytes <= room_bytes and plan.device_expert_bytes <= (options.device_bytes or needed_bytes)

@@ -4,6 +4,7 @@ Legend: E experts (logical), N devices, S slots of a device, C = CYCLE rows afte
 physical number is device * S + slot.
 """
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -160,6 +161,30 @@ def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Place
     for expert in range(size):
         turns_NS[experts_NS == expert] = apportion(np.ones(copies[expert]))
     return Placement(experts_NS, _take_turns(experts_NS, turns_NS, size), np.asarray(popularity_E, np.float64))
+
+
+def shared_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
+    """Return the row of slots that each layer takes, in which layers on other devices have theirs too.
+
+    A row has slots on every device. devices_of_layers: the devices that have experts of each layer, for good.
+    """
+    taken: list[set[int]] = []
+    rows = []
+    for devices in devices_of_layers:
+        row = next((n for n, others in enumerate(taken) if not others & devices), len(taken))
+        if row == len(taken):
+            taken.append(set())
+        taken[row] |= devices
+        rows.append(row)
+    return rows
+
+
+def slot_rows(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+    """Return (the row of each layer as `shared_rows` says, the slots of each row) of layers that stay."""
+    on_NS = [placement.physical_to_logical != EMPTY for placement in placements]
+    rows = shared_rows([set(np.flatnonzero(on.any(axis=1)).tolist()) for on in on_NS])
+    slots = dict(zip(rows, (placement.slots_per_device for placement in placements), strict=True))
+    return rows, [slots[row] for row in range(len(slots))]
 
 
 def changes(held: np.ndarray, new: Placement) -> Changes:

@@ -1,67 +1,197 @@
-"""How many experts of a layer each of several unlike devices should have: numbers in, plan out.
+"""A model's layers and experts over several unlike devices, so that a step is short: numbers in, plan out.
 
-A step of few tokens takes as long as its experts are read. So of every layer the device that would be done first gets
-the next expert, which makes the last one done as early as can be.
+Legend: N devices, L layers with experts, E experts of a layer, K choices a token.
+Devices are taken in groups, and a layer lies on the devices of one group: all of them for a split by experts, each one
+alone for a split by layers, those of each machine for both. A step of few tokens takes, layer after layer, as long as
+the layer's experts are read, and as long as tokens are sent to them and back.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from jmoe.config.cluster import DevicesConfig
+from jmoe.config.cluster import DevicesConfig, MachinesConfig, NetworkConfig
 from jmoe.planning.memory_plan import RESERVE, ModelBytes
+
+SegmentBy = Literal["experts", "layers", "both"]
+SPLITS: tuple[SegmentBy, ...] = ("experts", "layers", "both")
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens of a step, of all devices together, and the bytes of one on its way to an expert."""
+
+    count: int
+    token_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer may lie. experts_N: how many of its experts each device has. layers: how many layers lie so.
+
+    read_s: until the last device has read its experts of such a layer. link_s: until tokens are sent there and back.
+    """
+
+    experts_N: tuple[int, ...]
+    read_s: float
+    link_s: float
+    layers: int = 0
+
+    @property
+    def layer_s(self) -> float:
+        return self.read_s + self.link_s
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Experts of every layer on each device, in order of the machines; what is read of a layer, and how fast."""
+    """A split, its places in the order of the layers, and the bytes of weights and cache on each device."""
 
-    counts: tuple[int, ...]
-    expert_bytes: int
-    bytes_per_s: tuple[float, ...]
-
-    @property
-    def layer_s(self) -> float:
-        """Return how long the slowest device reads all its experts of a layer."""
-        return self._slowest(self.counts)
+    by: SegmentBy
+    places: tuple[LayerPlace, ...]
+    device_bytes: int
 
     @property
-    def even_layer_s(self) -> float:
-        """Return the same if the experts were spread evenly."""
-        experts, devices = sum(self.counts), len(self.counts)
-        return self._slowest(tuple((n + 1) * experts // devices - n * experts // devices for n in range(devices)))
+    def read_s(self) -> float:
+        """Return how long a step waits for experts to be read."""
+        return sum(place.layers * place.read_s for place in self.places)
 
-    def segments(self, num_layers: int) -> list[list[list[int]]]:
+    @property
+    def link_s(self) -> float:
+        """Return how long a step waits for tokens that are sent."""
+        return sum(place.layers * place.link_s for place in self.places)
+
+    @property
+    def step_s(self) -> float:
+        return self.read_s + self.link_s
+
+    def segments(self) -> list[list[list[int]]]:
         """Return the experts of each device, by device and layer: neighbours, in order."""
-        devices, at = [], 0
-        for count in self.counts:
-            devices.append([list(range(at, at + count)) for _ in range(num_layers)])
-            at += count
+        devices: list[list[list[int]]] = [[] for _ in self.places[0].experts_N]
+        for place in self.places:
+            for _ in range(place.layers):
+                first = 0
+                for device, count in zip(devices, place.experts_N, strict=True):
+                    device.append(list(range(first, first + count)))
+                    first += count
         return devices
 
-    def _slowest(self, counts: tuple[int, ...]) -> float:
-        speeds = zip(counts, self.bytes_per_s, strict=True)
-        return max(count * self.expert_bytes / bytes_per_s for count, bytes_per_s in speeds)
 
+def plan_segments(
+    model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy | None = None
+) -> SegmentPlan:
+    """Return where layers and experts should be; `ValueError` naming the machine if they do not fit.
 
-def plan_segments(model: ModelBytes, machines: Sequence[DevicesConfig]) -> SegmentPlan:
-    """Return how many experts each device should have; `ValueError` naming the machine if they do not fit.
-
-    model: with what one device has beside experts. Every device has room for as many as the fullest one, so that the
-    one with the least memory says how many that may be.
+    model: with what one device has beside experts. by: None for the split with the shortest step of those that fit.
     """
-    weights = model.weights
-    rest_bytes, slot_bytes = model.dense_bytes + model.cache_bytes, weights.num_layers * weights.expert_bytes
-    rooms = [(int(one.device_bytes * (1 - RESERVE)) - rest_bytes) // slot_bytes for one in machines]
-    room, least = min(rooms), rooms.index(min(rooms))
-    speeds = tuple(one.bytes_per_s for one in machines for _ in range(one.devices))
-    if room * len(speeds) < weights.num_experts:
+    plans, errors = [], []
+    for split in SPLITS if by is None else (by,):
+        try:
+            plans.append(_plan(model, described, tokens, split))
+        except ValueError as error:
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    return min(plans, key=lambda plan: plan.step_s)
+
+
+def _plan(model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy) -> SegmentPlan:
+    """Return the shortest step of a split.
+
+    Every device has room for as many experts as the fullest one: layers of different groups share that room, each
+    group's first layer with the other groups' first, and so on, and take as much of it as the fullest device needs.
+    """
+    machines, weights = described.machines, model.weights
+    rest_bytes = model.dense_bytes + model.cache_bytes
+    rooms = [(int(one.device_bytes * (1 - RESERVE)) - rest_bytes) // weights.expert_bytes for one in machines]
+    room, least = max(0, min(rooms)), rooms.index(min(rooms))
+    groups, most = _groups(machines, by), weights.num_experts
+    possible: list[tuple[float, int, tuple[LayerPlace, ...]]] = []
+    for cap in range(-(-most // max(map(len, groups))), most + 1):
+        dealt = [_place(model, described, tokens, group, cap) for group in groups if len(group) * cap >= most]
+        places = _with_layers(dealt, weights.num_layers, room // cap)
+        if places:
+            slots = max(place.layers for place in places) * max(max(place.experts_N) for place in places)
+            possible.append((sum(place.layers * place.layer_s for place in places), slots, places))
+        if all(max(place.experts_N) < cap for place in dealt):
+            break  # a larger one would change nothing
+    if not possible:
         raise ValueError(
-            f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for {max(0, room)} experts of "
-            f"every layer beside {rest_bytes} bytes on each device; {len(speeds)} devices hold "
-            f"{max(0, room) * len(speeds)} of {weights.num_experts} so"
+            f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for {room} experts beside "
+            f"{rest_bytes} bytes on each device; {sum(map(len, groups))} devices with as much do not hold "
+            f"{weights.num_layers} layers of {most} experts by {by}"
         )
-    counts = [0] * len(speeds)
-    for _ in range(weights.num_experts):
-        open_ = [n for n, count in enumerate(counts) if count < room]
-        counts[min(open_, key=lambda n: (counts[n] + 1) / speeds[n])] += 1
-    return SegmentPlan(tuple(counts), weights.expert_bytes, speeds)
+    _, slots, places = min(possible, key=lambda one: one[:2])
+    return SegmentPlan(by, places, slots * weights.expert_bytes + rest_bytes)
+
+
+def _groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]:
+    """Return the devices that share a layer."""
+    ends = [sum(one.devices for one in machines[: n + 1]) for n in range(len(machines))]
+    if by == "experts":
+        return [list(range(ends[-1]))]
+    if by == "layers":
+        return [[device] for device in range(ends[-1])]
+    return [list(range(end - one.devices, end)) for one, end in zip(machines, ends, strict=True)]
+
+
+def _with_layers(places: Sequence[LayerPlace], num_layers: int, most: int) -> tuple[LayerPlace, ...]:
+    """Return the places that have layers: the fastest as many as `most`, equally fast ones equally many; () if too few.
+
+    Layers come one after the other, so that none is faster for another's being elsewhere.
+    """
+    if len(places) * most < num_layers:
+        return ()
+    counts, left = [0] * len(places), num_layers
+    rounded = [float(f"{place.layer_s:.6g}") for place in places]
+    for layer_s in sorted(set(rounded)):
+        alike = [n for n, other in enumerate(rounded) if other == layer_s]
+        dealt = min(left, most * len(alike))
+        for at, n in enumerate(alike):
+            counts[n] = (at + 1) * dealt // len(alike) - at * dealt // len(alike)
+        left -= dealt
+    return tuple(replace(place, layers=count) for place, count in zip(places, counts, strict=True) if count)
+
+
+def _place(
+    model: ModelBytes, described: MachinesConfig, tokens: StepTokens, group: Sequence[int], cap: int
+) -> LayerPlace:
+    """Return a layer on a group of devices, at most `cap` experts each, so that the last one is done early.
+
+    The device that would be done first gets the next expert.
+    """
+    speeds = [one.bytes_per_s for one in described.machines for _ in range(one.devices)]
+    experts_N = [0] * len(speeds)
+    for _ in range(model.weights.num_experts):
+        open_ = [n for n in group if experts_N[n] < cap]
+        experts_N[min(open_, key=lambda n: (experts_N[n] + 1) / speeds[n])] += 1
+    read_s = max(n * model.weights.expert_bytes / speed for n, speed in zip(experts_N, speeds, strict=True))
+    link_s = 0.0
+    if described.network is not None:
+        sizes = [one.devices for one in described.machines]
+        needed_N = [_needed(n, model.weights.num_experts, model.weights.num_experts_per_tok) for n in experts_N]
+        link_s = 2 * _sent_s(needed_N, sizes, described.network, tokens)
+    return LayerPlace(tuple(experts_N), read_s, link_s)
+
+
+def _needed(experts: int, num_experts: int, k: int) -> float:
+    """Return the part of tokens that choose one of these experts, if all choices are alike."""
+    return 1 - math.comb(num_experts - experts, k) / math.comb(num_experts, k)
+
+
+def _sent_s(needed_N: Sequence[float], sizes: Sequence[int], network: NetworkConfig, tokens: StepTokens) -> float:
+    """Return how long tokens take to the devices that need them, one way; each device has equally many at first.
+
+    needed_N: the part of the tokens that each device needs. sizes: devices of each machine.
+    """
+    own_bytes, first = tokens.count * tokens.token_bytes / len(needed_N), 0  # of the tokens of one device
+    inside = between = 0.0
+    for size in sizes:
+        here, others = needed_N[first : first + size], len(needed_N) - size
+        for needed in here:
+            inside = max(inside, own_bytes * (sum(here) - needed), own_bytes * (size - 1) * needed)
+        sent, received = own_bytes * size * (sum(needed_N) - sum(here)), own_bytes * others * sum(here)
+        between = max(between, sent, received)
+        first += size
+    latency_s = network.between_latency_s if len(sizes) > 1 else network.inside_latency_s
+    return latency_s + max(inside / network.inside_bytes_per_s, between / network.between_bytes_per_s)

@@ -1,10 +1,12 @@
 """A bundle: served without compiling anything, on this device and JAX alone, and every damaged file is named."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,26 @@ from tokenizers import Tokenizer
 import serve
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import bundle as stage
-from jmoe.deploy.bundle import OpenBundle, bundle
+from jmoe.deploy.bundle import OpenBundle, Segments, bundle
 from jmoe.deploy.portable import PLAN
+from jmoe.run.distributed import EXIT_CODE
 from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
 from tests.deploy.test_prune import write_tokenizer
-from tests.http_servers import start_server
-from tests.processes import kill_group, one_device, start_logged
+from tests.http_servers import HttpProcess, start_server
+from tests.processes import Child, kill_group, one_device, start_logged
 from tests.train_runs import Run, free_port
 
 SIZES = ("--max-batch", "2", "--max-seq-len", "40", "--prefill-chunk-tokens", "16", "--dtype", "float32")
 
 
-def bundled(folder: Path, run_python: Run, *options: str, **env: str) -> Path:
+def bundled(
+    folder: Path, run_python: Run, *options: str, sizes: tuple[str, ...] = SIZES, positions: int = 48, **env: str
+) -> Path:
     """A bundle of a small random model, written by a process of its own."""
-    write_model(folder / "model")
+    write_model(folder / "model", max_position_embeddings=positions)
     write_tokenizer(folder / "model")
-    command = ["-m", "jmoe.deploy.bundle", folder / "model", "--out", folder / "bundle", *SIZES, *options]
+    command = ["-m", "jmoe.deploy.bundle", folder / "model", "--out", folder / "bundle", *sizes, *options]
     done = run_python(command, env=one_device(folder / "cache") | env)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"/bundle: \d+ programs for cpu \S+ and JAX {jax.__version__}\n", done.stdout)
@@ -108,28 +113,26 @@ def test_other_engines(options: tuple[str, ...], env: dict[str, str], tmp_path: 
     check_served(bundled(tmp_path, run_python, *options, **env), tmp_path, **env)
 
 
-# Of 2 devices, 3 layers and 4 experts: uneven, and of the last layer expert 1 twice.
-SEGMENTS = [[[0, 1, 2], [0], [3, 1]], [[3], [1, 2, 3], [0, 2, 1]]]
+# Of 2 devices, 3 layers and 4 experts: uneven, and of the last layer expert 1 twice; each layer on one device; and the
+# last layer's experts on both.
+UNEVEN = [[[0, 1, 2], [0], [3, 1]], [[3], [1, 2, 3], [0, 2, 1]]]
+BY_LAYERS = [[[0, 1, 2, 3], [], [0, 1, 2, 3]], [[], [0, 1, 2, 3], []]]
+BOTH = [[[0, 1, 2, 3], [], [2, 0]], [[], [0, 1, 2, 3], [1, 3]]]
 
 
 @pytest.mark.slow
-def test_segments(tmp_path: Path, run_python: Run) -> None:
+@pytest.mark.parametrize("segments", [UNEVEN, BY_LAYERS, BOTH], ids=["uneven", "by layers", "both"])
+def test_segments(segments: Segments, tmp_path: Path, run_python: Run) -> None:
     """Experts where a file says, on two devices: of one process without compiling, and of two, of which one is lost."""
-    (tmp_path / "segments.json").write_text(json.dumps({"segments": SEGMENTS}))
+    (tmp_path / "segments.json").write_text(json.dumps({"segments": segments}))
     options = ("--devices", "2", "--segments", str(tmp_path / "segments.json"))
     folder = bundled(tmp_path, run_python, *options, JAX_NUM_CPU_DEVICES="2")
     (tmp_path / "segments.json").unlink()
     plan = json.loads((folder / PLAN).read_text())
-    assert (plan["segments"], plan["engine"]["mesh"]["segments"]) == (SEGMENTS, None)
+    assert (plan["segments"], plan["engine"]["mesh"]["segments"]) == (segments, None)
     check_served(folder, tmp_path, JAX_NUM_CPU_DEVICES="2")
 
-    env = one_device(tmp_path / "shared") | {"PYTHONUNBUFFERED": "1"}
-    join = ("--distributed.coordinator-address", f"127.0.0.1:{free_port()}", "--distributed.num-processes", "2")
-    command = [str(folder), *join, "--distributed.heartbeat-timeout-s", "120", "--distributed.process-id"]
-    follower = start_logged(["serve.py", *command, "1"], tmp_path / "follower", env)
-    server = None
-    try:
-        server = start_server(tmp_path / "leader", env, *command, "0")
+    with two_processes(folder, tmp_path) as (server, follower):
         body = {"prompt": "hello there", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
         said = server.post("/v1/completions", **body).json()["choices"][0]["text"]
         assert said == greedy_text(folder / "model", "hello there", 8)
@@ -137,6 +140,19 @@ def test_segments(tmp_path: Path, run_python: Run) -> None:
         follower.kill_now()
         answer = server.post("/v1/completions", **body)
         assert answer.status_code in (500, 503) and "rank 1 was lost" in answer.json()["error"]["message"]
+
+
+@contextlib.contextmanager
+def two_processes(folder: Path, tmp_path: Path) -> Iterator[tuple[HttpProcess, Child]]:
+    """Serve a bundle by two processes; yield the first, which answers, and the other."""
+    env = one_device(tmp_path / "shared") | {"PYTHONUNBUFFERED": "1"}
+    join = ("--distributed.coordinator-address", f"127.0.0.1:{free_port()}", "--distributed.num-processes", "2")
+    command = [str(folder), *join, "--distributed.heartbeat-timeout-s", "120", "--distributed.process-id"]
+    follower = start_logged(["serve.py", *command, "1"], tmp_path / "follower", env)
+    server = None
+    try:
+        server = start_server(tmp_path / "leader", env, *command, "0")
+        yield server, follower
     finally:
         kill_group(follower)
         if server is not None:
@@ -144,10 +160,44 @@ def test_segments(tmp_path: Path, run_python: Run) -> None:
 
 
 @pytest.mark.slow
-def test_eight_devices(tmp_path: Path, run_python: Run) -> None:
-    folder = bundled(tmp_path, run_python, "--devices", "8", "--max-batch", "8", JAX_NUM_CPU_DEVICES="8")
+def test_a_process_is_killed_in_mid_stream(tmp_path: Path, run_python: Run) -> None:
+    """Two long answers are streamed and three prompts wait: each ends with an error that names the rank."""
+    length = 4096
+    (tmp_path / "segments.json").write_text(json.dumps({"segments": BOTH}))
+    options = ("--devices", "2", "--segments", str(tmp_path / "segments.json"))
+    sizes = ("--max-batch", "2", "--max-seq-len", str(length), "--prefill-chunk-tokens", "16")
+    folder = bundled(tmp_path, run_python, *options, sizes=sizes, positions=length, JAX_NUM_CPU_DEVICES="2")
+    with two_processes(folder, tmp_path) as (server, follower), ThreadPoolExecutor(3) as threads:
+        asked = {"max_tokens": length - 10, "ignore_eos": True, "temperature": 0}
+        with server.stream(prompt="a", **asked) as first, server.stream(prompt="b", **asked) as second:
+            texts = [next(events)["choices"][0]["text"] for events in (first, second)]
+            waiting = [threads.submit(server.post, "/v1/completions", prompt=p, **asked) for p in "cde"]
+            server.until("/live", lambda live: live.json()["requests_waiting"] == 3)
+            follower.kill_now()
+            ends = [list(events)[-1] for events in (first, second)]
+            answers = [request.result() for request in waiting]
+        assert all(texts) and [answer.status_code for answer in answers] == [500] * 3
+        for error in (*(end["error"] for end in ends), *(answer.json()["error"] for answer in answers)):
+            assert (error["type"], error["code"]) == ("server_error", "engine_failed")
+            assert error["message"] == "the engine has failed: rank 1 was lost: its process has ended"
+        assert server.terminate() == EXIT_CODE
+    assert "Traceback" not in (tmp_path / "leader").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["evenly", "by layers", "both"])
+def test_eight_devices(split: str, tmp_path: Path, run_python: Run) -> None:
+    """Each expert on one device; each layer on one of three; layers on two, two and four devices."""
+    options = ["--devices", "8", "--max-batch", "8"]
+    if split != "evenly":
+        homes = {"by layers": [[0], [3], [7]], "both": [[0, 1], [2, 3], [4, 5, 6, 7]]}[split]
+        placed = [[[e for e in range(4) if home[e % len(home)] == n] for home in homes] for n in range(8)]
+        (tmp_path / "segments.json").write_text(json.dumps({"segments": placed}))
+        options += ["--segments", str(tmp_path / "segments.json")]
+    folder = bundled(tmp_path, run_python, *options, JAX_NUM_CPU_DEVICES="8")
     segments = json.loads((folder / PLAN).read_text())["segments"]
     assert len(segments) == 8 and sorted(e for layers in segments for e in layers[2]) == [0, 1, 2, 3]
+    assert split == "evenly" or segments == placed
     check_served(folder, tmp_path, JAX_NUM_CPU_DEVICES="8")
 
 

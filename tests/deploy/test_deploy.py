@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from jmoe.config.engine import EngineConfig
-from jmoe.deploy import __main__ as command
-from jmoe.deploy.__main__ import Stages, deploy
+from jmoe.deploy import stages as command
+from jmoe.deploy.__main__ import main
 from jmoe.deploy.portable import PLAN, PortableModel
 from jmoe.deploy.prune import PruneOptions, prune
+from jmoe.deploy.stages import Distilling, StageResult, Stages, deploy
 from jmoe.models.pretrained import load_pretrained
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
 from tests.deploy.test_prune import TEXT, write_tokenizer
 from tests.http_servers import start_server
 from tests.processes import one_device
-from tests.train_runs import Run
+from tests.train_runs import Run, losses
 
 MACHINES = """
 [[machines]]
@@ -42,19 +43,27 @@ def silently(_: str) -> None:
 
 @pytest.mark.slow
 def test_every_stage(model: Path, tmp_path: Path, run_python: Run) -> None:
-    """Pruned to two experts, compressed, over two devices, bundled, served without compiling."""
+    """Distilled to two layers, pruned to two experts, compressed, over two devices, bundled, served, all measured."""
     env = one_device(tmp_path / "cache") | {"JAX_NUM_CPU_DEVICES": "2"}
     out = tmp_path / "bundle"
     options = "--experts 2 --weights mxfp4 --sequence-length 16 --max-tokens 900 --max-batch 3 --max-seq-len 40"
+    options += " --distil-steps 3 --distil-layers 2 --batch-size 4 --optimizer.warmup-steps 1"
+    options += " --evaluation.sample-tokens 0 --comm.embedding replicated --compute-dtype float32"
     files = ["--text", tmp_path / "text.txt", "--machines", tmp_path / "machines.toml"]
-    done = run_python(["-m", "jmoe.deploy", model, "--out", out, *files, *options.split()], env=env)
+    command = ["-m", "jmoe.deploy", model, "--out", out, *files, *options.split()]
+    done = run_python(command, env=env)
     assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^(merged|2 experts|mxfp4) +([\d.]+) MB +([\d.]+) bits per byte$", done.stdout, re.MULTILINE)
-    assert [row[0] for row in rows] == ["merged", "2 experts", "mxfp4"]
+    row = r"^(merged|distilled|2 experts|mxfp4) +([\d.]+) MB +([\d.]+) bits per byte$"
+    rows = re.findall(row, done.stdout, re.MULTILINE)
+    assert [row[0] for row in rows] == ["merged", "distilled", "2 experts", "mxfp4"]
     sizes = [float(row[1]) for row in rows]
-    assert sizes[0] > sizes[1] > sizes[2]
+    assert sizes == sorted(sizes, reverse=True)
+    assert re.search(r"^segmented, each of 2 +[\d.]+ MB\nbundled, all files +[\d.]+ MB$", done.stdout, re.MULTILINE)
+    assert losses(tmp_path / "bundle.student") and len(losses(tmp_path / "bundle.student")) == 3
+    other = run_python([*command[:4], tmp_path / "another", *command[5:], "--distil-experts", "3", "--distil-run", out])
+    assert other.returncode == 1 and "out = " in other.stderr
     plan = json.loads((out / PLAN).read_text())
-    assert plan["segments"] == [[[0]] * 3, [[1]] * 3] and plan["engine"]["max_batch"] == 4
+    assert plan["segments"] == [[[0]] * 2, [[1]] * 2] and plan["engine"]["max_batch"] == 4
     assert "quantization_config" in json.loads((out / "model" / "config.json").read_text())
     assert not list(tmp_path.glob(".*"))
     server = start_server(tmp_path / "log", env, out)
@@ -73,9 +82,11 @@ def test_the_portable_form(model: Path, tmp_path: Path) -> None:
     stages = Stages(str(tmp_path / "text.txt"), 3, portable=True, max_tokens=300, sequence_length=16)
     options = EngineConfig(max_batch=1, max_seq_len=24, prefill_chunk_tokens=8, native="off")
     results = deploy(model, tmp_path / "out", stages, options, silently)
-    assert [result.stage for result in results] == ["merged", "3 experts"]
-    assert results[0].weight_bytes > results[1].weight_bytes
-    assert all(result.bits_per_byte is not None and result.bits_per_byte > 1 for result in results)
+    assert [result.stage for result in results] == ["merged", "3 experts", "lowered, all files"]
+    assert results[0].num_bytes > results[1].num_bytes
+    assert all(result.bits_per_byte is not None and result.bits_per_byte > 1 for result in results[:2])
+    files = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert results[2] == StageResult("lowered, all files", files)
     pruning = PruneOptions(3, str(tmp_path / "text.txt"), max_tokens=300, sequence_length=16)
     prune(model, tmp_path / "pruned", pruning, silently)
     weights, tokens = stored_arrays(tmp_path / "pruned"), [5, 6, 7]
@@ -93,10 +104,36 @@ def test_what_is_refused_leaves_nothing(model: Path, tmp_path: Path, monkeypatch
         Stages(weights="int3")
     with pytest.raises(ValueError, match="portable = True: must be left out with machines"):
         Stages(machines=tmp_path / "machines.toml", portable=True)
+    with pytest.raises(ValueError, match="by = 'layers': needs machines to segment the model over"):
+        Stages(by="layers")
+    with pytest.raises(ValueError, match="distil_steps = 5: needs a text to learn from"):
+        Stages(distil=Distilling(5, tmp_path / "run"))
+    with pytest.raises(ValueError, match="distil_steps = 0: must be greater than 0"):
+        Distilling(0, tmp_path / "run")
     with pytest.raises(ValueError, match=r"machines = '.*nowhere': No such file"):
         Stages(machines=tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"out = .*: must be an empty folder or none"):
         deploy(model, model, Stages(), EngineConfig(), silently)
+
+    text = str(tmp_path / "text.txt")
+    for wrong, message in (
+        (Stages(text, 3, distil=Distilling(1, tmp_path / "run", experts=5)), "experts = 5: must be between 1 and the"),
+        (
+            Stages(text, 3, distil=Distilling(1, tmp_path / "run", experts=2)),
+            "experts = 3: must not exceed the model's",
+        ),
+        (Stages(text, 5), "experts = 5: must not exceed the model's num_experts = 4"),
+        (Stages(weights="fp8"), "hidden_size = 32: must be a multiple of 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deploy(model, tmp_path / "out", wrong, EngineConfig(), silently)
+    with pytest.raises(ValueError, match="max_seq_len = 4000: must not exceed the model's 48 positions"):
+        deploy(model, tmp_path / "out", Stages(text, 3), EngineConfig(max_seq_len=4000), silently)
+    for wrong_words in (("--num-steps", "3"), ("--distil-experts", "3")):
+        with pytest.raises(SystemExit):
+            main([str(model), "--out", str(tmp_path / "out"), *wrong_words])
+    with pytest.raises(SystemExit):  # of train.py, whose options are looked at before anything is done
+        main([str(model), "--out", str(tmp_path / "out"), "--text", text, "--distil-steps", "3", "--learning-rat", "3"])
 
     def fail(folder: Path, *_: object) -> None:
         assert folder.is_dir()

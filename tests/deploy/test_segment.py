@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,6 +12,7 @@ from jmoe.deploy.segment import segment
 from jmoe.inference.engine import LoadedModel
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import as_segments
+from jmoe.planning.segmentation import SegmentBy
 from tests.model_configs import CHECKPOINTS
 from tests.train_runs import Run
 
@@ -38,7 +39,7 @@ def test_an_engine_takes_them(tmp_path: Path, run_python: Run) -> None:
     command = ["-m", "jmoe.deploy.segment", FOLDER, "--machines", described(tmp_path), "--out", out]
     done = run_python([*command, "--max-seq-len", "40", "--dtype", "float32"])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{out}: 3, 1 of 4 experts of a layer; a layer's are read in ")
+    assert done.stdout.startswith(f"2 layers with 3, 1 experts on the devices\n{out}: by experts, ")
     segments = json.loads(out.read_text())["segments"]
     assert segments == [[[0, 1, 2]] * 2, [[3]] * 2]
     options: dict[str, Any] = {"max_batch": 2, "max_seq_len": 40, "dtype": "float32"}
@@ -56,10 +57,12 @@ def test_an_engine_takes_them(tmp_path: Path, run_python: Run) -> None:
         ("[", "must be TOML"),
         ("", "machines = None: must be tables, [[machines]]"),
         ("machines = 3", "machines = 3: must be tables, [[machines]]"),
-        ("[cluster]", "cluster = {}: is not machines"),
+        ("[cluster]", "cluster = {}: is neither machines nor network"),
         (MACHINES.replace("3e12", "0"), "machines[0].bytes_per_s = 0.0: must be greater than 0"),
         (MACHINES.replace("devices = 1\n", "", 1), "machines[0].devices: is missing"),
         (MACHINES + "speed = 1", "machines[1].speed = 1: is none of devices, device_bytes, bytes_per_s"),
+        (MACHINES + "[network]", "network.inside_bytes_per_s: is missing"),
+        ("network = 3\n" + MACHINES, "network = 3: must be a table, [network]"),
         (MACHINES[: len(MACHINES) // 2], "has one device: must have several"),
         (MACHINES.replace("1e9", "50_000", 1), "machines[0].device_bytes = 50000: has room for 0 experts"),
     ],
@@ -68,6 +71,18 @@ def test_mistakes(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         segment(FOLDER, described(tmp_path, text), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_as_asked_for(tmp_path: Path) -> None:
+    """The engine's file has each layer on one device; by itself the command takes what has the shortest step."""
+    network = "[network]\ninside_bytes_per_s = 1e12\nbetween_bytes_per_s = 1e13\nbetween_latency_s = 0\n"
+    machines, options = described(tmp_path, MACHINES + network), {"max_seq_len": 40, "dtype": "float32"}
+    asked = {by: segment(FOLDER, machines, tmp_path / by, by, **options) for by in get_args(SegmentBy)}
+    assert json.loads((tmp_path / "layers").read_text())["segments"] == [[[0, 1, 2, 3]] * 2, [[]] * 2]  # the faster one
+    assert asked["layers"].read_s > asked["experts"].read_s and asked["layers"].link_s > 0
+    assert asked["layers"].device_bytes > asked["experts"].device_bytes
+    chosen = segment(FOLDER, machines, tmp_path / "chosen", **options)
+    assert chosen.step_s == min(plan.step_s for plan in asked.values()) and chosen.by == "experts"
 
 
 def test_options_are_the_engine_s(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh_runner import MeshRunner, _buffer_rows
 from jmoe.offload.placed_experts import PlacedExperts
+from jmoe.offload.segments import as_segments
 from jmoe.planning.placement import place_as
 from tests.arrays import ragged_all_to_all
 from tests.inference.mesh_traffic import (
@@ -102,6 +103,34 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
         assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
         np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
     assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_layers_on_other_devices_give_the_tokens_of_one(
+    one_device: tuple[str, Traffic, np.ndarray], group_size: int, tmp_path: Path
+) -> None:
+    """Each layer on one device, or its experts over half of them: in memory are as many experts as the fullest has."""
+    name, expected, use = one_device
+    layers, experts = use.shape
+    groups = np.arange(DEVICES).reshape(-1, group_size).tolist()
+    segments: list[list[list[int]]] = [[[] for _ in range(layers)] for _ in range(DEVICES)]
+    for layer, expert in np.ndindex(layers, experts):
+        devices = groups[layer % len(groups)]
+        segments[devices[expert % group_size]][layer].append(expert)
+    (tmp_path / "segments.json").write_text(json.dumps({"segments": segments}))
+    with on_mesh(name, devices=DEVICES, segments=str(tmp_path / "segments.json")) as engine:
+        held = placed(runner_of(engine))
+        rows = -(-layers // len(groups))  # of which each device has one for each layer of its own
+        assert as_segments(held.placements) == segments and held.num_slots == rows * -(-experts // group_size)
+        answer = traffic(engine)
+        assert engine.expert_use().tolist() == use.tolist()
+        stats = engine.stats().placement
+        assert stats is not None
+        busy = [any(layers_n) for layers_n in segments]
+        assert [load > 0 for load in stats.loads] == busy
+    assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens
+    np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
 
 
 @pytest.mark.slow

@@ -26,13 +26,15 @@ def mesh(tmp_path: Path, segments: Any, **changes: Any) -> EngineMesh:
 
 def test_placements_and_back(tmp_path: Path) -> None:
     first, second = read_segments(mesh(tmp_path, SEGMENTS), 2, 3)
-    assert first.physical_to_logical.tolist() == [[0, 1, -1], [2, -1, -1]]
+    assert first.physical_to_logical.tolist() == [[0, 1], [2, -1]]
     assert second.physical_to_logical.tolist() == [[2, -1, -1], [1, 0, 2]]
     physical = second.physical(np.arange(256), np.full(256, 2))
     assert set(physical.tolist()) == {0, 5}  # both take tokens of expert 2
     assert as_segments([first, second]) == SEGMENTS
     roomy = read_segments(mesh(tmp_path, SEGMENTS, slots_per_device=4), 2, 3)
     assert [placement.slots_per_device for placement in roomy] == [4, 4] and as_segments(roomy) == SEGMENTS
+    layers = read_segments(mesh(tmp_path, [[[0, 1, 2], []], [[], [1, 0, 2]]]), 2, 3)
+    assert [one.physical_to_logical.tolist() for one in layers] == [[[0, 1, 2], [-1] * 3], [[-1] * 3, [1, 0, 2]]]
     assert as_segments([even_placement(3, 2)]) == [[[0, 1]], [[2]]]
 
 
@@ -72,18 +74,24 @@ def test_what_segments_exclude(tmp_path: Path) -> None:
     assert not EngineConfig(mesh=EngineMesh(devices=2, segments="file")).may_ring
 
 
-def test_a_model_is_loaded_so(tmp_path: Path) -> None:
-    """Every expert's weights are where the file says, and room is planned for the fullest device."""
+# Of 2 devices, 2 layers and 4 experts: experts of each layer on both, and each layer on one of them.
+BY_EXPERTS, BY_LAYERS = [[[0, 1, 2], [2]], [[3], [1, 0, 3, 2]]], [[[], [3, 0, 1, 2]], [[0, 1, 2, 3], []]]
+
+
+@pytest.mark.parametrize(("segments", "slots"), [(BY_EXPERTS, 3 + 4), (BY_LAYERS, 4)])
+def test_a_model_is_loaded_so(segments: Any, slots: int, tmp_path: Path) -> None:
+    """Every expert's weights are where the file says, and layers on different devices share room."""
     folder = CHECKPOINTS / "mixtral"
-    segments = [[[0, 1, 2], [2]], [[3], [1, 0, 3, 2]]]
     options = EngineConfig(max_batch=2, max_seq_len=40, dtype="float32", mesh=mesh(tmp_path, segments))
     with LoadedModel(folder, options) as model, open_checkpoint(folder, options) as checkpoint:
         experts = model.runner.residency
         assert isinstance(experts, PlacedExperts)
         assert as_segments(experts.placements) == segments
-        assert model.memory.expert_slots == 2 * 4 and experts.num_slots == 2 * 4
+        assert model.memory.expert_slots == experts.num_slots == slots
+        held = [(layer, e) for layers in segments for layer, experts_n in enumerate(layers) for e in experts_n]
+        assert sorted(place for place in experts.occupancy() if place is not None) == sorted(held)
         for layer, placement in enumerate(experts.placements):
             w_up = np.asarray(experts.weights(layer).w_up)
             for slot, expert in enumerate(placement.physical_to_logical.ravel().tolist()):
-                own = checkpoint.expert_array("w_up", layer, expert) if expert >= 0 else np.zeros_like(w_up[slot])
-                np.testing.assert_array_equal(w_up[slot], own)
+                if expert >= 0:
+                    np.testing.assert_array_equal(w_up[slot], checkpoint.expert_array("w_up", layer, expert))
