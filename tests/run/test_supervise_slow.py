@@ -1,6 +1,7 @@
 """Supervised runs of four processes under random faults, on hosts that come and go, over a link that is lost.
 
-JMOE_FAULTS sets the number of faults.
+JMOE_FAULTS sets the number of faults. With JMOE_FAULTS_FOLDER the run is kept there, and one that is there goes on: a
+long one can be had in several sittings, each with a greater number.
 """
 
 import contextlib
@@ -11,9 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ import pytest
 from benchmarks.lib.two_nodes import ADDRESSES, NODES, TwoNodes
 from tests.processes import Child
 from tests.run.test_supervise import LAUNCHER
-from tests.train_runs import ENDLESS, Start, TrainRuns, committed, losses, ranks_of, resumes, run_split
+from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, ranks_of, resumes, run_split, unfinished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -62,13 +65,24 @@ def undisturbed(runs: TrainRuns, start_python: Start, run: Path, *options: objec
 
 @pytest.mark.parametrize("kind", ["device", "nvme"])
 def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kind: str) -> None:
-    """SIGKILL or SIGSTOP of any rank at any time, also while all start: every loss is that of an undisturbed run."""
+    """SIGKILL or SIGSTOP of any rank at any time, also while all start: every loss is that of an undisturbed run.
+
+    At most one checkpoint has to be written anew, the one that was being written: training goes on meanwhile, and the
+    next one begins only after it, so that its steps and those since, at most twice `EVERY`, are done again.
+    """
     options = (*SPREAD, *(NVME if kind == "nvme" else ()), *QUICK)
-    rng, counts, run = random.Random(f"{SEED} {kind}"), Counter[str](), tmp_path / "run"
+    folder = Path(os.environ.get("JMOE_FAULTS_FOLDER", tmp_path)).absolute() / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, run, noted = random.Random(f"{SEED} {kind}"), folder / "run", folder / "faults.json"
+    # [{fault, attempt, the checkpoints that the attempt's end has left unfinished}]
+    faults: list[dict[str, Any]] = json.loads(noted.read_text()) if noted.exists() else []
+    cut_off = len(events(run, "start")) - len(events(run, "end"))  # attempts that ended with their supervisor
     supervisor = supervise(runs, start_python, run, ("--processes", "4"), *options)
 
     def wait_for_attempt(number: int) -> None:
-        supervisor.wait_until(lambda: len(ranks_of(supervisor.pid)) == 4 and len(events(run, "start")) > number, 900)
+        supervisor.wait_until(
+            lambda: len(ranks_of(supervisor.pid)) == 4 and len(events(run, "start")) > number + cut_off, 900
+        )
 
     def wait_for_step_beyond(number: int) -> None:
         supervisor.wait_until(lambda: len(losses(run)) not in (0, number), 900)
@@ -76,7 +90,7 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
     def wait_for_end(number: int) -> None:
         supervisor.wait_until(lambda: len(events(run, "end")) > number, 900)
 
-    while counts.total() < FAULTS:
+    while len(faults) < FAULTS:
         attempt, steps = len(events(run, "end")), len(losses(run))
         wait_for_attempt(attempt)
         if rng.random() < 0.7:
@@ -89,8 +103,10 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
             continue
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.send_signal(number)
-            counts[number.name] += 1
             wait_for_end(attempt)
+            being_written = [int(path.name.partition(".")[0]) for path in unfinished(run)]
+            faults.append({"signal": number.name, "attempt": attempt, "being_written": being_written, "seed": SEED})
+            noted.write_text(json.dumps(faults))
     before = len(resumes(run))
     supervisor.wait_until(lambda: len(resumes(run)) > before or not committed(run), 900)
     steps = len(losses(run))
@@ -98,9 +114,15 @@ def test_random_faults(runs: TrainRuns, tmp_path: Path, start_python: Start, kin
     stop(supervisor)  # a signal while all start would end them at once
     ends = events(run, "end")
     repeated = [event["step"] + 1 - max(0, event["checkpoint"]) for event in ends]
-    print(f"\nexperts on {kind} (seed {SEED}): {dict(counts)}, {len(ends)} attempts, {losses(run)[-1][0] + 1} steps")
-    print(f"steps done again: {sum(repeated)}, at most {max(repeated)} at once")
-    assert max(repeated) <= 2 * EVERY  # of one checkpoint that was being written, and since
+    anew = [attempt for attempt, steps in enumerate(repeated) if steps > EVERY]
+    told = {"experts": kind, "faults": len(faults), "signals": Counter(fault["signal"] for fault in faults)}
+    told |= {"seeds": sorted({fault["seed"] for fault in faults}), "attempts": len(ends)}
+    told |= {"steps": losses(run)[-1][0] + 1, "steps_done_again": sum(repeated), "most_at_once": max(repeated)}
+    print(f"\n{json.dumps(told | {'checkpoints_written_anew': len(anew)})}\nsteps done again: {repeated}", flush=True)
+    assert max(repeated) <= 2 * EVERY
+    left = {fault["attempt"]: fault["being_written"] for fault in faults}
+    for attempt in (attempt for attempt in anew if attempt in left):
+        assert max(0, ends[attempt]["checkpoint"]) + EVERY in left[attempt], (ends[attempt], left[attempt])
     assert dict(losses(run)) == undisturbed(runs, start_python, run, *options)
 
 
@@ -131,28 +153,45 @@ def test_hosts_go_and_come_back(runs: TrainRuns, tmp_path: Path, start_python: S
     )
 
 
-def cycles(process: psutil.Process) -> Iterator[None]:
-    """Let the process run for a tenth of the time."""
-    while True:
-        process.suspend()
-        time.sleep(0.45)
-        process.resume()
-        time.sleep(0.05)
-        yield
+@contextlib.contextmanager
+def slowed(process: psutil.Process) -> Iterator[None]:
+    """A process that runs for a tenth of the time."""
+    over = threading.Event()
+
+    def hold_back() -> None:
+        while not over.is_set():
+            process.suspend()
+            over.wait(0.45)
+            process.resume()
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(1) as pool:
+        held_back = pool.submit(hold_back)
+        try:
+            yield
+        finally:
+            over.set()
+    held_back.result()
 
 
-def test_a_slow_rank_is_survived(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+def test_a_slow_rank_is_named_and_survived(
+    runs: TrainRuns, tmp_path: Path, start_python: Start, run_python: Run
+) -> None:
     """A rank that gets a tenth of its processor holds the others up; it is no reason to start again."""
     run = tmp_path / "run"
     supervisor = supervise(
         runs, start_python, run, ("--processes", "4"), *SPREAD, "--distributed.heartbeat-timeout-s", 60
     )
     supervisor.wait_until(lambda: committed(run), 900)
-    slow, end = cycles(ranks_of(supervisor.pid)[3]), losses(run)[-1][0] + 10
+    slow, named, end = 3, Counter[int | None](), losses(run)[-1][0] + 10
     deadline = time.monotonic() + 900
-    while losses(run)[-1][0] < end:
-        next(slow)
-        assert time.monotonic() < deadline
+    with slowed(ranks_of(supervisor.pid)[slow]):
+        while losses(run)[-1][0] < end or named[slow] < 10:
+            assert supervisor.poll() is None and time.monotonic() < deadline, named
+            status = run_python(["-m", "jmoe.run.show_status", run, "--json"], timeout=300)
+            named[json.loads(status.stdout)["slowest_rank"]] += 1
+    print(f"\nnamed as the slowest, of ranks: {dict(named)}")
+    assert max(named[rank] for rank in range(4) if rank != slow) < named[slow], named
     stop(supervisor)
     assert len(events(run, "start")) == 1 and resumes(run) == []
     assert dict(losses(run)) == undisturbed(runs, start_python, run, *SPREAD)
