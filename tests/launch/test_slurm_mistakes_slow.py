@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from tests.slurm_cluster import SlurmCluster, why_not
+from tests.slurm_cluster import DIE_WITH_PARENT, SlurmCluster, why_not
 
 SCRIPT = str(ROOT / "launch" / "slurm" / "train.sbatch")
 
@@ -61,7 +61,7 @@ def test_no_munge(without_munge: SlurmCluster) -> None:
 def test_clocks_that_differ(cluster: SlurmCluster, clock: str, word: str) -> None:
     """A host whose clock is an hour ahead, or behind, submits a job."""
     name = f"munge{clock}"
-    cluster.start_munge(name, "faketime", "-f", clock)
+    cluster.start_munge(name, "faketime", "-f", clock, *DIE_WITH_PARENT)  # which waits for a child of its own
     config = cluster.folder / f"{name}.conf"
     config.write_text((cluster.folder / "slurm.conf").read_text().replace("munge.socket", f"{name}.socket"))
     refused = cluster.run("sbatch", SCRIPT, "tiny", changes={"SLURM_CONF": str(config)})
