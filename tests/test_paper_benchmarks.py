@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.comm import trace
 from benchmarks.lib.parts import run_part
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import moesys_table6, simulator
 from benchmarks.paper.index import PLACES, RESULTS, Place
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = {"loop": "while", "dot": "dot", "add": "add", "sum": "all-reduce"}
 BESIDE_NO_PAPER = {"eplb"}  # of benchmarks/paper: what shows no table or figure of the three papers
 
 
@@ -62,6 +64,14 @@ def test_the_simulator_predicts_what_was_measured() -> None:
     assert max(abs(row["error"]) for row in rows) < 0.1
     doubled = [row | {"formula_bytes": 2 * row["formula_bytes"]} for row in measured["rows"]]
     assert min(row["error"] for row in simulator.check({"rows": doubled})) > 0.8
+
+
+def test_idle_is_a_collective_without_computation() -> None:
+    """A loop is neither, and what runs side by side counts once."""
+    ops = {name: trace.Op(kind, "", [], 4, "main", 0) for name, kind in KINDS.items()}
+    spans = [(0, 10, "loop"), (0, 3, "dot"), (1, 4, "add"), (2, 8, "sum"), (9, 10, "dot")]
+    assert trace.idle_share([trace.Span(*span) for span in spans], ops) == pytest.approx(0.4)
+    assert trace.idle_share([trace.Span(0, 4, "dot")], ops) == 0
 
 
 def test_a_smoke_test_that_fails_stops_nothing(

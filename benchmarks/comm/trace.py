@@ -96,8 +96,8 @@ def operations(text: str) -> dict[str, Op]:
     return found
 
 
-def spans(folder: str) -> list[Span]:
-    """Every run of an operation in a trace, by its beginning."""
+def spans(folder: str, module: str = "") -> list[Span]:
+    """Every run of an operation in a trace, by its beginning; of one program, if its name is given."""
     import jax
 
     (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
@@ -106,7 +106,7 @@ def spans(folder: str) -> list[Span]:
         for plane in jax.profiler.ProfileData.from_file(path).planes
         for line in plane.lines
         for event in line.events
-        if any(name == "hlo_op" for name, _ in event.stats)
+        if "hlo_op" in (stats := dict(event.stats)) and module in ("", stats["hlo_module"])
     ]
     return sorted(found)
 
@@ -129,6 +129,14 @@ def busy_share(found: list[Span], ops: dict[str, Op]) -> float:
     compute = [span for span in found if ops[span.name].kind not in COLLECTIVES + WHOLE]
     total = sum(end - begin for begin, end, _ in exchanges) * 1e-9
     return union_s(compute, exchanges) / total if total else 0.0
+
+
+def idle_share(found: list[Span], ops: dict[str, Op]) -> float:
+    """Of the time from the first operation to the end of the last, the part in which a collective alone runs."""
+    whole = [Span(found[0].begin_ns, max(span.end_ns for span in found), "")]
+    running = [span for span in found if ops[span.name].kind not in WHOLE]
+    compute = [span for span in running if ops[span.name].kind not in COLLECTIVES]
+    return (union_s(running, whole) - union_s(compute, whole)) / union_s(whole, whole)
 
 
 def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:

@@ -172,9 +172,13 @@ def _ring(result: Result) -> str:
 
 
 def _table3(result: Result) -> str:
-    two = _row(result["rows"], layout="elastic")["speed_up"]
+    imbalanced, elastic, even = (_row(result["rows"], layout=name) for name in ("imbalanced", "elastic", "even"))
     eight = _row(result["simulated"], devices=8)["compared_to_4_devices"]
-    return f"{two:.2f} times on two devices; 4/2/1/1 simulated {eight:.2f} times a device"
+    before, after = (max(row["traced_idle_by_device"]) for row in (imbalanced, elastic))
+    return (
+        f"{elastic['speed_up']:.2f} times on two devices (even shares: {even['speed_up']:.2f}), idle in the trace "
+        f"{before:.0%} to {after:.0%}; 4/2/1/1 simulated {eight:.2f} times a device"
+    )
 
 
 def _table6(result: Result) -> str:
@@ -189,10 +193,13 @@ def _table6_one_device(result: Result) -> str:
 
 
 def _ufo(result: Result) -> str:
-    imbalanced, dense = (_row(result["rows"], contestant=name) for name in ("imbalanced", "dense"))
+    names = ("super-network", "imbalanced", "dense")
+    own, imbalanced, dense = (_row(result["rows"], contestant=name) for name in names)
+    peak, state = ([max(row[f"{what}_bytes_by_device"]) / 1e6 for row in (own, dense)] for what in ("peak", "state"))
     return (
         f"{imbalanced['speed_up_of_super_network']:.2f} times imbalanced tasks, "
-        f"{dense['speed_up_of_super_network']:.2f} of a dense model a task"
+        f"{dense['speed_up_of_super_network']:.2f} of a dense model a task; peak of the fuller device "
+        f"{peak[0]:.1f} MB against {peak[1]:.1f}, state {state[0]:.1f} against {state[1]:.1f}"
     )
 
 

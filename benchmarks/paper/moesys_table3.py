@@ -7,7 +7,10 @@ Two processes, each a device with one core of this machine, train four image tas
 images / 8. imbalanced: tasks are dealt out whole in their order, so that one device has 80 images and the other 48.
 elastic: `--layout elastic`, by load. even: `--layout even`, each device as many images of the joint batch. All take 16
 images at once and compute the same losses. Steps are timed in turn, from a barrier to a barrier. idle: the part of a
-step in which a device's process does not compute, 1 - processor time / wall time.
+step in which a device does not compute. traced_idle: from a trace of --traced more steps of each layout, on either
+process; the part of a step, from its first operation to its last, in which it is in a collective, waiting for the other
+process or talking to it, and computes nothing. idle_by_device: without a trace, 1 - processor time / wall time of the
+device's process.
 
 Simulated rows: a step takes fixed_s + image_s x the images of the busiest device, fitted to the imbalanced row and to a
 step with half of the images; `simulator_error` is how far that is off the elastic row, which it has not seen. The paper
@@ -25,11 +28,13 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 
+from benchmarks.comm import trace
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import take_a_core
 from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
@@ -52,10 +57,11 @@ PAPER = [
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--traced", type=int, default=3, help="steps of each layout")
     parser.add_argument("--quick", action="store_true", help="a small model and one round: is all there?")
     add_rank_options(parser)
     a = parser.parse_args()
-    a.rounds = 1 if a.quick else a.rounds
+    a.rounds, a.traced = (1, 1) if a.quick else (a.rounds, a.traced)
     return a
 
 
@@ -119,12 +125,26 @@ class Training:
         self.layout = layout
         self.trainer = VisionTrainer(accumulated, dict.fromkeys(config.tasks, NUM_CLASSES), mesh, layout)
         self.state = self.trainer.init()
+        self.step = self.trainer.step.lower(self.state, self.batch, full_capacity=True).compile()
+        self.ops = trace.operations(self.step.as_text())
         self.seconds: list[float] = []
         self.processor_s: list[float] = []
 
     def __call__(self) -> Any:
-        self.state, metrics = self.trainer.step(self.state, self.batch, full_capacity=True)
+        self.state, metrics = self.step(self.state, self.batch)
         return metrics
+
+    def traced_idle(self, clock: Clock) -> float:
+        """Trace a step; return the part of it in which this process computes nothing, as it waits for the other."""
+        import jax
+
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with tempfile.TemporaryDirectory() as folder:
+            clock.barrier()
+            with jax.profiler.trace(folder, profiler_options=options):
+                clock(self)
+            return trace.idle_share(trace.spans(folder, module="jit_step"), self.ops)  # others are the clock's
 
     def time(self, clock: Clock) -> None:
         before = time.process_time()
@@ -155,7 +175,9 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, run in runs.items():
         busy = np.median(np.array(run.processor_s) / np.array(run.seconds))
-        idle = 1 - np.asarray(multihost_utils.process_allgather(np.float32(busy))).reshape(-1)
+        own = [1 - busy, np.median([run.traced_idle(clock) for _ in range(a.traced)])]
+        every = np.asarray(multihost_utils.process_allgather(np.array(own, np.float32))).reshape(NUM_DEVICES, 2)
+        idle, traced = ([round(max(0.0, float(share)), 3) for share in shares] for shares in every.T)
         seconds, images = report.median(run.seconds), sum(run.layout.images)
         rows.append(
             {
@@ -165,7 +187,8 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
                 "samples_per_s": round(images / seconds, 1),
                 "samples_per_s_a_device": round(images / seconds / NUM_DEVICES, 1),
                 "speed_up": report.ratio(runs["imbalanced"].seconds, run.seconds) if name != "half" else None,
-                "idle_by_device": [round(max(0.0, float(share)), 3) for share in idle],
+                "traced_idle_by_device": traced,
+                "idle_by_device": idle,
                 "planned_idle_by_device": [round(share, 3) for share in run.layout.idle()],
                 "all_step_s": [round(s, 4) for s in run.seconds],
             }

@@ -5,14 +5,17 @@ MoESys, section 5.3); the last line is a JSON object.
     python benchmarks/paper/ufo.py --quick        a smoke test
 
 Two processes, each a device with one core of this machine, learn the four tasks of ufo-tiny from the same images, in
-batches of 64, 32, 16 and 16, 16 images at once, each contestant `--steps` steps with the same schedule:
+batches of 64, 32, 16 and 16, 16 images at once:
 super-network: ufo-tiny, `--layout elastic`, 64 images a device. imbalanced: the same network, whole tasks dealt out in
 their order, 80 and 48 images. dense: a model for each task, as deep and as wide as the task's path through the
 super-network, with its own optimizer; the models are packed onto the devices by load, and nothing crosses them.
-Contestants take turns of `--turn` steps, timed from a barrier to a barrier, reading images included. Quality is the
-accuracy on held-out images, measured every `--check` turns; `dense_like` says after how many steps the super-network
-is within `--tolerance` of what the dense model of a task reaches in the end. wide: the same with layers three times as
-wide, where experts are more of the work; timed alone, for `--wide-turns` turns of WIDE_STEPS steps.
+
+speeds: contestants take `--turns` turns of `--turn` steps, timed from a barrier to a barrier, reading images included.
+wide: the same with layers three times as wide, where experts are more of the work, in turns of WIDE_STEPS steps.
+accuracies: super-network and dense models learn for `--steps` steps with the same schedule; every `--check` steps they
+are evaluated on held-out images, on a machine that may do other things too. equal_quality, of each task: after how many
+steps and images the super-network is within `--tolerance` of what the dense model reaches in the end (null: never); and
+after how many either reaches `both`, the best accuracy that both have reached.
 state: bytes of parameters and optimizer on the device. peak: with what the largest step needs besides.
 
 The paper (UFO, 32 A100): 697 images/s against 425 of PyTorch 1.10, with 18 % less memory, both of them the same
@@ -47,6 +50,7 @@ from jmoe.deploy.extract import path_config
 from jmoe.planning.elastic import Layout, plan
 
 WIDE_STEPS = 4
+PARTS = ("speeds", "accuracies")
 EVALUATION_IMAGES = 256  # on a device at once
 PAPER = [
     {"system": "MoESys", "images_per_s": 697, "gpus": 32},
@@ -56,18 +60,19 @@ PAPER = [
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=ufo_tiny.num_steps)
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
     parser.add_argument("--turn", type=int, default=50, help="steps of a contestant, one after another")
-    parser.add_argument("--check", type=int, default=2, help="turns from one evaluation to the next")
+    parser.add_argument("--turns", type=int, default=5, help="and one before, which compiles")
+    parser.add_argument("--check", type=int, default=100, help="steps from one evaluation to the next")
     parser.add_argument("--tolerance", type=float, default=0.01, help="of an accuracy, that counts as equal")
-    parser.add_argument("--wide-turns", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="a few steps: is all there?")
     add_rank_options(parser)
     a = parser.parse_args()
     if a.quick:
-        a.steps, a.turn, a.wide_turns = 8, 4, 1
-    if a.steps % a.turn:
-        parser.error(f"--steps = {a.steps}: must be a multiple of --turn = {a.turn}")
+        a.steps, a.check, a.turn, a.turns = 8, 4, 4, 1
+    if a.steps % a.check:
+        parser.error(f"--steps = {a.steps}: must be a multiple of --check = {a.check}")
     return a
 
 
@@ -180,7 +185,6 @@ class Contestant:
             "speed_up_of_super_network": report.ratio(self.steady, elastic.steady),
             "state_bytes_by_device": state,
             "peak_bytes_by_device": peak,
-            **({"accuracy": self.accuracies[max(self.accuracies)]} if self.accuracies else {}),
             "all_turn_s": [round(s, 3) for s in self.seconds],
         }
 
@@ -212,7 +216,7 @@ def contestants(config: VisionTrainConfig, rank: int, mesh: Any) -> list[Contest
 
 
 def measure(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the rows of all contestants and their accuracies on the way; called by every rank."""
+    """Return speeds and bytes of all contestants, and accuracies on the way; called by every rank."""
     import jax
 
     from jmoe.mesh import make_mesh
@@ -223,38 +227,52 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     mesh = make_mesh((NUM_DEVICES, 1, 1))
     clock = Clock(mesh, has_link=False)
     clock.barrier()
-    config, names, turns = config_of(a), list(ufo_tiny.tasks), a.steps // a.turn
-    runs = contestants(config, a.rank, mesh)
-    for turn in range(1, turns + 1):
-        for run in runs:
-            run.take(clock, a.turn)
-            if turn % a.check == 0 or turn == turns:
-                run.evaluate(turn * a.turn, names)
-    wide = contestants(dataclasses.replace(config, model=dataclasses.replace(config.model, **MODEL)), a.rank, mesh)
-    for _ in range(1 + a.wide_turns):
-        for run in wide:
-            run.take(clock, WIDE_STEPS)
+    config, result = config_of(a), dict[str, Any]()
+    if "speeds" in a.parts:
+        wide = dataclasses.replace(config, model=dataclasses.replace(config.model, **MODEL))
+        for name, contest, steps in (("rows", config, a.turn), ("wide", wide, WIDE_STEPS)):
+            runs = contestants(contest, a.rank, mesh)
+            for _ in range(1 + a.turns):
+                for run in runs:
+                    run.take(clock, steps)
+            result[name] = [run.row(steps, runs[0]) for run in runs]
+    if "accuracies" in a.parts:
+        result |= learned(contestants(config, a.rank, mesh), clock, a)
+    return result
+
+
+def learned(runs: Sequence[Contestant], clock: Clock, a: argparse.Namespace) -> dict[str, Any]:
+    """Return the accuracies of super-network and dense models as they learn, and what each needs."""
+    network, _, dense = runs
+    for step in range(a.check, a.steps + 1, a.check):
+        for run in (network, dense):
+            run.take(clock, a.check)
+            run.evaluate(step, list(ufo_tiny.tasks))
     by_step = [
-        {"contestant": run.name, "step": step, **accuracy} for run in runs for step, accuracy in run.accuracies.items()
+        {"contestant": run.name, "step": step, **accuracy}
+        for run in (network, dense)
+        for step, accuracy in run.accuracies.items()
     ]
-    return {
-        "rows": [run.row(a.turn, runs[0]) for run in runs],
-        "wide": [run.row(WIDE_STEPS, wide[0]) for run in wide],
-        "accuracies": by_step,
-        "dense_like": reached(runs, a),
-    }
+    return {"accuracies": by_step, "equal_quality": equal_quality(network, dense, a.tolerance)}
 
 
-def reached(runs: Sequence[Contestant], a: argparse.Namespace) -> dict[str, Any]:
-    """Return when the super-network was as good as the dense models are in the end."""
-    network, dense = runs[0].accuracies, runs[-1].accuracies
-    goal = dense[max(dense)]
-    steps = {
-        name: next((step for step, own in network.items() if own[name] >= value - a.tolerance), None)
-        for name, value in goal.items()
-    }
-    differences = {name: round(network[max(network)][name] - value, 4) for name, value in goal.items()}
-    return {"steps_of_super_network": steps, "accuracy_above_dense": differences}
+def equal_quality(network: Contestant, dense: Contestant, tolerance: float) -> list[dict[str, Any]]:
+    """Return, task by task, what the super-network and the dense model need to be as good as the other."""
+    last, result = max(dense.accuracies), []
+
+    def needs(run: Contestant, name: str, goal: float, what: str) -> dict[str, int | None]:
+        steps = next((step for step, own in run.accuracies.items() if own[name] >= goal), None)
+        images = None if steps is None else steps * ufo_tiny.tasks[name].batch_size
+        return {f"{run.name}_steps_{what}": steps, f"{run.name}_images_{what}": images}
+
+    for name in ufo_tiny.tasks:
+        own, goal = (run.accuracies[last][name] for run in (network, dense))
+        both = min(max(accuracy[name] for accuracy in run.accuracies.values()) for run in (network, dense))
+        row = {"task": name, network.name: own, dense.name: goal, "above_dense": round(own - goal, 4)}
+        row |= needs(network, name, goal - tolerance, "as_dense")
+        row |= {"both": both, **needs(network, name, both, "to_both"), **needs(dense, name, both, "to_both")}
+        result.append(row)
+    return result
 
 
 def main() -> None:
@@ -264,7 +282,7 @@ def main() -> None:
         report.finish(measure(a))
         return
     measured = run_ranks(NUM_DEVICES, 0)
-    for row in measured["rows"] + measured["wide"]:
+    for row in [row for rows in measured.values() for row in rows]:
         report.progress(row)
     result = {
         "benchmark": "a super-network against a dense model a task (UFO)",
