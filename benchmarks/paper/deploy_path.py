@@ -2,11 +2,14 @@
 
     python -m benchmarks.paper.deploy_path --folder DIR
 
-A preset is trained on the source of Python's standard library but for some files, merged, pruned to 75 and 50 % of its
-experts by how often they are used and by REAP's score, and distilled to half of its experts; beside the student one
-that begins alike and learns as long from the text alone. The whole model is compressed to every format, the student to
-MXFP4. All are measured on the files that were left out: nothing was trained, chosen or calibrated by them. What is in
-DIR already is not made again. The last line is one JSON object; `lost` is in bits per byte over the whole model's.
+A preset is trained on the source of Python's standard library but for some files, merged, distilled to half of its
+experts, pruned to three quarters of these, compressed to MXFP4, lowered, segmented over two devices, bundled, and
+served by two processes from an environment that has the wheel and not the repository. As controls the whole model
+learns for as many steps as the student, and a student that begins alike learns from the text alone. Without --path-only
+also: the whole model in every format, and pruned to 75 and 50 % of its experts by how often they are used and by REAP's
+score. All are measured on the files that were left out: nothing was trained, chosen or calibrated by them; what is
+lowered by its programs, what is served over HTTP. What is in DIR already is not made again. The last line is one JSON
+object; `lost` is in bits per byte over the whole model's.
 """
 
 if __name__ == "__main__":
@@ -16,26 +19,41 @@ if __name__ == "__main__":
 
 import argparse
 import hashlib
+import json
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.lib import report
+from benchmarks.lib.deployed import portable_loss, served, served_loss, wheel_environment
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.deploy.calibration_text import CalibrationText, windows_of
 from jmoe.deploy.cut import weight_bytes
 from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.deploy.layerwise import mean_loss
+from jmoe.deploy.prune import MAX_TOKENS
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-UNSEEN_SHARE, UNSEEN_TOKENS = 16, 100_000  # one file of so many is left out
+UNSEEN_SHARE = 16  # one file of so many is left out
+MACHINES = """
+[[machines]]
+devices = 1
+device_bytes = 2e9
+bytes_per_s = 2e10
+[[machines]]
+devices = 1
+device_bytes = 1e9
+bytes_per_s = 1e10
+"""
 
 
 def arguments() -> argparse.Namespace:
@@ -46,7 +64,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--student-steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the students")
     parser.add_argument("--weight", type=float, default=0.5, help="of the divergence in the student's loss")
+    parser.add_argument("--warmup-steps", type=int, default=40, help="of the whole model")
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--unseen-tokens", type=int, default=100_000, help="to measure on")
+    parser.add_argument("--calibration-tokens", type=int, default=MAX_TOKENS, help="to choose experts by")
+    parser.add_argument("--path-only", action="store_true", help="without the comparison of formats and scores")
+    parser.add_argument("--plot", type=Path, help="the picture to write")
     return parser.parse_args()
 
 
@@ -70,82 +94,208 @@ def split_text(folder: Path) -> tuple[Path, Path]:
     return learned, unseen
 
 
-def unseen_text(model: Path, unseen: Path, length: int) -> CalibrationText:
+def unseen_text(model: Path, unseen: Path, length: int, most: int) -> CalibrationText:
     """Return windows of the files left out, all of them held out."""
     with LazyCheckpoint(model) as checkpoint:
         loaded = load_tokenizer(model / "tokenizer.json", checkpoint.config.vocab_size)
     texts = [(path.read_text(errors="replace"), True) for path in sorted(unseen.iterdir())]
-    tokens = np.array([i for ids, _ in encode_pieces(loaded, texts) for i in ids][:UNSEEN_TOKENS], np.int32)
+    tokens = np.array([i for ids, _ in encode_pieces(loaded, texts) for i in ids][:most], np.int32)
     windows = windows_of(tokens, length)
     text = loaded.tokenizer.decode(windows[:, 1:].reshape(-1).tolist(), skip_special_tokens=True)
     return CalibrationText(windows, windows, len(text.encode()))
 
 
+class Stages:
+    """Models in a folder, each made once, and what they were measured to be. rows: of the table."""
+
+    def __init__(self, a: argparse.Namespace, folder: Path) -> None:
+        self.a, self.folder, self.rows = a, folder, list[dict[str, Any]]()
+        self.on_path = True  # whether rows are stages of the path, or beside it
+        self.learned, self.unseen = split_text(folder)
+        self.whole = folder / "whole"
+        self.cut = (
+            "--text",
+            self.learned,
+            "--sequence-length",
+            a.sequence_length,
+            "--max-tokens",
+            a.calibration_tokens,
+        )
+        self.same = ("--optimizer.learning-rate", a.learning_rate, "--optimizer.warmup-steps", 20)
+        self.same += ("--evaluation.every-steps", 1_000_000, "--batch-size", a.batch_size)
+        self.same += ("--sequence-length", a.sequence_length)
+
+    def prepare(self) -> None:
+        """Train the whole model."""
+        teacher = self.folder / "teacher"
+        if not self.whole.is_dir():
+            options = ("--data.path", self.learned, "--output-dir", teacher, "--num-steps", self.a.steps)
+            more = ("--optimizer.warmup-steps", self.a.warmup_steps, "--evaluation.every-steps", 1_000_000)
+            sizes = ("--batch-size", self.a.batch_size, "--sequence-length", self.a.sequence_length)
+            run("train.py", self.a.preset, *options, *more, *sizes)
+            run("-m", "jmoe.deploy.merge", teacher, self.whole)
+        self.text = unseen_text(self.whole, self.unseen, self.a.sequence_length, self.a.unseen_tokens)
+        with LazyCheckpoint(self.whole) as checkpoint:
+            self.experts = checkpoint.config.num_experts
+        self.measure("whole", self.whole)
+
+    def made(self, name: str, *words: object) -> Path:
+        """Return the folder of this name, made by a stage of `jmoe.deploy` unless it is there."""
+        out = self.folder / name
+        if not out.is_dir():
+            run("-m", *words, "--out", out)
+        return out
+
+    def row(self, stage: str, experts: int, num_bytes: int, loss: float) -> None:
+        """Add a row. loss: in nats a token."""
+        bits = self.text.bits_per_byte(loss)
+        lost = round(bits - (self.rows[0]["bits_per_byte"] if self.rows else bits), 4)
+        row = {"stage": stage, "experts": experts, "path": self.on_path, "mb": round(num_bytes / 1e6, 2)}
+        self.rows.append(report.progress(row | {"bits_per_byte": round(bits, 4), "lost": lost}))
+
+    def measure(self, stage: str, model: Path) -> None:
+        """Add a row of a Hugging Face folder."""
+        with LazyCheckpoint(model, "float32", "wide") as checkpoint:
+            loss = mean_loss(checkpoint, self.text.held_out_BS)
+            self.row(stage, checkpoint.config.num_experts, weight_bytes(model), loss)
+
+    def compare(self) -> None:
+        """Measure every format, and every way to choose experts."""
+        self.on_path = False
+        for kind in LAYOUTS:
+            model = self.made(f"whole-{kind}", "jmoe.deploy.compress", self.whole, "--experts", kind)
+            self.measure(f"whole, {kind}", model)
+        for kept in (3 * self.experts // 4, self.experts // 2):
+            for score in ("usage", "reap"):
+                self.measure(f"pruned by {score}", self.pruned(self.whole, kept, score, f"{score}-{kept}"))
+        half = ("--experts", self.experts // 2, "--merge-similar", *self.cut)
+        merged = self.made(f"merged-{self.experts // 2}", "jmoe.deploy.prune", self.whole, *half)
+        self.measure("pruned by reap, similar ones merged", merged)
+
+    def pruned(self, model: Path, kept: int, score: str, name: str) -> Path:
+        """Return a model with fewer experts."""
+        return self.made(name, "jmoe.deploy.prune", model, "--experts", kept, "--score", score, *self.cut)
+
+    def learned_more(self, name: str, start: Path) -> Path:
+        """Return what a model becomes that learns from the text alone, for as many steps as the student."""
+        out = self.folder / f"{name}-model"
+        if not out.is_dir():
+            options = ("--init-from", start, "--data.path", self.learned, "--output-dir", self.folder / name)
+            run("train.py", self.a.preset, *options, "--num-steps", self.a.student_steps, *self.same)
+            run("-m", "jmoe.deploy.merge", self.folder / name, out)
+        return out
+
+    def deploy(self) -> None:
+        """Distil, prune, compress, lower, segment, bundle and serve, one after the other."""
+        self.on_path = True
+        folder, student, windows = self.folder, self.folder / "student-model", self.text.held_out_BS
+        if not student.is_dir():
+            half = ("--experts", self.experts // 2, "--score", "reap", "--preset", self.a.preset)
+            steps = ("--weight", self.a.weight, "--num-steps", self.a.student_steps)
+            where = ("--out", folder / "student", "--text", self.learned, "--max-tokens", self.a.calibration_tokens)
+            run("-m", "jmoe.deploy.distil", self.whole, *where, *half, *steps, *self.same)
+            run("-m", "jmoe.deploy.merge", folder / "student", student)
+        self.measure("distilled", student)
+        kept = 3 * self.experts // 8
+        self.measure("pruned", pruned := self.pruned(student, kept, "reap", "pruned-student"))
+        small = self.made("compressed", "jmoe.deploy.compress", pruned, "--experts", "mxfp4")
+        self.measure("compressed to mxfp4", small)
+        sizes = ("--max-batch", 8, "--max-seq-len", self.a.sequence_length + 32)
+        lowered = self.made("lowered", "jmoe.deploy.lower", small, *sizes)
+        self.row("lowered, for JAX alone", kept, all_bytes(lowered), portable_loss(lowered, windows))
+        (folder / "machines.toml").write_text(MACHINES)
+        segments = folder / "segments.json"
+        if not segments.is_file():
+            run("-m", "jmoe.deploy.segment", small, "--machines", folder / "machines.toml", "--out", segments, *sizes)
+        split = ("--devices", 2, "--segments", segments, *sizes)
+        with LazyCheckpoint(small, None, "wide") as checkpoint:
+            fullest = max(sum(map(len, layers)) for layers in json.loads(segments.read_text())["segments"])
+            device_bytes = checkpoint.rest_bytes(1) + fullest * checkpoint.expert_bytes
+        serve = (sys.executable, ROOT / "serve.py")
+        self.serve("segmented, each of 2 devices", device_bytes, (*serve, small, *split), 1)
+        bundled = folder / "bundle"
+        if not bundled.is_dir():
+            os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+            run("-m", "jmoe.deploy.bundle", small, "--out", bundled, *split)
+            del os.environ["JAX_NUM_CPU_DEVICES"]
+        self.serve("bundled, by one process", all_bytes(bundled), (*serve, bundled), 1)
+        wheel = wheel_environment(folder / "wheel")
+        self.serve("served by 2 processes, from a wheel", all_bytes(bundled), (wheel / "jmoe-serve", bundled), 2)
+
+    def serve(self, stage: str, num_bytes: int, command: Sequence[object], processes: int) -> None:
+        """Add a row of what a server says, which runs outside of the repository."""
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        with served(command, elsewhere, processes, self.folder / "server.log") as url:
+            loss = served_loss(url, self.text.held_out_BS)
+        self.row(stage, self.rows[-1]["experts"], num_bytes, loss)
+
+    def controls(self) -> None:
+        """Measure what the steps of the student alone are worth, and the pruning that it stands for."""
+        self.on_path = False
+        self.measure("the whole model, as many steps more", self.learned_more("longer", self.whole))
+        student = self.learned_more("alone", self.folder / "student" / "student")
+        self.measure("the student without a teacher", student)
+        half = self.experts // 2
+        self.measure("half of the experts", self.pruned(self.whole, half, "reap", f"reap-{half}"))
+
+    def ratios(self) -> dict[str, float]:
+        """Return what the student loses over what pruning loses, against the whole model, and after as many steps."""
+        bits = {row["stage"]: row["bits_per_byte"] for row in self.rows}
+        pruned = bits["half of the experts"] - bits["whole"]
+        longer = bits["the whole model, as many steps more"]
+        return {
+            "distilled_over_pruned": round((bits["distilled"] - bits["whole"]) / pruned, 3),
+            "distilled_against_longer_over_pruned": round((bits["distilled"] - longer) / pruned, 3),
+            "teacher_gains_bits": round(bits["the student without a teacher"] - bits["distilled"], 4),
+        }
+
+
+def all_bytes(folder: Path) -> int:
+    """Return the bytes of all files of a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw bytes and bits per byte of every row, in order."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.42 * len(rows) + 1.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(rows))
+    for axes, field, label in ((left, "mb", "MB"), (right, "bits_per_byte", "bits per byte, unseen text")):
+        values = [row[field] for row in rows]
+        axes.barh(places, values, color=["tab:blue" if row["path"] else "tab:gray" for row in rows])
+        for place, value in zip(places, values, strict=True):
+            axes.annotate(
+                f" {value:,.2f}" if field == "mb" else f" {value:.3f}", (value, place), va="center", fontsize=8
+            )
+        axes.set_xlabel(label)
+        axes.set_xlim(0, 1.18 * max(values))
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_yticks(places, [f"{row['stage']} ({row['experts']} experts)" for row in rows], fontsize=8)
+    left.invert_yaxis()
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     a = arguments()
     begun, folder = time.monotonic(), a.folder.resolve()
-    learned, unseen = split_text(folder)
-    teacher, whole = folder / "teacher", folder / "whole"
-    if not whole.is_dir():
-        run("train.py", a.preset, "--data.path", learned, "--output-dir", teacher, "--num-steps", a.steps)
-        run("-m", "jmoe.deploy.merge", teacher, whole)
-    text = unseen_text(whole, unseen, a.sequence_length)
-    with LazyCheckpoint(whole) as checkpoint:
-        experts = checkpoint.config.num_experts
-    rows: list[dict[str, Any]] = []
-
-    def measure(stage: str, model: Path) -> None:
-        with LazyCheckpoint(model, "float32", "wide") as checkpoint:
-            bits, kept = text.bits_per_byte(mean_loss(checkpoint, text.held_out_BS)), checkpoint.config.num_experts
-        lost = round(bits - (rows[0]["bits_per_byte"] if rows else bits), 4)
-        row = {"stage": stage, "experts": kept, "mb": round(weight_bytes(model) / 1e6, 2)}
-        rows.append(report.progress(row | {"bits_per_byte": round(bits, 4), "lost": lost}))
-
-    measure("whole", whole)
-
-    def measure_compressed(stage: str, model: Path, kind: str) -> None:
-        out = folder / f"{model.name}-{kind}"
-        if not out.is_dir():
-            run("-m", "jmoe.deploy.compress", model, "--out", out, "--experts", kind)
-        measure(f"{stage}, {kind}", out)
-
-    for kind in LAYOUTS:
-        measure_compressed("whole", whole, kind)
-    cut = ("--text", learned, "--sequence-length", a.sequence_length)
-    for kept in (3 * experts // 4, experts // 2):
-        for score in ("usage", "reap"):
-            out = folder / f"{score}-{kept}"
-            if not out.is_dir():
-                run("-m", "jmoe.deploy.prune", whole, "--out", out, "--experts", kept, "--score", score, *cut)
-            measure(f"pruned by {score}", out)
-    merged = folder / f"merged-{experts // 2}"
-    if not merged.is_dir():
-        run("-m", "jmoe.deploy.prune", whole, "--out", merged, "--experts", experts // 2, "--merge-similar", *cut)
-    measure("pruned by reap, similar ones merged", merged)
-    student, alone = folder / "student", folder / "alone"
-    same = ("--num-steps", a.student_steps, "--optimizer.learning-rate", a.learning_rate)
-    same += ("--optimizer.warmup-steps", 20, "--evaluation.every-steps", a.student_steps + 1)
-    half = ("--experts", experts // 2, "--score", "reap", "--preset", a.preset, "--weight", a.weight)
-    if not (folder / "student-model").is_dir():
-        run("-m", "jmoe.deploy.distil", whole, "--out", student, "--text", learned, *half, *same)
-        run("-m", "jmoe.deploy.merge", student, folder / "student-model")
-    measure("distilled", folder / "student-model")
-    measure_compressed("distilled", folder / "student-model", "mxfp4")
-    if not (folder / "alone-model").is_dir():
-        start = ("--init-from", student / "student", "--data.path", learned, "--output-dir", alone)
-        run("train.py", a.preset, *start, *same)
-        run("-m", "jmoe.deploy.merge", alone, folder / "alone-model")
-    measure("the same student without a teacher", folder / "alone-model")
-    by_name = {(row["stage"], row["experts"]): row["lost"] for row in rows}
-    pruned = {score: by_name[(f"pruned by {score}", experts // 2)] for score in ("usage", "reap")}
+    path = Stages(a, folder)
+    path.prepare()
+    if not a.path_only:
+        path.compare()
+    path.deploy()
+    path.controls()
+    if a.plot:
+        draw(path.rows, a.plot)
     report.finish(
         {
             "benchmark": "deploy_path",
-            "options": report.options(a, "folder"),
-            "stages": rows,
-            "distilled_over_pruned_by_reap": round(by_name[("distilled", experts // 2)] / pruned["reap"], 3),
-            "reap_over_usage_at_half": round(pruned["reap"] / pruned["usage"], 3),
-            "unseen_tokens": int(text.held_out_BS[:, 1:].size),
+            "options": report.options(a, "folder", "plot"),
+            "stages": path.rows,
+            **path.ratios(),
+            "unseen_tokens": int(path.text.held_out_BS[:, 1:].size),
             "total_s": round(time.monotonic() - begun),
             "versions": report.versions("jax", "jaxlib", "numpy"),
         }
