@@ -203,6 +203,15 @@ def _ufo(result: Result) -> str:
     )
 
 
+def _served(result: Result) -> str:
+    rows = [row for row in result["stages"] if row["path"]]
+    first, small, last = rows[0], _row(rows, stage="compressed to mxfp4"), rows[-1]
+    return (
+        f"{first['mb']:g} to {small['mb']:g} MB of weights, {first['bits_per_byte']:.3f} to {last['bits_per_byte']:.3f}"
+        " bits a byte where it is served"
+    )
+
+
 def _deployment(result: Result) -> str:
     stages = {row["stage"]: row for row in result["stages"]}
     first, last = stages["whole"], stages["distilled, mxfp4"]
@@ -351,6 +360,17 @@ PLACES = (
         "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 --student-steps 120",
         "deploy_path_small_cpu.json",
         _deployment,
+    ),
+    Place(
+        "moesys-deployment-served",
+        "MoESys (SE-MoE section 3.1)",
+        "section 3.3.1, Figure 3, every stage",
+        "one model from its training to two processes that serve it without the repository",
+        "no figures",
+        "python benchmarks/paper/deploy_path.py --folder DIR --preset tiny --steps 20 --warmup-steps 5 --student-steps 8 "
+        "--batch-size 8 --sequence-length 192 --unseen-tokens 2000 --calibration-tokens 4096 --path-only --plot docs/deploy_path.png",
+        "deploy_path_served_tiny_cpu.json",
+        _served,
     ),
     Place(
         "lina-share",
