@@ -65,8 +65,8 @@ def gpt_moe(python: str, experts: int) -> list[Contestant]:
     if not experts:
         theirs, ours = [*theirs, "--ep", "1"], [*ours[:4], "--experts", "0"]
     return [
-        Contestant("DeepSpeed", 2, "bfloat16", [*theirs, "--zero", "1"]),
-        Contestant("DeepSpeed", 2, "float32", [*theirs, "--dtype", "float32"]),
+        Contestant("DeepSpeed-MoE", 2, "bfloat16", [*theirs, "--zero", "1"]),
+        Contestant("DeepSpeed-MoE", 2, "float32", [*theirs, "--dtype", "float32"]),
         Contestant("jmoe", 1, "bfloat16", [*ours, "--batch", "8"]),
         Contestant("jmoe", 1, "float32", [*ours, "--batch", "8", "--dtype", "float32"]),
         Contestant("jmoe", 2, "bfloat16", [*ours, *split, *(["--ep", "2"] if experts else [])]),
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--deepspeed", help="Python of its environment")
     parser.add_argument("--transformers", help="Python of its environment")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--dense", action="store_true", help="the dense model beside DeepSpeed's too")
     a = parser.parse_args()
     if a.rounds < 1 or not (a.deepspeed or a.transformers):
@@ -99,6 +100,7 @@ def main() -> None:
         sides |= {"gpt_moe": gpt_moe(a.deepspeed, 8)} | ({"dense": gpt_moe(a.deepspeed, 0)} if a.dense else {})
     if a.transformers:
         sides |= {model: causal_lm(a.transformers, model) for model in MODELS}
+    sides = {model: [side for side in both if side.dtype in a.dtypes] for model, both in sides.items()}
     for number in range(a.rounds):
         for model, contestants in sides.items():
             for contestant in contestants:
