@@ -222,12 +222,11 @@ def test_usage_with_every_chunk(server: HttpProcess) -> None:
 def test_a_large_request_lets_short_ones_pass(server: HttpProcess) -> None:
     """60 choices take turns with what comes after them; nothing of them is lost."""
     ended = 0
-    with server.stream(n=60, max_tokens=120, temperature=1) as chunks:
+    with server.stream(n=60, max_tokens=240, temperature=1) as chunks:
         next(chunks)
         short = server.post("/v1/completions", prompt="y", max_tokens=1)
         assert short.status_code == 200
-        live = server.get("/live").json()
-        assert live["requests_running"] + live["requests_waiting"] > 30, "most of the 60 are still to come"
+        assert server.get("/live").json()["requests_waiting"] > 0, "it did not wait for the last of the 60"
         for chunk in chunks:
             ended += chunk != "[DONE]" and chunk["choices"][0]["finish_reason"] == "length"
     assert ended == 60
