@@ -5,11 +5,11 @@
 A preset is trained on the source of Python's standard library but for some files, merged, distilled to half of its
 experts, pruned to three quarters of these, compressed to MXFP4, lowered, segmented over two devices, bundled, and
 served by two processes from an environment that has the wheel and not the repository. As controls the whole model
-learns for as many steps as the student, and a student that begins alike learns from the text alone. Without --path-only
-also: the whole model in every format, and pruned to 75 and 50 % of its experts by how often they are used and by REAP's
-score. All are measured on the files that were left out: nothing was trained, chosen or calibrated by them; what is
-lowered by its programs, what is served over HTTP. What is in DIR already is not made again. The last line is one JSON
-object; `lost` is in bits per byte over the whole model's.
+learns for as many steps as the student and is pruned then, and a student that begins alike learns from the text alone.
+Without --path-only also: the whole model in every format, and pruned to 75 and 50 % of its experts by how often they
+are used and by REAP's score. All are measured on the files that were left out: nothing was trained, chosen or
+calibrated by them; what is lowered by its programs, what is served over HTTP. What is in DIR already is not made again.
+The last line is one JSON object; `lost` is in bits per byte over the whole model's.
 """
 
 if __name__ == "__main__":
@@ -44,6 +44,9 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 UNSEEN_SHARE = 16  # one file of so many is left out
+WHOLE, DISTILLED, HALF = "whole", "distilled", "half of the experts"
+LONGER, LONGER_HALF = "the whole model, as many steps more", "half of its experts, after as many steps more"
+ALONE = "the student without a teacher"
 MACHINES = """
 [[machines]]
 devices = 1
@@ -137,7 +140,7 @@ class Stages:
         self.text = unseen_text(self.whole, self.unseen, self.a.sequence_length, self.a.unseen_tokens)
         with LazyCheckpoint(self.whole) as checkpoint:
             self.experts = checkpoint.config.num_experts
-        self.measure("whole", self.whole)
+        self.measure(WHOLE, self.whole)
 
     def made(self, name: str, *words: object) -> Path:
         """Return the folder of this name, made by a stage of `jmoe.deploy` unless it is there."""
@@ -195,7 +198,7 @@ class Stages:
             where = ("--out", folder / "student", "--text", self.learned, "--max-tokens", self.a.calibration_tokens)
             run("-m", "jmoe.deploy.distil", self.whole, *where, *half, *steps, *self.same)
             run("-m", "jmoe.deploy.merge", folder / "student", student)
-        self.measure("distilled", student)
+        self.measure(DISTILLED, student)
         kept = 3 * self.experts // 8
         self.measure("pruned", pruned := self.pruned(student, kept, "reap", "pruned-student"))
         small = self.made("compressed", "jmoe.deploy.compress", pruned, "--experts", "mxfp4")
@@ -232,23 +235,26 @@ class Stages:
 
     def controls(self) -> None:
         """Measure what the steps of the student alone are worth, and the pruning that it stands for."""
-        self.on_path = False
-        self.measure("the whole model, as many steps more", self.learned_more("longer", self.whole))
-        student = self.learned_more("alone", self.folder / "student" / "student")
-        self.measure("the student without a teacher", student)
-        half = self.experts // 2
-        self.measure("half of the experts", self.pruned(self.whole, half, "reap", f"reap-{half}"))
+        self.on_path, half = False, self.experts // 2
+        self.measure(HALF, self.pruned(self.whole, half, "reap", f"reap-{half}"))
+        longer = self.learned_more("longer", self.whole)
+        self.measure(LONGER, longer)
+        self.measure(LONGER_HALF, self.pruned(longer, half, "reap", f"longer-{half}"))
+        self.measure(ALONE, self.learned_more("alone", self.folder / "student" / "student"))
 
-    def ratios(self) -> dict[str, float]:
-        """Return what the student loses over what pruning loses, against the whole model, and after as many steps."""
-        bits = {row["stage"]: row["bits_per_byte"] for row in self.rows}
-        pruned = bits["half of the experts"] - bits["whole"]
-        longer = bits["the whole model, as many steps more"]
-        return {
-            "distilled_over_pruned": round((bits["distilled"] - bits["whole"]) / pruned, 3),
-            "distilled_against_longer_over_pruned": round((bits["distilled"] - longer) / pruned, 3),
-            "teacher_gains_bits": round(bits["the student without a teacher"] - bits["distilled"], 4),
-        }
+
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return what the student loses over what pruning alone loses: of the whole model, and of one with as many steps.
+
+    teacher_gains_bits: what the student has of its teacher, in bits per byte less than by the text alone.
+    """
+    bits = {row["stage"]: row["bits_per_byte"] for row in rows}
+    student, longer = bits[DISTILLED], bits[LONGER]
+    return {
+        "distilled_over_pruned": round((student - bits[WHOLE]) / (bits[HALF] - bits[WHOLE]), 3),
+        "distilled_over_pruned_after_as_many_steps": round((student - longer) / (bits[LONGER_HALF] - longer), 3),
+        "teacher_gains_bits": round(bits[ALONE] - student, 4),
+    }
 
 
 def all_bytes(folder: Path) -> int:
@@ -294,7 +300,7 @@ def main() -> None:
             "benchmark": "deploy_path",
             "options": report.options(a, "folder", "plot"),
             "stages": path.rows,
-            **path.ratios(),
+            **ratios(path.rows),
             "unseen_tokens": int(path.text.held_out_BS[:, 1:].size),
             "total_s": round(time.monotonic() - begun),
             "versions": report.versions("jax", "jaxlib", "numpy"),

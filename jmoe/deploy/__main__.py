@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> None:
     known, train = parser.parse_known_args(arguments)
     options = vars(known)
     model, out, say = options.pop("model"), options.pop("out"), partial(print, flush=True)
+    check_new_folder(out)
     asked = {name: options.pop(f"distil_{name}") for name in ("steps", "experts", "layers", "run", "preset")}
     if asked["steps"] is None and train:
         parser.error(f"unrecognized arguments without --distil-steps: {' '.join(train)}")
@@ -60,9 +61,9 @@ def main(arguments: list[str]) -> None:
         if asked["steps"] is None and asked[name] is not None:
             parser.error(f"--distil-{name}: needs --distil-steps")
     length = options.pop("sequence_length")
-    options["sequence_length"] = length or LENGTH
+    options["sequence_length"] = LENGTH if length is None else length
     if asked["steps"] is not None:
-        train += ["--sequence-length", str(length)] if length else []
+        train += ["--sequence-length", str(length)] if length is not None else []
         asked["run"] = asked["run"] or out.with_name(f"{out.name}.student")
         options["distil"] = Distilling(**asked, train=tuple(train))
     default = PREFILL_TOKENS if options["portable"] else EngineConfig.prefill_chunk_tokens
@@ -70,7 +71,6 @@ def main(arguments: list[str]) -> None:
     sizes = {name: options.pop(name) for name in ("max_batch", "max_seq_len", "dtype")}
     engine = EngineConfig(**sizes, prefill_chunk_tokens=default if chunk is None else chunk)
     stages = Stages(**options)
-    check_new_folder(out)
     with hugging_face_folder(model, say, "MODEL") as folder:
         results = deploy(folder, out, stages, engine, say)
     for result in results:

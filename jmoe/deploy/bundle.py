@@ -5,7 +5,6 @@ device, and plan.json, which says what they need and lists all files with their 
 """
 
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -25,9 +24,10 @@ from jmoe.config import check
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.deploy.merged import hugging_face_folder
-from jmoe.deploy.portable import PLAN, check_files, listed_files, read_plan
+from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
 from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, segments_of, takes_native
 from jmoe.memory.closing import Closing
+from jmoe.mesh import expert_mesh
 from jmoe.models.safetensors_io import replace_text
 from jmoe.offload.placed_experts import even_placement
 from jmoe.offload.residency import PACK_FOLDER
@@ -78,8 +78,8 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
     Raises `ValueError` naming the option before anything is compiled or written.
     """
     check_new_folder(out)
-    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
     options, segments = _resolved(folder, options)
+    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
     with new_folder(out) as partly:
         with status("copying the model", say):
             (partly / MODEL).mkdir()
@@ -106,7 +106,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
                 "segments": segments,
                 "files": listed_files(partly),
             }
-        replace_text(partly / PLAN, json.dumps(plan, indent=2) + "\n")
+        replace_text(partly / PLAN, plan_text(plan))
         return len(list((partly / PROGRAMS).glob("*-cache")))
 
 
@@ -121,6 +121,8 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
     The latter only where experts stay: by device and layer.
     """
     segments: Segments | None = None
+    if options.mesh.devices > 1:
+        expert_mesh(options.mesh.devices)  # names what is lacking
     with open_checkpoint(folder, options) as checkpoint:
         options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
         memory, config, mesh = plan_engine_memory(checkpoint, options), checkpoint.config, options.mesh
@@ -136,8 +138,12 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
 
 @contextlib.contextmanager
 def _programs_in(folder: Path) -> Iterator[None]:
-    """Let JAX keep every program that is compiled meanwhile in a folder, and nothing else there."""
-    before = _set_cache({"jax_compilation_cache_dir": str(folder)} | _SETTINGS)
+    """Let JAX keep every program that is compiled meanwhile in a folder, and nothing else there.
+
+    One that cannot be written, as on a full disk, is an error: JAX would only warn, and leave the half of a file.
+    """
+    settings = {"jax_compilation_cache_dir": str(folder), "jax_raise_persistent_cache_errors": True}
+    before = _set_cache(settings | _SETTINGS)
     try:
         yield
     finally:
@@ -186,10 +192,11 @@ class OpenBundle(Closing):
         try:
             _check_machine(path / PLAN, plan)
             kept = EngineConfig(**plan["engine"] | {"mesh": EngineMesh(**plan["engine"]["mesh"])})
+            segments, digest = plan["segments"], plan["native"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / PLAN}: is damaged or of another version of jmoe: {error!r}") from error
         self.model, self.engine = path / MODEL, _combined(engine, kept)
-        if plan["segments"] is not None:  # which the engine reads again
+        if segments is not None:  # which the engine reads again
             self.engine = replace(self.engine, mesh=replace(self.engine.mesh, segments=str(path / PLAN)))
         check_files(path, plan["files"], contents=check_contents)
         self.read = self.requests = 0
@@ -198,7 +205,7 @@ class OpenBundle(Closing):
         if jax.process_count() > 1:  # programs of several processes are theirs alone
             return
         library = path / PROGRAMS / NATIVE
-        if library.is_file() and plan["native"] == native.sources_digest():
+        if library.is_file() and digest == native.sources_digest():
             native.take_built(library)
         # nothing is added: a folder with checksums stays as it is
         settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}

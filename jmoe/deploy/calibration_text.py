@@ -48,11 +48,17 @@ def read_calibration_text(
     max_tokens: as many are read, a quarter of them held out. Raises `ValueError` where there are too few for a window
     of each part.
     """
+    needed = 2 * (length + 1)
+    constraint = f"must be at least {needed}, two windows of {length} tokens"
+    check(max_tokens >= needed, "max_tokens", max_tokens, constraint)
     loaded = load_tokenizer(folder / "tokenizer.json", vocab_size)
     report = PreparingData(lambda _: None).report
-    source = find_files(pattern, None, "text", report)
-    check(not source.is_shards, "text", pattern, "must be text, not token shards")
-    files = check_texts(source.files, ("utf-8",), report)
+    try:
+        source = find_files(pattern, None, "text", report)
+        check(not source.is_shards, "text", pattern, "must be text, not token shards")
+        files = check_texts(source.files, ("utf-8",), report)
+    except ValueError as error:  # which names train.py's option
+        raise ValueError(str(error).replace("data.path", "text").partition("\n--data.encoding")[0]) from error
     ids: list[int] = []
     for file in sorted(files, key=lambda file: file.order):
         for some, _ in encode_pieces(loaded, read_pieces(file, 0, file.size_bytes)):
@@ -60,9 +66,7 @@ def read_calibration_text(
         if len(ids) >= max_tokens:
             break
     tokens = np.array(ids[:max_tokens], np.int32)
-    needed = 2 * (length + 1)
-    constraint = f"has {len(tokens)} tokens: must have at least {needed}, two windows of {length} tokens"
-    check(len(tokens) >= needed, "text", pattern, constraint)
+    check(len(tokens) >= needed, "text", pattern, f"has {len(tokens)} tokens: {constraint}")
     held_out = max(length + 1, int(HELD_OUT_SHARE * len(tokens)))
     tail = windows_of(tokens[-held_out:], length)
     predicted = tail[:, 1:].reshape(-1).tolist()

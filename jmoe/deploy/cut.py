@@ -4,6 +4,8 @@ Legend: N layers with experts that are kept, n experts of each, D hidden, F expe
 """
 
 import dataclasses
+import fcntl
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,9 +31,14 @@ WEIGHTS = (".safetensors", ".index.json")
 
 
 def check_new_folder(folder: Path, name: str = "out") -> None:
-    """Raise `ValueError` naming the option unless the folder is empty or does not exist."""
+    """Raise `ValueError` naming the option unless the folder is empty or can be made."""
+    check(folder.name not in ("", ".."), name, str(folder), "must end in a name, which the new folder gets")
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    check(is_new, name, str(folder), "must be an empty folder or none: nothing is written over")
+    constraint = "must be an empty folder or none: nothing is written over"
+    check(is_new and not folder.is_symlink(), name, str(folder), constraint)
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    check(writable, name, str(folder), f"must be where a folder can be made, and {above} is no folder to write to")
 
 
 def weight_bytes(folder: Path) -> int:
@@ -42,18 +49,48 @@ def weight_bytes(folder: Path) -> int:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside `out`, which becomes `out` when the block ends. After an error nothing is left."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    try:
-        partial.mkdir(parents=True)
+    with own_folder(out.with_name(f".{out.name}.partial"), out) as partial:
         yield partial
         if out.exists():
             out.rmdir()  # it is empty
         partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     fsync(out.parent)
+
+
+@contextmanager
+def own_folder(folder: Path, out: Path) -> Iterator[Path]:
+    """Make an empty folder for what becomes `out`; what is left of it is deleted when the block ends.
+
+    A process that was killed may have left one. Raises `ValueError` if another process is at work in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, is_own = -1, True
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        is_own = _lock(descriptor)
+        check(is_own, "out", str(out), f"another process is writing it, in {folder}")
+        for leftover in folder.iterdir():
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+        yield folder
+    finally:
+        if is_own:
+            shutil.rmtree(folder, ignore_errors=True)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Keep a folder for this process until the descriptor is closed; False if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without such locks
+        pass
+    return True
 
 
 @contextmanager

@@ -19,7 +19,9 @@ from typing import Any, get_args
 
 import numpy as np
 
+from jmoe.command_line import parse_train
 from jmoe.config import ModelConfig, check
+from jmoe.configs import PRESETS
 from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
 from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_sizes
@@ -111,10 +113,13 @@ def make_student(teacher: Path, out: Path, options: StudentOptions, say: Callabl
         write_cut(source, out, config, layers, kept_Nn, dense=dense)
 
 
-def has_begun(run: Path, student: ModelConfig) -> bool:
-    """Return whether a run has its student; `ValueError` if that is another one, or the folder something else."""
+def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
+    """Return whether a run has its student; `ValueError` if that is another one, or the folder something else.
+
+    name: of the option that the run is named by.
+    """
     if not (run / STUDENT / "config.json").is_file():
-        check_new_folder(run)
+        check_new_folder(run, name)
         return False
     with LazyCheckpoint(run / STUDENT) as begun:
         begun_with = begun.config
@@ -184,7 +189,7 @@ class Learning:
 
 def train_arguments(how: Learning, rest: Sequence[str]) -> list[str]:
     """Return the arguments of train.py for the student's run. rest: further ones."""
-    ring = ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)] if how.ring_slots else []
+    ring = ["--distil.policy", "ring", "--distil.ring-slots", str(how.ring_slots)] if how.ring_slots is not None else []
     return [
         *(how.preset, "--init-from", str(how.run / STUDENT), "--output-dir", str(how.run)),
         *("--data.path", how.text, "--distil.teacher", str(how.teacher)),
@@ -208,10 +213,12 @@ def main(arguments: list[str]) -> None:
             options.dense_from,
             options.max_tokens,
         )
-        begin_run(folder, options.out, asked, say)
         names = ("text", "preset", "weight", "temperature", "ring_slots")
         how = Learning(folder, options.out, **{name: getattr(options, name) for name in names})
-        command = [sys.executable, "-m", "jmoe.commands.train", *train_arguments(how, rest)]
+        learning = train_arguments(how, rest)
+        parse_train(learning, PRESETS)  # mistakes end the process before anything is computed
+        begin_run(folder, options.out, asked, say)
+        command = [sys.executable, "-m", "jmoe.commands.train", *learning]
         os.execv(sys.executable, command)
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.config.vision import HeadKind
+from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.layers.contrastive import unit
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import make_mesh
@@ -96,8 +97,10 @@ def path_arrays(arrays: Arrays, config: VisionModelConfig, task: str, path: tupl
 def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     """Write `task` of the newest checkpoint of a run as a model of its own, `model.json` and safetensors; the step.
 
-    Raises `ValueError` naming the folder if it has no checkpoint of a run on images, or `task` if that has no such one.
+    Raises `ValueError` naming the folder if it has no checkpoint of a run on images, `task` if that has no such one, or
+    OUT_DIR if it holds something.
     """
+    check_new_folder(out_dir, "OUT_DIR")
     layout = VisionTrainConfig(tasks={"any": TaskConfig("any")}, comm=CommConfig(schedule="none"))
     run = read_vision_run(run_dir, "RUN_DIR", make_mesh((1, 1, 1), jax.devices()[:1]), layout)
     check(task in run.tasks, "task", task, f"must be one of {', '.join(sorted(run.tasks))}")
@@ -107,13 +110,13 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     if run.model.learn_paths:
         path = taken_path(path, run.params["path_logits"][task])
     own = path_arrays(arrays, run.model, task, path)
-    out_dir.mkdir(parents=True, exist_ok=True)
     tensors = [NewTensor(".".join(names), a.dtype, a.shape, partial(np.asarray, a)) for names, a in own.items()]
-    write_safetensors(out_dir, tensors, SHARD_BYTES)
     own_task, classes = run.tasks[task], run.classes[task]
     described = {"task": task, "classes": classes, "head": own_task.head, "head_size": own_task.head_size(len(classes))}
     described |= {"step": run.step, "model": dataclasses.asdict(small)}
-    replace_text(out_dir / MODEL, json.dumps(described, indent=1) + "\n")
+    with new_folder(out_dir) as partly:
+        write_safetensors(partly, tensors, SHARD_BYTES)
+        replace_text(partly / MODEL, json.dumps(described, indent=1) + "\n")
     return run.step
 
 

@@ -9,7 +9,6 @@ Legend: P rows of a step, C tokens a row, V vocabulary, E experts of a layer.
 
 import argparse
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -224,7 +223,7 @@ def lower(
                 "programs": entries,
                 "files": portable.listed_files(partly),
             }
-            replace_text(partly / portable.PLAN, json.dumps(plan, indent=2) + "\n")
+            replace_text(partly / portable.PLAN, portable.plan_text(plan))
 
 
 def main(arguments: list[str]) -> None:

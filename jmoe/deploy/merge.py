@@ -1,4 +1,7 @@
-"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.merge RUN_DIR OUT_DIR."""
+"""A run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.merge RUN_DIR OUT_DIR.
+
+OUT_DIR must be empty or new, and appears whole or not at all.
+"""
 
 import argparse
 import dataclasses
@@ -14,6 +17,7 @@ import numpy as np
 
 from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
 from jmoe.data.tokenizer import load_tokenizer
+from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
@@ -98,7 +102,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written")
     options = parser.parse_args(arguments)
-    step = merge_run(options.run_dir, options.out_dir)
+    check_new_folder(options.out_dir, "OUT_DIR")
+    with new_folder(options.out_dir) as partly:
+        step = merge_run(options.run_dir, partly)
     print(f"step {step} of {options.run_dir} is in {options.out_dir}")
 
 

@@ -32,6 +32,11 @@ def hugging_face_folder(
     if not folder.is_dir():
         raise ValueError(f"{name} = {str(path)!r}: must be a folder; `make train` leaves a model in runs/tiny")
     if not (folder / "checkpoints").is_dir():
+        inside = folder / "model"
+        if (inside / "config.json").is_file() and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{name} = {str(path)!r}: is a bundle: must be a Hugging Face folder, such as its {inside}"
+            )
         yield folder
         return
     with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:

@@ -26,6 +26,7 @@ import numpy as np
 
 PLAN = "plan.json"  # what the folder holds, and what it needs
 PORTABLE = "portable"  # its `form`
+SEAL = "sha256"  # of all the rest of the plan
 DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "BF16": jnp.bfloat16,
@@ -45,9 +46,21 @@ def read_plan(folder: Path) -> dict[str, Any]:
     try:
         plan = json.loads(file.read_text())
         assert isinstance(plan, dict) and isinstance(plan["form"], str) and isinstance(plan["files"], dict)
+        seal = plan.pop(SEAL)
     except (ValueError, KeyError, AssertionError) as error:
-        raise ValueError(f"{file}: is damaged: {error!r}") from error
+        raise ValueError(f"{file}: is damaged or of another version of jmoe: {error!r}") from error
+    if seal != _seal(plan):
+        raise ValueError(f"{file}: is damaged: its SHA-256 is not the one that it says")
     return plan
+
+
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """Return the text of a plan, with a checksum of itself."""
+    return json.dumps({**plan, SEAL: _seal(plan)}, indent=2) + "\n"
+
+
+def _seal(plan: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def listed_files(folder: Path) -> dict[str, dict[str, Any]]:

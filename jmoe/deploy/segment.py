@@ -36,6 +36,7 @@ def segment(folder: Path, machines: Path, out: Path, by: SegmentBy | None = None
     devices are those of the machines. Raises `ValueError` naming the machine or the option before anything is written.
     """
     check(not out.exists(), "out", str(out), "must not be there yet: nothing is written over")
+    check(out.parent.is_dir(), "out", str(out), f"must be in a folder, which {out.parent} is not")
     described = read_machines(machines)
     devices = sum(one.devices for one in described.machines)
     check(devices > 1, "machines", str(machines), "has one device: must have several")

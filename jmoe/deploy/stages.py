@@ -1,12 +1,13 @@
 """The stages between a trained model and what is served, one after the other, in one call."""
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jmoe.command_line import parse_train
 from jmoe.config import ModelConfig, check
@@ -16,7 +17,7 @@ from jmoe.configs import PRESETS
 from jmoe.deploy.bundle import bundle
 from jmoe.deploy.calibration_text import text_for
 from jmoe.deploy.compress import check_sizes, compress_model
-from jmoe.deploy.cut import check_new_folder, cut_config, weight_bytes
+from jmoe.deploy.cut import check_new_folder, cut_config, own_folder, weight_bytes
 from jmoe.deploy.distil import Learning, StudentOptions, begin_run, has_begun, student_config, train_arguments
 from jmoe.deploy.expert_layouts import LAYOUTS, expert_layout
 from jmoe.deploy.expert_scores import check_num_kept
@@ -109,11 +110,8 @@ def deploy(folder: Path, out: Path, stages: Stages, engine: EngineConfig, say: S
     the option, most of them before anything is computed.
     """
     check_new_folder(out)
-    _check_stages(folder, stages, engine)
-    between = out.with_name(f".{out.name}.stages")
-    shutil.rmtree(between, ignore_errors=True)  # of a process that was killed
-    try:
-        between.mkdir(parents=True)
+    _check_stages(folder, out, stages, engine)
+    with own_folder(out.with_name(f".{out.name}.stages"), out) as between:
         results = [StageResult("merged", weight_bytes(folder), _bits(folder, stages, say))]
         if stages.distil is not None:
             folder = _distilled(folder, between / "distilled", stages, stages.distil, say)
@@ -137,21 +135,22 @@ def deploy(folder: Path, out: Path, stages: Stages, engine: EngineConfig, say: S
         make(folder, out, engine, say)
         num_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
         results.append(StageResult("lowered, all files" if stages.portable else "bundled, all files", num_bytes))
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
     return results
 
 
-def _check_stages(folder: Path, stages: Stages, engine: EngineConfig) -> None:
+def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig) -> None:
     """Raise `ValueError` naming the first option that the model cannot be taken through; nothing is computed."""
-    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
     with open_checkpoint(folder, engine) as checkpoint:
         config, fields = checkpoint.config, checkpoint.fields
         checkpoint.sequence_length(engine.max_seq_len)
+    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
     if stages.distil is not None and stages.text is not None:
         student = _student_options(config, stages, stages.distil)
         config, _ = student_config(config, fields, student)
-        has_begun(stages.distil.run, config)
+        places = [place.expanduser().resolve() for place in (stages.distil.run, out)]
+        apart = not any(one.is_relative_to(other) for one, other in (places, places[::-1]))
+        check(apart, "distil_run", str(stages.distil.run), f"must not lie in out = {str(out)!r}, nor that in it")
+        has_begun(stages.distil.run, config, "distil_run")
         parse_train(_train_arguments(stages.distil, student, folder), PRESETS)
     if stages.experts is not None:
         check_num_kept(config, stages.experts)
@@ -159,6 +158,16 @@ def _check_stages(folder: Path, stages: Stages, engine: EngineConfig) -> None:
         changed_config(fields, config)
     if stages.weights is not None:
         check_sizes(config, expert_layout(stages.weights, fields["model_type"]), stages.weights)
+    if stages.machines is not None:
+        devices, here = _devices(stages.machines), jax.device_count()
+        check(devices > 1, "machines", str(stages.machines), "has one device: must have several")
+        constraint = f"has {devices} devices: must have at most the {here} of this process"
+        hint = f"; JAX_NUM_CPU_DEVICES={devices} makes as many of a CPU" if jax.default_backend() == "cpu" else ""
+        check(devices <= here, "machines", str(stages.machines), constraint + hint)
+
+
+def _devices(machines: Path) -> int:
+    return sum(one.devices for one in read_machines(machines).machines)
 
 
 def _student_options(teacher: ModelConfig, stages: Stages, distil: Distilling) -> StudentOptions:
@@ -209,7 +218,7 @@ def _bits(folder: Path, stages: Stages, say: Say) -> float | None:
 def _on_machines(folder: Path, segments: Path, stages: Stages, engine: EngineConfig) -> tuple[EngineConfig, int]:
     """Return the engine on these devices, with experts where `segment` says, and the bytes of weights on each."""
     assert stages.machines is not None
-    devices = sum(one.devices for one in read_machines(stages.machines).machines)
+    devices = _devices(stages.machines)
     changes: dict[str, Any] = {"mesh": EngineMesh(devices=devices)}
     if engine.max_batch % devices:  # each device has as many rows of the cache
         changes["max_batch"] = -(-engine.max_batch // devices) * devices

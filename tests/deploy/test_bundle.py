@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ import pytest
 from tokenizers import Tokenizer
 
 import serve
-from jmoe.config.engine import EngineConfig
+from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy import bundle as stage
 from jmoe.deploy.bundle import OpenBundle, Segments, bundle
-from jmoe.deploy.portable import PLAN
+from jmoe.deploy.merged import hugging_face_folder
+from jmoe.deploy.portable import PLAN, plan_text, read_plan
+from jmoe.inference.engine import Engine
 from jmoe.run.distributed import EXIT_CODE
 from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
@@ -56,8 +59,7 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 
 
 def change_plan(folder: Path, **changes: Any) -> None:
-    plan = json.loads((folder / PLAN).read_text())
-    (folder / PLAN).write_text(json.dumps(plan | changes))
+    (folder / PLAN).write_text(plan_text(read_plan(folder) | changes))
 
 
 def greedy_text(folder: Path, prompt: str, length: int) -> str:
@@ -225,6 +227,84 @@ def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> No
         serve.run([str(copied)])
 
 
+def test_damage_to_any_file_is_named(copied: Path) -> None:
+    """Of the files of a bundle, of two programs: a bit, the last bytes, the file. Of the plan: a bit of any byte."""
+    programs = sorted((copied / "programs").iterdir())
+    files = [*programs[:2], *(file for file in copied.rglob("*") if file.is_file() and file not in programs)]
+    assert {file.suffix for file in files[2:]} == {".json", ".safetensors"} and len(programs) > 10
+
+    def named(file: Path, said: str) -> None:
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: {said}"):
+            OpenBundle(copied, EngineConfig())
+
+    for file in files:
+        content = file.read_bytes()
+        flip(file, len(content) // 2, bit=3)
+        named(file, "is damaged")
+        file.write_bytes(content[:-2])
+        named(file, "is damaged" if file.name == PLAN else rf"is damaged: has {len(content) - 2} bytes")
+        file.unlink()
+        named(file, "is missing")
+        file.write_bytes(content)
+    plan = (copied / PLAN).read_bytes()
+    for at in range(0, len(plan), 11):
+        flip(copied / PLAN, at)
+        with pytest.raises(ValueError, match=r"plan\.json: is damaged"):
+            read_plan(copied)
+        (copied / PLAN).write_bytes(plan)
+    OpenBundle(copied, EngineConfig()).close()
+
+
+def test_a_disk_that_fills_while_programs_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX by itself would only warn, and leave a program's first bytes, for which the plan would have a checksum."""
+    write_model(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+
+    def on_a_full_disk(*arguments: Any) -> Any:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with Engine(*arguments) as engine:
+                engine.compile_for_service()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(stage, "Engine", on_a_full_disk)
+    options = EngineConfig(max_batch=1, max_seq_len=16, prefill_chunk_tokens=8, native="off")
+    with pytest.raises(OSError, match="File too large"):
+        bundle(tmp_path / "model", tmp_path / "out", options, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_process_left_is_no_bundle(copied: Path) -> None:
+    left = copied.rename(copied.with_name(".out.partial"))
+    (left / PLAN).unlink()  # which is written last
+    with pytest.raises(ValueError, match=r"plan\.json: is missing"):
+        serve.run([str(left)])
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_in_mid_way(tmp_path: Path, run_python: Run) -> None:
+    """There is no bundle, and the same command makes one and leaves nothing else."""
+    write_model(tmp_path / "model", max_position_embeddings=48)
+    write_tokenizer(tmp_path / "model")
+    out, left, env = tmp_path / "out", tmp_path / ".out.partial", one_device(tmp_path / "cache")
+    command = ["-m", "jmoe.deploy.bundle", tmp_path / "model", "--out", out, *SIZES]
+    child = start_logged(command, tmp_path / "log", env)
+    try:
+        child.wait_until(lambda: out.exists() or list(left.glob("programs/*-cache")))
+        child.kill_now()
+    finally:
+        kill_group(child)
+    if not out.exists():  # the process may have been faster
+        with pytest.raises(ValueError, match=r"plan\.json: is missing"):
+            serve.run([str(left)])
+        done = run_python(command, env=env)
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"log", "model", "out"}
+    OpenBundle(out, EngineConfig()).close()
+
+
 def test_another_jax_or_device_is_named(copied: Path) -> None:
     plan = json.loads((copied / PLAN).read_text())
     change_plan(copied, versions=plan["versions"] | {"jaxlib": "0.9.9"})
@@ -264,10 +344,15 @@ def test_what_is_refused_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"MODEL = .*model': must hold a tokenizer.json"):
         bundle(tmp_path / "model", tmp_path / "out", EngineConfig(), said)
     write_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"mesh\.devices = 99: this process has "):
+        bundle(tmp_path / "model", tmp_path / "out", EngineConfig(max_batch=99, mesh=EngineMesh(devices=99)), said)
     with pytest.raises(ValueError, match="max_seq_len = 4000: must not exceed the model's 48 positions"):
         bundle(tmp_path / "model", tmp_path / "out", EngineConfig(max_seq_len=4000), said)
     with pytest.raises(ValueError, match=r"out = .*: must be an empty folder or none: nothing is written over"):
         bundle(tmp_path / "model", tmp_path / "model", EngineConfig(), said)
+    message = rf"MODEL = '{tmp_path}': is a bundle: must be a Hugging Face folder, such as its {tmp_path}/model"
+    with pytest.raises(ValueError, match=message), hugging_face_folder(tmp_path, said, "MODEL"):
+        pass
 
     def fail(*_: Any) -> None:
         raise OSError("No space left on device")

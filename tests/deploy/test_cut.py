@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.deploy.cut import check_new_folder, cut_config, write_cut
+from jmoe.deploy.cut import check_new_folder, cut_config, new_folder, write_cut
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import in_numpy, stored_arrays, write_model
 from tests.model_configs import CHECKPOINTS
@@ -67,6 +67,28 @@ def test_a_folder_with_files_is_no_new_one(tmp_path: Path) -> None:
     check_new_folder(tmp_path)
     check_new_folder(tmp_path / "none")
     (tmp_path / "config.json").write_text(json.dumps({}))
-    for folder in (tmp_path, tmp_path / "config.json"):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "config.json", tmp_path / "link"):
         with pytest.raises(ValueError, match="must be an empty folder or none"):
             check_new_folder(folder)
+    for folder in (Path(), Path("..")):
+        with pytest.raises(ValueError, match=rf"out = '{folder}': must end in a name, which the new folder gets"):
+            check_new_folder(folder)
+    with pytest.raises(ValueError, match=r"must be where a folder can be made, and .*config\.json is no folder"):
+        check_new_folder(tmp_path / "config.json" / "a" / "b")
+
+
+def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
+    """What a killed process left is deleted; what another one is writing is not touched."""
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    (partial / "programs").mkdir(parents=True)
+    (partial / "programs" / "half").write_text("left")
+    (partial / "weights").write_text("left")
+    with new_folder(out) as first:
+        assert list(first.iterdir()) == []
+        (first / "weights").write_text("whole")
+        said = r"out = '.*out': another process is writing it, in .*\.out\.partial"
+        with pytest.raises(ValueError, match=said), new_folder(out):
+            pass
+        assert (first / "weights").read_text() == "whole" and not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "weights").read_text() == "whole"

@@ -61,7 +61,7 @@ def test_every_stage(model: Path, tmp_path: Path, run_python: Run) -> None:
     assert re.search(r"^segmented, each of 2 +[\d.]+ MB\nbundled, all files +[\d.]+ MB$", done.stdout, re.MULTILINE)
     assert losses(tmp_path / "bundle.student") and len(losses(tmp_path / "bundle.student")) == 3
     other = run_python([*command[:4], tmp_path / "another", *command[5:], "--distil-experts", "3", "--distil-run", out])
-    assert other.returncode == 1 and "out = " in other.stderr
+    assert other.returncode == 1 and "distil_run = " in other.stderr
     plan = json.loads((out / PLAN).read_text())
     assert plan["segments"] == [[[0]] * 2, [[1]] * 2] and plan["engine"]["max_batch"] == 4
     assert "quantization_config" in json.loads((out / "model" / "config.json").read_text())
@@ -129,6 +129,18 @@ def test_what_is_refused_leaves_nothing(model: Path, tmp_path: Path, monkeypatch
             deploy(model, tmp_path / "out", wrong, EngineConfig(), silently)
     with pytest.raises(ValueError, match="max_seq_len = 4000: must not exceed the model's 48 positions"):
         deploy(model, tmp_path / "out", Stages(text, 3), EngineConfig(max_seq_len=4000), silently)
+    for run in ("out", "out/student", "."):
+        learning = Distilling(1, tmp_path / run, experts=3)
+        with pytest.raises(ValueError, match=r"distil_run = .*: must not lie in out = '.*out', nor that in it"):
+            deploy(model, tmp_path / "out", Stages(text, distil=learning), EngineConfig(), silently)
+    for devices, message in ((99, "has 99 devices: must have at most the "), (1, "has one device: must have several")):
+        (tmp_path / "machines.toml").write_text(MACHINES.replace("devices = 2", f"devices = {devices}"))
+        with pytest.raises(ValueError, match=rf"machines = '.*machines.toml': {message}"):
+            deploy(
+                model, tmp_path / "out", Stages(text, 3, machines=tmp_path / "machines.toml"), EngineConfig(), silently
+            )
+    with pytest.raises(ValueError, match="sequence_length = 0: must be at least 2"):
+        main([str(model), "--out", str(tmp_path / "out"), "--text", text, "--experts", "3", "--sequence-length", "0"])
     for wrong_words in (("--num-steps", "3"), ("--distil-experts", "3")):
         with pytest.raises(SystemExit):
             main([str(model), "--out", str(tmp_path / "out"), *wrong_words])

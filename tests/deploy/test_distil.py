@@ -171,7 +171,7 @@ def test_the_student_begins_as_a_part_of_its_teacher(teacher: Path, text: str, t
         ({"experts": 5}, "experts = 5: must be between 1 and the teacher's 4"),
         ({"layers": 4}, "layers = 4: must be between 1 and the teacher's 3 layers"),
         ({"top_k": 3}, "top_k = 3: must be between 1 and experts = 2"),
-        ({"max_tokens": 9}, "has 9 tokens: must have at least 34"),
+        ({"max_tokens": 9}, "max_tokens = 9: must be at least 34"),
     ],
 )
 def test_a_student_that_cannot_be(
@@ -209,6 +209,12 @@ def test_bad_settings(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be an empty folder or none"):
         stage.main([str(teacher), "--out", str(tmp_path / "run"), "--experts", "2", "--text", "nowhere"])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
+    command = [str(teacher), "--out", str(tmp_path / "new"), "--experts", "2", "--text", "nowhere"]
+    for wrong in ("--ring-slots", "0"), ("--weight", "2"), ("--num-stepz", "3"):  # before the text is looked at
+        with pytest.raises((SystemExit, ValueError)) as error:
+            stage.main([*command, *wrong])
+        assert "no such file" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.slow

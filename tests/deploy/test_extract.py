@@ -32,6 +32,13 @@ def test_an_extracted_path_computes_what_the_super_network_does(
         assert (tmp_path / task / "model.safetensors").stat().st_size < 4 * CONFIG.model.num_parameters()[0]
 
 
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match=r"OUT_DIR = .*: must be an empty folder or none: nothing is written over"):
+        extract_task(tmp_path / "run", tmp_path, "digits")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
 def test_a_learned_path_is_extracted(tmp_path: Path) -> None:
     tasks = {
         name: dataclasses.replace(task, path=(3, number + 1))

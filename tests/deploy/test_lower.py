@@ -1,6 +1,5 @@
 """The portable form: tokens of the engine where nothing but JAX is installed, one folder or none, and bad input."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ import jmoe
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import lower as stage
 from jmoe.deploy.lower import PortablePrograms, lower
-from jmoe.deploy.portable import PLAN, PortableModel, listed_files
+from jmoe.deploy.portable import PLAN, PortableModel, listed_files, plan_text, read_plan
 from jmoe.inference.engine import Engine
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.damage import flip
@@ -60,8 +59,7 @@ def copied(portable: Path, tmp_path: Path) -> Path:
 
 
 def change_plan(folder: Path, **changes: Any) -> None:
-    plan = json.loads((folder / PLAN).read_text())
-    (folder / PLAN).write_text(json.dumps(plan | changes))
+    (folder / PLAN).write_text(plan_text(read_plan(folder) | changes))
 
 
 def tokens_of_engine(folder: Path, **options: Any) -> list[list[int]]:
@@ -132,6 +130,11 @@ def test_a_damaged_or_missing_file_is_named(copied: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("plan.json: form = 'other': must be 'portable'")):
         PortableModel(copied)
     change_plan(copied, form="portable")
+    plan = (copied / PLAN).read_text()
+    (copied / PLAN).write_text(plan.replace('"max_batch": 2', '"max_batch": 3'))
+    with pytest.raises(ValueError, match=r"plan\.json: is damaged: its SHA-256 is not the one that it says"):
+        PortableModel(copied)
+    (copied / PLAN).write_text(plan)
     (copied / "decode.stablehlo").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"decode\.stablehlo: is damaged: has 5 bytes, plan\.json says \d+"):
         PortableModel(copied)

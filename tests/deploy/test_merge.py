@@ -14,6 +14,7 @@ import jmoe
 from jmoe.config import RouterConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.configs import PRESETS
+from jmoe.deploy.merge import main
 from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Completion
 from jmoe.models.huggingface import hf_config, model_config
@@ -159,6 +160,15 @@ def test_inputs_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, moe_intermediate_size=40)
     with pytest.raises(ValueError, match=r"expert_dtype = 'int8': needs inputs of w_down to be a multiple of 32"):
         said(tmp_path, expert_dtype="int8")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match=r"OUT_DIR = .*: must be an empty folder or none: nothing is written over"):
+        main([str(tmp_path / "run"), str(tmp_path)])
+    with pytest.raises(ValueError, match=r"RUN_DIR = .*: has no checkpoint"):
+        main([str(tmp_path / "run"), str(tmp_path / "out")])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 SMALL = ("--model.vocab-size", "512", "--model.hidden-size", "32", "--model.num-hidden-layers", "2")

@@ -183,9 +183,10 @@ def test_which_experts_are_best() -> None:
     [
         ({"experts": 5}, "experts = 5: must not exceed the model's num_experts = 4"),
         ({"experts": 1}, "experts = 1: must be at least num_experts_per_tok = 2"),
-        ({"max_tokens": 20}, "has 20 tokens: must have at least 34, two windows of 16 tokens"),
+        ({"max_tokens": 20}, "max_tokens = 20: must be at least 34, two windows of 16 tokens"),
+        ({"max_tokens": -5}, "max_tokens = -5: must be at least 34"),
         ({"sequence_length": 1}, "sequence_length = 1: must be at least 2"),
-        ({"text": "nowhere.txt"}, "'nowhere.txt': no such file or folder"),
+        ({"text": "nowhere.txt"}, "text = 'nowhere.txt': no such file or folder"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str, folder: Path, text: str, tmp_path: Path) -> None:
@@ -205,5 +206,11 @@ def test_nothing_is_written_over(folder: Path, tmp_path: Path) -> None:
         stage.main([*arguments, "--out", str(tmp_path / "out")])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes"]
     with pytest.raises(ValueError, match="empty"):
+        stage.main([*arguments, "--out", str(tmp_path / "new")])
+    empty.write_bytes(b"ab\xff" * 100)
+    with pytest.raises(ValueError, match=r"^text: 1 problem.*\n.*empty.txt: not UTF-8 at byte 2: invalid start byte$"):
+        stage.main([*arguments, "--out", str(tmp_path / "new")])
+    empty.write_text("hello there")
+    with pytest.raises(ValueError, match=r"text = .*: has \d+ tokens: must be at least 34, two windows of 16 tokens"):
         stage.main([*arguments, "--out", str(tmp_path / "new")])
     assert not (tmp_path / "new").exists()

@@ -88,5 +88,7 @@ def test_layers_as_asked_for(tmp_path: Path) -> None:
 def test_options_are_the_engine_s(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_batch = 3: must be a multiple of mesh.devices = 2"):
         segment(FOLDER, described(tmp_path), tmp_path / "out", max_batch=3)
+    with pytest.raises(ValueError, match=r"out = '.*none/out': must be in a folder, which .*none is not"):
+        segment(FOLDER, described(tmp_path), tmp_path / "none" / "out")
     with pytest.raises(ValueError, match=r"machines = '.*nothing': No such file"):
         segment(FOLDER, tmp_path / "nothing", tmp_path / "out")
