@@ -37,7 +37,7 @@ from kernels_pallas.matmul import dot
 from kernels_pallas.native import SlotLayout, slot_mlp
 
 ROWS = (1, 2, 8, 32)
-LAYERS = 16
+LAYERS, TABLES = 16, 32
 INNER, COLUMNS = 2048, 4096
 EXPERTS = {
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
@@ -102,15 +102,16 @@ def experts(name: str, tokens: int, kind: str, total: int) -> tuple[Call, Call, 
             y_TD = slot_mlp((*routed[:3], y_TD), slots_MR, table_E, layout, "swiglu")
         return y_TD
 
-    def tables_LE() -> np.ndarray:
-        return np.stack([rng.choice(num_slots, num_experts, replace=False) for _ in range(LAYERS)]).astype(np.int32)
+    order = itertools.chain.from_iterable(rng.permutation(num_slots) for _ in itertools.count())
+    made = [np.fromiter(order, np.int32, LAYERS * num_experts) for _ in range(TABLES)]
+    tables_LE = itertools.cycle([each.reshape(LAYERS, num_experts) for each in made])
 
     def in_one_program(slots: NativeSlots) -> jax.Array:
-        return layers(slots.layout, slots.slots_MR, tables_LE())
+        return layers(slots.layout, slots.slots_MR, next(tables_LE))
 
     def in_turn(slots: HostSlots) -> jax.Array:
         y_TD = zeros()
-        for table_E in tables_LE():
+        for table_E in next(tables_LE):
             y_TD = slots.mlp(routed._replace(y_TD=y_TD), table_E, "swiglu")
         return y_TD
 

@@ -16,6 +16,9 @@ from tests.processes import kill_group, start_logged
 
 START_LIMIT_S, LIMIT_S = 400.0, 240.0  # guards against what hangs
 LONG = ("--max-batch", 1, "--max-seq-len", 8192, "--prefill-chunk-tokens", 1)  # long answers, one shape to compile
+# A request to a server with these options that no machine has answered before its test has looked, however fast it is
+# and however long the test's own process stands still: its choices run one after the other.
+ENDLESS: dict[str, Any] = {"max_tokens": 8000, "n": 60, "ignore_eos": True}
 
 
 @dataclass
@@ -79,6 +82,11 @@ def start_server(log: Path, env: Mapping[str, str | None], *arguments: object) -
         raise
     server.url = log.read_text().partition("\nserving ")[2].split()[0]
     return server
+
+
+def is_idle(live: httpx.Response) -> bool:
+    """Whether nothing runs or waits, by an answer to `GET /live`."""
+    return live.json()["requests_running"] == live.json()["requests_waiting"] == 0
 
 
 def events(lines: Iterator[str]) -> Iterator[Any]:

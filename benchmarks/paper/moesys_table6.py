@@ -107,6 +107,7 @@ def engines(devices: int, sizes: dict[str, int]) -> dict[str, tuple[str, EngineC
         mesh = EngineMesh(devices) if devices > 1 else EngineMesh()
         chunk = sizes["prompt_tokens"]
         options: dict[str, Any] = {"max_batch": sequences, "prefill_chunk_tokens": chunk, "policy": "resident"}
+        options["native"] = "off"  # as it is on several devices: like is compared with like
         return name_of(experts), EngineConfig(max_seq_len=length, mesh=mesh, **options)
 
     grown = {name: devices * count for name, count in A_DEVICE.items()}

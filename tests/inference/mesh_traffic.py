@@ -43,6 +43,11 @@ def summary(done: list[Completion], engine: Engine) -> Traffic:
     return Traffic([c.token_ids for c in done], logprobs, engine.scheduler_stats().reused_tokens)
 
 
+def assert_logprobs(logprobs: Sequence[float], expected: Sequence[float]) -> None:
+    """Within 1e-5 of the largest, which is of a logit's size: sums over devices have another order."""
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 def adversarial(num_experts: int, num_devices: int, slots: int, seed: int) -> np.ndarray:
     """Return random experts of each device, each once at least, many on several devices, and a slot empty."""
     rng = np.random.default_rng(seed)

@@ -11,10 +11,9 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh_runner import MeshRunner
-from tests.inference.mesh_traffic import MAX_BATCH, Traffic, move_at_every_step, traffic
+from tests.inference.mesh_traffic import MAX_BATCH, Traffic, assert_logprobs, move_at_every_step, traffic
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # of log-probabilities: sums over devices have another order
 FLOAT_BYTES = 4
 OTHERS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3_yarn")
 
@@ -42,7 +41,7 @@ def test_heads_on_several_devices_give_the_tokens_of_one(
         answer = traffic(engine)
         assert engine.expert_use().tolist() == use.tolist()
     assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
-    np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
+    assert_logprobs(answer.logprobs, expected.logprobs)
 
 
 def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:

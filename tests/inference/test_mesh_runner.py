@@ -22,6 +22,7 @@ from tests.arrays import ragged_all_to_all
 from tests.inference.mesh_traffic import (
     MAX_BATCH,
     Traffic,
+    assert_logprobs,
     estimate_wrongly,
     move,
     move_at_every_step,
@@ -34,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 DEVICES = 8
 PROCESSES = 4
 LONG_S = 600.0
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # of log-probabilities: sums over experts have another order
 
 
 def on_mesh(name: str, policy: Policy = "resident", **options: Any) -> Engine:
@@ -69,14 +69,15 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
     """
     name, expected, use = one_device
     with on_mesh(name, "ring", devices=DEVICES) as engine:
-        assert engine.plan.memory.policy == "ring" and engine.plan.memory.ring_slots == 1 < len(use)
+        assert engine.plan.memory.policy == "ring" and engine.plan.memory.ring_slots == 1
         engine.reset_stats()
         answers = [traffic(engine)]
         stats = engine.stats()
         assert engine.expert_use().tolist() == use.tolist()
         assert engine._store is not None
         layer_bytes = use.shape[1] * engine._store.layout.record_bytes
-        assert abs(stats.streamed_bytes - stats.steps * len(use) * layer_bytes) <= layer_bytes  # one is on its way
+        streamed = stats.steps * len(use) * layer_bytes if len(use) > 1 else 0  # one layer stays where it is
+        assert abs(stats.streamed_bytes - streamed) <= layer_bytes  # one is on its way
         assert stats.host_expert_bytes == engine.plan.memory.host_bytes > 0
     lina = {"placement": "lina", "slots_per_device": 3}
     eplb = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2, "rebalance_window": 3}
@@ -101,7 +102,7 @@ def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, T
             assert all(0 < balance <= 1 for balance in stats.balancedness)
     for answer in answers:
         assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
-        np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
+        assert_logprobs(answer.logprobs, expected.logprobs)
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -130,7 +131,7 @@ def test_layers_on_other_devices_give_the_tokens_of_one(
         busy = [any(layers_n) for layers_n in segments]
         assert [load > 0 for load in stats.loads] == busy
     assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens
-    np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
+    assert_logprobs(answer.logprobs, expected.logprobs)
 
 
 @pytest.mark.slow
@@ -150,7 +151,7 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
     found = json.loads(screens[0][-2])
     for name, answer in found.items():
         assert answer["tokens"] == expected.tokens and answer["reused_tokens"] == expected.reused_tokens
-        np.testing.assert_allclose(answer["logprobs"], expected.logprobs, **TOLERANCE)
+        assert_logprobs(answer["logprobs"], expected.logprobs)
         assert name == "tensor" or answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
         assert answer["expert_use"] == use.tolist()
     assert found["wrong"]["estimates"] >= found["wrong"]["replans"] > 0
@@ -210,7 +211,7 @@ def test_a_ragged_exchange_gives_the_same_tokens(placement: Any, monkeypatch: py
         runner_of(engine).ragged = True
         answer = traffic(engine)
     assert answer.tokens == expected.tokens
-    np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
+    assert_logprobs(answer.logprobs, expected.logprobs)
 
 
 def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) 
         stats = engine.stats().placement
         assert stats is not None and stats.swaps > 0
     assert (answer.tokens, answer.reused_tokens) == (expected.tokens, expected.reused_tokens)
-    np.testing.assert_allclose(answer.logprobs, expected.logprobs, **TOLERANCE)
+    assert_logprobs(answer.logprobs, expected.logprobs)
     assert compiled == []
 
 

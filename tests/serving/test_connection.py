@@ -19,6 +19,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from tests.fakes import wait_for
 from tests.http_servers import LIMIT_S, LONG, HttpProcess
 
 TIMEOUT_S = 2  # of headers, bodies and answers
@@ -50,7 +51,8 @@ def server(
 class Watch:
     """Asks for `/health` in a thread, each time over a new connection, and looks at the memory of the process."""
 
-    def __init__(self, server: HttpProcess) -> None:
+    def __init__(self, server: HttpProcess, pause_s: float = 0.02) -> None:
+        self._pause_s = pause_s
         self._address = server.url.removeprefix("http://")
         self._process = psutil.Process(server.process.pid)
         self._end = threading.Event()
@@ -87,13 +89,13 @@ class Watch:
                 connection.request("GET", "/health", headers={"connection": "close"})
                 if (status := connection.getresponse().status) != 200:
                     self.wrong.append(status)
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 self.wrong.append(error)
             finally:
                 connection.close()
             self.requests_s.append((begun_s, time.monotonic()))
             self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
-            time.sleep(0.02)
+            time.sleep(self._pause_s)
 
 
 def numbered(count: int, value: Any) -> dict[str, Any]:
@@ -163,15 +165,19 @@ def test_bodies(server: HttpProcess, name: str) -> None:
 
 
 def test_a_text_that_is_encoded(server: HttpProcess) -> None:
-    """Others are answered meanwhile, also by Python."""
-    with Watch(server) as watch, server.client() as client:
-        begun_s = time.monotonic()
-        response = client.post("/tokenize", json={"prompt": "The quick brown fox. " * 50_000})
-        end_s = time.monotonic()
-    assert response.status_code == 200
-    print(f"encoded in {end_s - begun_s:.1f} s")
-    meanwhile = sum(begun_s < begun and end < end_s for begun, end in watch.requests_s)
-    assert meanwhile > 4, "of a server that does nothing else, one before and one after"
+    """Others are answered meanwhile, also by Python: in one of a few tries, as this process may stand still in some."""
+    most = 0
+    with Watch(server, pause_s=0.001) as watch, server.client() as client:
+        for _ in range(20):
+            begun_s = time.monotonic()
+            response = client.post("/tokenize", json={"prompt": "The quick brown fox. " * 50_000})
+            end_s = time.monotonic()
+            assert response.status_code == 200
+            meanwhile = sum(begun_s < begun and end < end_s for begun, end in list(watch.requests_s))
+            print(f"encoded in {end_s - begun_s:.1f} s, {meanwhile} others meanwhile")
+            if (most := max(most, meanwhile)) > 4:
+                break
+    assert most > 4, "of a server that does nothing else, one before and one after"
     watch.check(growth_bytes=320 << 20)  # the tokenizer takes 170 bytes a character
 
 
@@ -257,7 +263,7 @@ def test_clients_that_say_little(server: HttpProcess) -> None:
             with contextlib.suppress(OSError):
                 client.sendall(begin)
         for _ in range(10):
-            assert open_connections(server) <= MAX_CONNECTIONS + 1 + 8, "a few that are being closed"
+            until_closed(server, most=MAX_CONNECTIONS + 1 + 8)  # with a few that are being closed
             for client, _, drip in clients:
                 with contextlib.suppress(OSError):
                     client.sendall(drip)
@@ -276,9 +282,12 @@ def test_clients_that_say_little(server: HttpProcess) -> None:
     ],
 )
 def test_a_client_that_is_too_slow_is_told(server: HttpProcess, begin: bytes, answer: bytes) -> None:
-    with connect(server) as client:
-        client.sendall(begin)
-        found = b"".join(iter(lambda: client.recv(65536), b""))
+    for _ in range(20):
+        with connect(server) as client:
+            client.sendall(begin)
+            found = b"".join(iter(lambda: client.recv(65536), b""))
+        if bool(found) == bool(answer):
+            break  # else this process has stood still before it sent anything
     assert found.startswith(b"HTTP/1.1 408 Request Timeout\r\n" if answer else b"") and answer in found
     assert bool(found) == bool(answer)
 
@@ -301,7 +310,9 @@ def test_requests_without_waiting_for_answers(server: HttpProcess) -> None:
         client.sendall(one * 8)
         few = b""
         while few.count(b'{"status":"ok"}') < 8:
-            few += client.recv(65536)
+            arrived = client.recv(65536)
+            assert arrived, few
+            few += arrived
     with Watch(server) as watch:
         for _ in range(20):
             with connect(server) as client, contextlib.suppress(OSError):
@@ -324,22 +335,27 @@ def test_bodies_that_nothing_asks_for(server: HttpProcess) -> None:
             assert time.monotonic() < begun_s + LIMIT_S, "the rest of the body may not take for ever either"
 
 
-def test_bodies_of_many_clients(server: HttpProcess) -> None:
-    """Bodies that are being sent have so much room together, however many send."""
-    head = POST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (8 << 20)
-    body = b'{"prompt": "' + b"x" * (7 << 20)
+def test_bodies_of_many_clients(shared_server: HttpProcess) -> None:
+    """Bodies that are being sent have so much room together, 16 of the longest, however many send."""
+    server = shared_server  # it leaves clients a minute
+    head = POST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (4 << 20)
+    body = b'{"prompt": "' + b"x" * ((4 << 20) - 1000)
     with Watch(server) as watch, contextlib.ExitStack() as stack:
-        answers = []
         clients = [stack.enter_context(connect(server)) for _ in range(40)]
         for client in clients:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it was refused
                 client.sendall(head + body)
-        for client in clients:
-            with contextlib.suppress(OSError):
-                answers.append(client.recv(65536).partition(b"\r\n")[0])
-    print(dict.fromkeys(answers))
-    assert set(answers) <= {b"HTTP/1.1 503 Service Unavailable", b"HTTP/1.1 408 Request Timeout", b""}
-    assert b"HTTP/1.1 503 Service Unavailable" in answers
+            client.setblocking(False)
+        answers: list[bytes] = []
+
+        def refused() -> bool:
+            for client in clients:
+                with contextlib.suppress(OSError):  # it has no answer yet
+                    answers.append(client.recv(65536).partition(b"\r\n")[0])
+            return any(answers)
+
+        wait_for(refused, "there was room for all of them")
+    assert set(answers) <= {b"HTTP/1.1 503 Service Unavailable", b""}
     assert not watch.wrong
 
 

@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.http_servers import LIMIT_S, LONG, HttpProcess
+from jmoe.memory.record_store import locked
+from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess
 from tests.processes import one_device
 
 
@@ -19,9 +20,10 @@ def is_not_ready(server: HttpProcess) -> None:
 
 
 def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
-    server = serve(*LONG)
-    with server.stream(max_tokens=1500) as chunks:
-        assert next(chunks)["choices"]
+    """Another one, which goes on and on, keeps the server from its end as long as the test looks at it."""
+    server = serve(*LONG, "--max-batch", 2, "--drain-timeout-s", 600)
+    with server.stream(max_tokens=1500) as chunks, server.stream(**ENDLESS) as others:
+        assert next(chunks)["choices"] and next(others)["choices"]
         server.process.terminate()
         is_not_ready(server)
         *_, last, done = chunks
@@ -32,7 +34,7 @@ def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
 
 def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> None:
     server = serve(*LONG, "--drain-timeout-s", 0.3)
-    with server.stream(max_tokens=8000) as chunks:
+    with server.stream(**ENDLESS) as chunks:
         assert next(chunks)["choices"]
         server.process.terminate()
         *_, last = chunks
@@ -42,7 +44,7 @@ def test_sigterm_does_not_wait_for_ever(serve: Callable[..., HttpProcess]) -> No
 
 def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> None:
     server = serve(*LONG, "--drain-timeout-s", 600)
-    with server.stream(max_tokens=8000) as chunks:
+    with server.stream(**ENDLESS) as chunks:
         assert next(chunks)["choices"]
         server.process.send_signal(signal.SIGINT)
         server.until_said("ending: what runs has 600 s")
@@ -54,12 +56,15 @@ def test_a_second_ctrl_c_ends_it_at_once(serve: Callable[..., HttpProcess]) -> N
 def test_ctrl_c_while_it_loads(
     model_folder: Path, tmp_path: Path, start_python: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    log = tmp_path / "log"
-    env = one_device(tmp_path / "nothing is compiled yet")
-    process = start_python(["serve.py", model_folder, "--port", "0"], log, env)
-    HttpProcess(process, "", log).until_said(" sequences at once")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == -signal.SIGINT
+    """It waits for the lock of a folder of records, which this process holds: it cannot have come further."""
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    cache.mkdir()
+    tier = ("--policy", "ring", "--ring-slots", 1, "--expert-tier", "nvme", "--cache-dir", cache)
+    with locked(cache, 0):
+        process = start_python(["serve.py", model_folder, "--port", "0", *tier], log, one_device(tmp_path / "compiled"))
+        HttpProcess(process, "", log).until_said("loading ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == -signal.SIGINT
     assert "Traceback" not in log.read_text()
 
 
@@ -67,14 +72,16 @@ def test_an_engine_that_fails(serve: Callable[..., HttpProcess], tmp_path: Path)
     """Its records on NVMe are cut while it streams: what runs and waits gets its error, nothing hangs, one log."""
     tier = ("--expert-tier", "nvme", "--host-cache-bytes", 40_000, "--cache-dir", tmp_path)
     server = serve("--policy", "ring", "--ring-slots", 1, *tier, *LONG)
-    with server.stream(max_tokens=8000) as chunks, server.stream(max_tokens=8000) as waiting:
+    half = ENDLESS | {"n": 30}  # there is room for both
+    with server.stream(**half) as chunks, server.stream(**half) as waiting:
         assert next(chunks)["choices"]
         (records,) = tmp_path.glob("records-*.bin")
         os.truncate(records, 4096)
         *_, last = chunks
         assert last["error"]["code"] == "engine_failed"
         assert last["error"]["message"] == "the engine has failed; the server's log says why", "and no path"
-        assert [e["error"]["code"] for e in waiting] == ["engine_failed"]
+        *_, last = waiting
+        assert last["error"]["code"] == "engine_failed"
     for path in ("/ready", "/health"):
         assert server.get(path).status_code == 503
     refused = server.post("/v1/completions", prompt="x")

@@ -1,5 +1,6 @@
 """Keys, hosts, limits and time-outs."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,20 +9,22 @@ import openai
 import pytest
 
 from jmoe.serving.middleware import read_api_keys
-from tests.http_servers import LIMIT_S, LONG, HttpProcess, events
+from tests.fakes import wait_for
+from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess, events, is_idle
 
 KEYS = ("first key of all", "second-key")
 HEADERS = {"authorization": f"Bearer {KEYS[1]}"}
-ENDLESS = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
-# One after the other, and with much to say of each token: a fast machine draws the tokens of one within the limit.
-OVERLONG = {"prompt": "x", "max_tokens": 8000, "n": 2, "logprobs": 5}
+ROOM = 61  # sequences that run and wait
+# 60 of them, of which the first ends soon enough for another request's turn to come.
+MANY = {"prompt": "x", "max_tokens": 2000, "n": ROOM - 1, "ignore_eos": True}
+REFUSED = {"prompt": "x", "max_tokens": 1, "n": ROOM}  # as long as one of them is left
 
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., HttpProcess], tmp_path_factory: pytest.TempPathFactory) -> HttpProcess:
     keys: Path = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("\n\n".join(KEYS) + "\n")
-    limits = ("--max-body-bytes", 20_000, "--request-timeout-s", 4, "--max-waiting", 1)
+    limits = ("--max-body-bytes", 20_000, "--max-waiting", ROOM - 1)
     return serve("--api-key-file", keys, *limits, *LONG, "--served-model-name", "org/tiny", "--log-prompts")
 
 
@@ -29,16 +32,7 @@ def server(serve: Callable[..., HttpProcess], tmp_path_factory: pytest.TempPathF
 def client(server: HttpProcess) -> Iterator[httpx.Client]:
     with server.client(headers=HEADERS) as client:
         yield client
-    server_is_idle(server)
-
-
-def server_is_idle(server: HttpProcess) -> None:
-    with server.client(headers=HEADERS) as client:
-        for _ in range(1000):
-            live = client.get("/live").json()
-            if live["requests_running"] + live["requests_waiting"] == 0:
-                return
-    raise AssertionError(live)
+        wait_for(lambda: is_idle(client.get("/live")), "a request has left something behind")
 
 
 def test_keys(server: HttpProcess) -> None:
@@ -104,43 +98,49 @@ def test_a_prompt_that_does_not_fit(client: httpx.Client) -> None:
     assert "8190" in error["message"] and "8192" in error["message"]
 
 
-def test_a_full_queue(server: HttpProcess, client: httpx.Client) -> None:
-    """One runs, one waits, the third is told when to come again; the first two are not harmed."""
-    with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "max_tokens": 300}) as running:
+def test_a_full_queue(client: httpx.Client) -> None:
+    """60 run and wait, one waits behind them, the next is told when to come again; none of the others is harmed."""
+
+    def rejected() -> float:
+        name = r'jmoe:requests_rejected_total\{model_name="org/tiny",reason="queue"\} (\S+)'
+        return sum(map(float, re.findall(name, client.get("/metrics").text)))
+
+    before = rejected()
+    with client.stream("POST", "/v1/completions", json=MANY | {"stream": True}) as running:
         first = events(running.iter_lines())
         assert next(first)["choices"]
-        with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "max_tokens": 3}) as waiting:
-            refused = client.post("/v1/completions", json=ENDLESS)
+        with client.stream("POST", "/v1/completions", json=MANY | {"stream": True, "n": 1, "max_tokens": 3}) as waiting:
+            refused = client.post("/v1/completions", json=REFUSED)
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert int(refused.headers["retry-after"]) >= 1
-            assert list(first)[-1] == "[DONE]"
             assert list(events(waiting.iter_lines()))[-1] == "[DONE]"
-    assert 'jmoe:requests_rejected_total{model_name="org/tiny",reason="queue"} 1.0' in client.get("/metrics").text
+        assert next(first)["choices"]
+    assert rejected() == before + 1
 
 
 def test_when_to_try_again(client: httpx.Client) -> None:
     """Retry-After says when there is room, by the tokens that those who run and wait may still draw."""
-    with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as running:
+    with client.stream("POST", "/v1/completions", json=MANY | {"stream": True}) as running:
         chunks = events(running.iter_lines())
         for _ in range(20):
             next(chunks)
-        with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "max_tokens": 3}) as waiting:
-            assert waiting.status_code == 200
-            refused = client.post("/v1/completions", json=ENDLESS)
+        refused = client.post("/v1/completions", json=REFUSED)
     assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) > 1, "nearly 8000 tokens are drawn before a place is free"
+    assert int(refused.headers["retry-after"]) > 1, "about 120,000 tokens are drawn before there is so much room"
 
 
-def test_a_request_that_takes_too_long(server: HttpProcess, client: httpx.Client) -> None:
+def test_a_request_that_takes_too_long(serve: Callable[..., HttpProcess]) -> None:
     """504, or an error in the stream; its place is free then."""
-    whole = client.post("/v1/completions", json=OVERLONG | {"ignore_eos": True})
+    server, body = serve(*LONG, "--request-timeout-s", 4), {"prompt": "x"} | ENDLESS
+    whole = server.post("/v1/completions", **body)
     assert whole.status_code == 504 and whole.json()["error"]["type"] == "timeout_error"
-    base = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0, timeout=LIMIT_S)
-    stream = base.completions.create(model="org/tiny", stream=True, extra_body={"ignore_eos": True}, **OVERLONG)
+    base = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
+    stream = base.completions.create(model="tiny-moe", prompt="x", stream=True, extra_body=ENDLESS)
     assert next(stream).choices
     with pytest.raises(openai.APIError, match=r"^the request took longer than 4 s$"):
         list(stream)
+    server.until("/live", is_idle)
 
 
 def test_prompts_are_logged_where_asked(server: HttpProcess, client: httpx.Client) -> None:

@@ -150,7 +150,7 @@ def test_the_first_message_is_answered(page: Page, shared_server: HttpProcess) -
     page.goto(shared_server.url)
     expect(page.locator("#state")).to_have_text("connected")
     say(page, "Hello")
-    expect(page.locator("article .note").last).to_contain_text("tokens · first after")
+    expect(page.locator("article .note").last).to_contain_text("tokens")  # the first may be the end of the text
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
@@ -168,7 +168,7 @@ def test_stop(page: Page, server: OpenAIServer, how: str) -> None:
     expect(page.locator("article .note").last).to_have_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     expect(page.locator("article p").last).to_contain_text("tick tick")
-    for _ in range(100):
+    for _ in range(LIMIT_MS // 50):
         if server.disconnects:
             break
         page.wait_for_timeout(50)

@@ -11,6 +11,7 @@ import pytest
 from openai_server import OpenAIServer
 
 from benchmarks import serving
+from tests.fakes import wait_for
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_closed_loop(load: Callable[..., dict[str, Any]], server: OpenAIServer, 
     assert result["tokens_per_s"] == pytest.approx(60 / result["duration_s"], rel=0.01)
     assert result["requests_per_s"] == pytest.approx(12 / result["duration_s"], rel=0.01)
     assert result["time_to_first_token_s"]["median"] >= 0.01
-    assert result["time_per_output_token_s"]["median"] >= 0.01
+    assert result["time_per_output_token_s"]["median"] > 0.001  # the first may be noticed late, and the last at once
     assert result["left_behind"] == {"requests_running": 0, "requests_waiting": 0, "kv_tokens_used": 0}
     assert "sk-1" not in json.dumps(result)
     assert len(server.requests) == 13  # one to warm up
@@ -86,7 +87,8 @@ def test_disconnects(load: Callable[..., dict[str, Any]], server: OpenAIServer) 
     assert result["failed"] == 0
     assert result["completed"] + result["disconnected"] == 20
     assert 4 < result["disconnected"] < 16
-    assert 0 < server.disconnects <= result["disconnected"]
+    wait_for(lambda: server.disconnects > 0)
+    assert server.disconnects <= result["disconnected"]
 
 
 def test_starts_and_stops_the_server(load: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
