@@ -438,7 +438,7 @@ from pathlib import Path
 from jmoe.config import DataConfig
 from jmoe.data.corpus import Role, prepare
 path, cache, main = sys.argv[1:]
-print(prepare(DataConfig(path=(path,)), 400, Path(cache), Role(main == "1", wait_s=30)).fingerprint)
+print(prepare(DataConfig(path=(path,)), 400, Path(cache), Role(main == "1", wait_s=240)).fingerprint)
 """
 
 
@@ -551,7 +551,7 @@ def test_command_line_writes_what_data_path_takes(
 def test_command_line_as_a_program(tmp_path: Path, texts: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "jmoe.data", str(texts / "absent"), "--out", str(tmp_path)]
     result = subprocess.run(
-        [*command, "--vocab-size", "300"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [*command, "--vocab-size", "300"], cwd=REPOSITORY, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 2
     assert result.stderr.startswith("error: data.path = ")

@@ -180,9 +180,10 @@ def test_a_step_without_progress_names_who_is_behind(lines: Pair, leader: Lead) 
     """Rank 2 lives, and does not come on."""
     pairs = {rank: lines() for rank in (1, 2)}
     first, lost = leader({rank: here for rank, (here, _) in pairs.items()}, silence_s=1, step_timeout_s=2)
+    pairs[1][1].send("beat", 1)
+    wait_for(lambda: first._calls_of[1] == 1)
     with first.step():
         first.tell("add", 1, 1)
-        pairs[1][1].send("beat", 1)
         pairs[2][1].send("beat", 0)
         assert lost.wait() == "a step has made no progress for 2 s (step_timeout_s): rank 2 behind"
 

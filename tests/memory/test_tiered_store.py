@@ -122,13 +122,13 @@ def test_one_read_for_many_that_wait(store: RecordStore, gate: Gate) -> None:
         tiers.prefetch([7])
         with ThreadPoolExecutor(5) as pool:
             done = pool.map(work, range(5))
-            wait_for(lambda: gate.begun == [7])
+            wait_for(lambda: gate.begun == [7] and tiers._reads[7].waiters == 5)
             gate.open.set()
             assert len(list(done)) == 5
         assert gate.begun == [7]
         stats = tiers.stats()
         assert (stats.cache.hits, stats.cache.misses) == (4, 1)
-        assert 0 < stats.waits <= 5
+        assert stats.waits == 5
         assert stats.waited_s > 0
 
 

@@ -188,7 +188,9 @@ def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> No
         check_record(tiers, 10, 0)
 
 
-def test_a_record_being_written_is_not_changed(store: VersionStore, gate: Gate) -> None:
+def test_a_record_being_written_is_not_changed(
+    store: VersionStore, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with TieredStore(store, cache_bytes=2 * RECORD_BYTES) as tiers:
         add(tiers, 1)
         gate.open.clear()
@@ -196,11 +198,11 @@ def test_a_record_being_written_is_not_changed(store: VersionStore, gate: Gate) 
         check_record(tiers, 2, 0)  # takes the place of 1, which keeps its memory until it is written
         wait_for(lambda: gate.begun == [1])
         check_record(tiers, 1, 1)  # reading is allowed
-        waits = tiers.stats().waits
+        waits, wait, waiting = tiers.stats().waits, tiers._wait, threading.Event()
+        monkeypatch.setattr(tiers, "_wait", lambda *words: (waiting.set(), wait(*words)))
         changer = threading.Thread(target=add, args=(tiers, 1))
         changer.start()
-        time.sleep(0.05)
-        assert changer.is_alive()
+        assert waiting.wait(240) and changer.is_alive()
         gate.open.set()
         changer.join(240)
         check_record(tiers, 1, 2)
