@@ -50,7 +50,7 @@ from jmoe.training.task_layouts import layout_of, plan_lines
 from jmoe.training.trainer import Trainer, make_trainer
 from jmoe.training.vision_run import CLASSES
 from jmoe.training.vision_session import VisionSession
-from jmoe.training.vision_step import VisionTrainer
+from jmoe.training.vision_trainer import make_vision_trainer
 
 
 def train_step(trainer: Trainer, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, Any]]:
@@ -243,7 +243,7 @@ def run_all(config: TrainConfig) -> bool:
             of_kind, source = VisionSession, prepare_images(config, layout, watchdog, resolved)
             stack.push(closing(source.batches.close))
             num_classes = {task.name: len(task.classes) for task in source.corpus}
-            trainer = VisionTrainer(config, num_classes, mesh, layout)
+            trainer = make_vision_trainer(config, num_classes, mesh, layout, folder.run)
         else:
             of_kind, source = Session, prepare_text(config, watchdog, stack, resolved)
             stack.push(closing(source.batches.close))

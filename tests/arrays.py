@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmoe.offload.saved_experts import expert_layers
 from jmoe.training.state import TrainState, with_experts
 from jmoe.training.streamed_step import StreamedTrainer
+from jmoe.training.streamed_vision import StreamedVisionTrainer
 from jmoe.training.trainer import Trainer
 from kernels_pallas.token_permute import RowMap
 
@@ -58,13 +60,18 @@ def random_row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_
 
 def full_state(trainer: Trainer, state: TrainState) -> TrainState:
     """Return a state in the saved form on the host, with all experts up to date, wherever they lie."""
-    if isinstance(trainer, StreamedTrainer):
+    if isinstance(trainer, StreamedTrainer | StreamedVisionTrainer):
         experts, saved = trainer.experts, trainer.model.to_saved(state)
         assert experts is not None
         experts.flush_updates()
         arrays = experts.weights(), experts.moments("m"), experts.moments("v")
-        params, m, v = map(with_experts, (saved.params, saved.m, saved.v), arrays)
-        saved = dataclasses.replace(saved, params=params, m=m, v=v)
+        layers = [stack for stack, _ in expert_layers(trainer.config.model.layer_kinds)]
+        for stack in sorted(set(layers)):
+            own = [[w[np.array(layers) == stack] for w in part.values()] for part in arrays]
+            stacks = [dict(zip(part, values, strict=True)) for part, values in zip(arrays, own, strict=True)]
+            trees = zip((saved.params, saved.m, saved.v), stacks, strict=True)
+            params, m, v = (with_experts(tree, of_stack, stack) for tree, of_stack in trees)
+            saved = dataclasses.replace(saved, params=params, m=m, v=v)
     else:
         saved = trainer.save_state(state)
     return on_host(saved)

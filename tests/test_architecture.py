@@ -41,7 +41,8 @@ kernels.saved layers.experts layers.latent_attention layers.norm memory.closing 
 models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
 run.checkpoint_contents run.task_report runtime serving.answer serving.errors serving.metrics serving.schemas
 serving.service serving.vocabulary training.distilling training.evaluation
-training.gradient_reduction training.session training.sharded_model training.update"""
+training.gradient_reduction training.session training.sharded_model training.streamed_experts
+training.streamed_vision_programs training.task_losses training.update"""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

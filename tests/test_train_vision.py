@@ -27,6 +27,9 @@ ALL_END = (
 )
 
 
+NO_PATHS = [f"--tasks.{task}.path" for task in ("glyphs", "digits", "fonts", "photographs")]
+
+
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
 
@@ -86,6 +89,19 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
         (("--tasks.fonts.num-steps", "9999"), "tasks.fonts.num_steps = 9999: must not exceed num_steps = 3000"),
         (("--layout", "elastic", *ALL_END), "num_steps = (5, 6, 7, 8): one must be 0 or num_steps = 3000"),
         (("--elastic.replan-every-steps", "9"), "elastic.replan_every_steps = 9: must be 0 with layout = 'even'"),
+        (("--tiers.experts", "auto"), "tiers.experts = 'auto': must be device, host or nvme for images"),
+        (
+            ("--layout", "elastic", "--elastic.replan-every-steps", "9", "--tiers.experts", "host"),
+            "elastic.replan_every_steps = 9: must be 0 with experts on other tiers than the device",
+        ),
+        (
+            ("--tiers.experts", "nvme", "--tiers.optimizer", "host"),
+            "tiers.optimizer = 'host': must be nvme with tiers.experts = 'nvme'",
+        ),
+        (
+            ("--tiers.optimizer", "host", "--model.task-layers", "--model.num-experts", "0", *NO_PATHS),
+            "tiers = ('device', 'host'): must be device for a model without experts",
+        ),
         (("--elastic.max-imbalance", "0.9"), "elastic.max_imbalance = 0.9: must be at least 1"),
     ],
 )

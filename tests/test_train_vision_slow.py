@@ -9,13 +9,17 @@ import signal
 import sys
 from pathlib import Path
 
+import flax.nnx as nnx
+import jax
+import numpy as np
 import pytest
 
+from jmoe.deploy.extract import load_task_model
 from jmoe.training.vision_session import DEVICES_FILE
 from tests.processes import Child
 from tests.run.test_supervise import LAUNCHER
 from tests.test_train_vision import SMALL
-from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses, ranks_of, records, resumes
+from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, free_port, losses, ranks_of, records, resumes
 
 pytestmark = pytest.mark.slow
 ELASTIC = ("--layout", "elastic", "--checkpoint.keep", "1000", "--checkpoint.every-steps", "2")
@@ -34,8 +38,8 @@ def begin(
     return ranks
 
 
-def finish(runs: TrainRuns, start_python: Start, folder: Path, processes: int, steps: int) -> None:
-    for rank in begin(runs, start_python, folder, processes, "--num-steps", steps):
+def finish(runs: TrainRuns, start_python: Start, folder: Path, processes: int, steps: int, *options: object) -> None:
+    for rank in begin(runs, start_python, folder, processes, "--num-steps", steps, *options):
         rank.end(300)
 
 
@@ -83,6 +87,38 @@ def test_killed_and_resumed_on_the_same_and_on_another_layout(
     screens = [rank.end(300) for rank in ranks]
     assert f"starting from {tmp_path / 'whole-1'}" in screens[0]
     assert losses(more)[0][1] < losses(tmp_path / "whole-1")[0][1]
+
+
+def test_killed_and_resumed_with_experts_on_tiers(
+    runs: TrainRuns, tmp_path: Path, start_python: Start, run_python: Run
+) -> None:
+    """Two processes, with experts on NVMe; then one, in host memory; and the losses of experts on the device."""
+    killed, whole, device = (tmp_path / name for name in ("killed", "whole", "device"))
+    nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme")
+    host = ("--tiers.experts", "host", "--tiers.optimizer", "host")
+    ranks = begin(runs, start_python, killed, 2, *nvme, *ENDLESS)
+    ranks[0].wait_until(lambda: committed(killed))
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait(120)
+    last = max(committed(killed))
+    end = max(last + 10, 20)
+    finish(runs, start_python, killed, 2, end, *nvme)
+    assert resumes(killed) == [last]
+    finish(runs, start_python, whole, 2, end, *host)
+    assert dict(losses(killed)) == dict(losses(whole))
+    assert of_tasks(killed, "task_accuracy") == of_tasks(whole, "task_accuracy")
+    finish(runs, start_python, killed, 1, end + 4, *host)
+    assert resumes(killed) == [last, end]
+    finish(runs, start_python, device, 1, end + 4)
+    assert_learned_alike(killed, device)
+    for folder in (killed, device):
+        done = run_python(("-m", "jmoe.deploy.extract", folder, tmp_path / f"{folder.name}-fonts", "--task", "fonts"))
+        assert done.returncode == 0, done.stderr
+    tensors = [load_task_model(tmp_path / f"{name}-fonts").model.dense_layers for name in ("killed", "device")]
+    for ours, theirs in zip(*(jax.tree.leaves(nnx.state(layers)) for layers in tensors), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def resize(rank: Child, folder: Path, devices: int) -> None:

@@ -227,7 +227,7 @@ class TrainConfig:
         constraint = f"must not exceed model.max_position_embeddings = {positions}"
         check_field(fits, self, "sequence_length", constraint)
         tiers = self.tiers.experts, self.tiers.optimizer
-        has_experts = self.tiers.on_device or self.model.num_moe_layers > 0
+        has_experts = self.tiers.on_device or any(kind != "dense" for kind in self.model.layer_kinds)
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
         check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")

@@ -230,8 +230,11 @@ class VisionTrainConfig(TrainConfig):
             check_field(not self.elastic.replan_every_steps, self.elastic, "elastic.replan_every_steps", constraint)
 
     def _check_supported(self) -> None:
-        tiers = self.tiers.experts, self.tiers.optimizer
-        check(self.tiers.on_device, "tiers", tiers, "must be device for images")
+        for name in ("experts", "optimizer"):
+            tier = getattr(self.tiers, name)
+            check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
+        every, constraint = self.elastic.replan_every_steps, "must be 0 with experts on other tiers than the device"
+        check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
         check_field(not self.cluster, self, "cluster", "must not be given for images")

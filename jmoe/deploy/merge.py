@@ -23,7 +23,7 @@ from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.saved_experts import SavedExperts, names_of_experts
+from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.finetune import TOKENIZER
@@ -55,7 +55,9 @@ def saved_parameters(
     arrays: dict[Names, jax.Array | StoredExperts] = {**flat(state.params), **flat(state.router_bias)}
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
-        saved = SavedExperts(checkpoints.folder_of(step), shapes, ExpertIndex.of(config.model))
+        saved = SavedExperts(
+            checkpoints.folder_of(step), shapes, ExpertIndex.of(config.model), expert_layers(config.model.layer_kinds)
+        )
         for path, leaf in flat(shape.params).items():
             if path not in arrays:
                 arrays[path] = StoredExperts(partial(saved.one, path[-1]), np.dtype(leaf.dtype))

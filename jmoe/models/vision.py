@@ -53,6 +53,13 @@ def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, size * size * c)
 
 
+def of_kind(config: VisionModelConfig, kind: LayerKind, task_experts: int) -> VisionModelConfig:
+    """Return what a layer of a kind is made of; task_experts: how many a layer routed by task has on a device."""
+    if kind != "task":
+        return config
+    return replace(config, num_experts=task_experts, num_experts_per_tok=1, router=RouterConfig(aux_loss_coef=0.0))
+
+
 class VisionTransformer(nnx.Module):
     """Images [B, P, P, C] and the task of each -> float32 logits [B, Y]: `logits, stats = model(pixels, task)`.
 
@@ -81,13 +88,10 @@ class VisionTransformer(nnx.Module):
         self.row_positions, self.column_positions = (normal(rngs, (side, d), std) for _ in range(2))
 
         self.task_experts = task_experts or config.num_experts
-        no_router = RouterConfig(aux_loss_coef=0.0)
-        of_task = config
-        if config.task_layers:
-            of_task = replace(config, num_experts=self.task_experts, num_experts_per_tok=1, router=no_router)
 
         def stack(kind: LayerKind) -> Any:
-            make = lambda rngs: Block(of_task if kind == "task" else config, kind, parallel, rngs=rngs)  # noqa: E731
+            own = of_kind(config, kind, self.task_experts)
+            make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
             return stack_layers(make, kinds.count(kind), rngs) if kind in kinds else None
 
         self.dense_layers, self.moe_layers, self.task_layers = stack("dense"), stack("moe"), stack("task")
@@ -95,6 +99,17 @@ class VisionTransformer(nnx.Module):
         self.heads = nnx.Dict({name: normal(rngs, (d, count), std) for name, count in head_sizes.items()})
         undecided = {name: nnx.Param(jnp.zeros(kinds.count("task"))) for name in head_sizes}
         self.path_logits = nnx.Dict(undecided) if config.learn_paths else None
+
+    @staticmethod
+    def experts_of(config: VisionModelConfig, kind: LayerKind, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
+        """Return the experts of one layer of a kind, counted among it, that `VisionTransformer(config, ...)` draws."""
+        before = [stack for stack in STACK_OF if stack in config.layer_kinds]
+        for _ in range(3 + before.index(kind)):  # what is drawn before
+            rngs.params()
+        key = jax.random.split(rngs.params(), config.layer_kinds.count(kind))[layer]
+        drawn = Block(of_kind(config, kind, config.num_experts), kind, rngs=nnx.Rngs(params=key))
+        assert drawn.moe is not None and isinstance(drawn.moe.experts, nnx.Module)
+        return drawn.moe.experts
 
     def embed(self, pixels_BPPC: jax.Array, dtype: Any) -> jax.Array:
         """[B, S, D] in `dtype`: the first layer's input."""

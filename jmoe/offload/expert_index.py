@@ -64,7 +64,7 @@ class ExpertIndex:
 
     @classmethod
     def of(cls, model: ModelConfig, local: LocalExperts | None = None) -> Self:
-        return cls(model.num_moe_layers, model.num_experts, local)
+        return cls(sum(kind != "dense" for kind in model.layer_kinds), model.num_experts, local)
 
     @property
     def num_records(self) -> int:

@@ -155,6 +155,7 @@ class ExpertState:
         self._pending[list(laziness.pending)] = True
         self._gradient_dtype = laziness.gradient_dtype
         self._chosen = np.zeros((index.num_layers, num_local), np.bool_)  # by the layer's tokens, last time
+        self._frozen = np.zeros(index.num_records, np.bool_)  # experts that stay as they are
         self._kept: dict[int, NDArray[np.int64]] = {}  # layer -> experts whose gradients this step keeps
         self._initial = initial
         self._failed: BaseException | None = None
@@ -359,6 +360,7 @@ class ExpertState:
         self._kept.clear()
         self._history.add(lr, clip)
         self.now += 1
+        self._applied[self._frozen] = self.now
         if used:
             for store in self.stores.all():
                 store.touch(np.concatenate(used))
@@ -370,6 +372,13 @@ class ExpertState:
         """Do not take the step: its gradients are forgotten."""
         self._wait_for_writer(pending=0)
         self._kept.clear()
+
+    @_guarded
+    def freeze(self, records: NDArray[np.int64]) -> None:
+        """Keep these experts from now on as they are after the last step; the others are not kept any more."""
+        self.flush_updates()
+        self._frozen[:] = False
+        self._frozen[records] = True
 
     # Everything at once
 

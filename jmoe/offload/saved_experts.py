@@ -11,29 +11,44 @@ import numpy as np
 import tensorstore
 from numpy.typing import NDArray
 
+from jmoe.config import LayerKind
 from jmoe.memory.record_checkpoint import ITEM
 from jmoe.memory.saved_records import SavedRecords, read_lists
+from jmoe.mesh import EXPERT_STACKS, EXPERTS_PATH
+from jmoe.models.vision import STACK_OF
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import ExpertArrays, record_layouts
 from jmoe.offload.lazy_adamw import Laziness
 
-PREFIX = "moe_layers.moe.experts."  # of the names of arrays, after the part
+PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}  # of the names of arrays, after the part
 
 
 def names_of_experts(names: Sequence[str]) -> list[str]:
     """Return those of a step's arrays that are experts'."""
-    return [name for name in names if name.partition(".")[2].startswith(PREFIX)]
+    return [name for name in names if name.partition(".")[2].startswith(tuple(PREFIXES.values()))]
+
+
+def expert_layers(kinds: Sequence[LayerKind]) -> list[tuple[str, int]]:
+    """Return each layer with experts, in the order of their records: its stack, and its number there."""
+    layers = [(STACK_OF[kind], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+    return [(stack, number) for stack, number in layers if stack in EXPERT_STACKS]
 
 
 class SavedExperts:
     """Weights and moments of the experts of a checkpoint's step, by the step's folder.
 
-    shapes: of an expert's parameters. kinds: which of `weights` and `moments` are in records. laziness: how far those
-    are behind; they are brought up to date when they are read. None: not at all.
+    shapes: of an expert's parameters. layers: of `expert_layers`. kinds: which of `weights` and `moments` are in
+    records. laziness: how far those are behind; they are brought up to date when they are read. None: not at all.
     """
 
-    def __init__(self, step_folder: Path, shapes: Mapping[str, tuple[int, ...]], index: ExpertIndex) -> None:
-        self._shapes, self._index = shapes, index
+    def __init__(
+        self,
+        step_folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        index: ExpertIndex,
+        layers: Sequence[tuple[str, int]],
+    ) -> None:
+        self._shapes, self._index, self._layers = shapes, index, layers
         folder = step_folder / ITEM
         self.laziness = Laziness.of_lists(read_lists(folder).values()) if folder.is_dir() else None
         dtype = "float32" if self.laziness is None else self.laziness.gradient_dtype
@@ -91,10 +106,11 @@ class SavedExperts:
         return arrays
 
     def _of_array(self, part: str, name: str, layer: int, experts: NDArray[np.int64]) -> NDArray[np.float32]:
-        key = f"{part}.{PREFIX}{name}"
+        stack, number = self._layers[layer]
+        key = f"{part}.{PREFIXES[stack]}{name}"
         if key not in self._arrays:
             self._arrays[key] = _open_array(self._state, key)
-        array: NDArray[np.float32] = self._arrays[key][layer, experts.tolist()].read().result()
+        array: NDArray[np.float32] = self._arrays[key][number, experts.tolist()].read().result()
         return array
 
 

@@ -212,6 +212,13 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
     log.write_event("tiers", len(steps), predicted_step_s=predicted_s, measured_step_s=measured_s, **totals)
     return (
         f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited\n"
+        + experts_line(totals)
+    )
+
+
+def experts_line(totals: dict[str, float]) -> str:
+    """Return what `tier_totals` has counted, as text."""
+    return (
         f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read, {totals['nvme_written_bytes'] / 1e9:.2f} GB written\n"
         f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps replayed"
     )

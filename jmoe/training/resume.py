@@ -2,12 +2,15 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from jmoe.config import ModelConfig
+from jmoe.mesh import EXPERT_STACKS
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.saved_experts import SavedExperts, names_of_experts
+from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
 from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
@@ -16,15 +19,23 @@ from jmoe.training.trainer import Trainer
 LINKED = {"weights", "moments"}  # kinds of records that a run can take over as they are, with gradients that wait
 
 
+def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedExperts | None:
+    """Return the experts in a step's folder; None for a model without. full: the shape of a state with all of them."""
+    shapes = [experts for stack in EXPERT_STACKS if (experts := experts_of(full.params, stack))]
+    if not shapes:
+        return None
+    of_expert = {name: tuple(w.shape[2:]) for name, w in shapes[0].items()}
+    return SavedExperts(folder, of_expert, ExpertIndex.of(model), expert_layers(model.layer_kinds))
+
+
 def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, Any]:
     """Return (the state, the data's state) of `step`; records that stay on the tier nvme become current."""
-    shape, full = trainer.saved_shape, experts_of(trainer.full_shape.params)
-    if not full:
+    shape = trainer.saved_shape
+    saved = saved_experts(trainer.config.model, trainer.full_shape, checkpoints.folder_of(step))
+    if saved is None:
         saved_state, data = _restored(trainer, checkpoints, step, shape)
         return trainer.load_state(saved_state), data
-    index = ExpertIndex(*next(iter(full.values())).shape[:2])
-    saved = SavedExperts(checkpoints.folder_of(step), {name: tuple(w.shape[2:]) for name, w in full.items()}, index)
-    if not experts_of(shape.params):  # experts are no part of the state
+    if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):  # experts are no part of the state
         linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
         experts = names_of_experts(checkpoints.arrays(step))
         rest, data = _restored(trainer, checkpoints, step, shape, but=experts, records=linked)

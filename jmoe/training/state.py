@@ -3,7 +3,7 @@
 Legend: B sequences, S sequence length, N layers with experts, E experts, P experts asked for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.mesh import EXPERTS_PATH
+from jmoe.config import LayerKind
+from jmoe.mesh import EXPERT_STACKS, EXPERTS_PATH
 from jmoe.offload.expert_state import ReadExperts
+from jmoe.offload.saved_experts import expert_layers
 from jmoe.optim.loss_scale import LossScale
 
 Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their targets' weights [B, S]
@@ -50,22 +52,25 @@ class TrainState:
         return self.map(lambda tree: tree | {"embedding": change(tree["embedding"])})
 
 
-def experts_of(tree: Any) -> Any:
-    """Return the experts' parameters; nothing where they are not in the tree."""
-    return tree["moe_layers"]["moe"].get(EXPERTS_PATH, {}) if "moe_layers" in tree else {}
+def experts_of(tree: Any, stack: str = "moe_layers") -> Any:
+    """Return the experts' parameters of a stack of layers; nothing where they are not in the tree."""
+    return tree[stack]["moe"].get(EXPERTS_PATH, {}) if stack in tree else {}
 
 
-def with_experts(tree: Any, experts: Any) -> Any:
-    """Return the parameters with these of the experts."""
-    layers = tree["moe_layers"]
-    return tree | {"moe_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
+def with_experts(tree: Any, experts: Any, stack: str = "moe_layers") -> Any:
+    """Return the parameters with these of the experts of a stack of layers."""
+    layers = tree[stack]
+    return tree | {stack: layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
 def without_experts(tree: Any) -> Any:
     """Return the parameters but the experts'."""
-    layers = tree["moe_layers"]
-    rest = {name: part for name, part in layers["moe"].items() if name != EXPERTS_PATH}
-    return tree | {"moe_layers": layers | {"moe": rest}}
+    for name in EXPERT_STACKS:
+        if name in tree:
+            layers = tree[name]
+            rest = {part: w for part, w in layers["moe"].items() if part != EXPERTS_PATH}
+            tree = tree | {name: layers | {"moe": rest}}
+    return tree
 
 
 def read_experts(shapes: Mapping[str, Any], read: ReadExperts, prefix: str = "") -> dict[str, jax.Array]:
@@ -83,9 +88,34 @@ def read_experts(shapes: Mapping[str, Any], read: ReadExperts, prefix: str = "")
             array[layer] = arrays[f"{prefix}{name}"]
 
     def part(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
-        return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])]
+        return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])][:, :, *index[2:]]
 
     return {
         name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, name))
         for name, leaf in shapes.items()
     }
+
+
+def with_read_experts(
+    saved: TrainState,
+    shape: TrainState,
+    kinds: Sequence[LayerKind],
+    weights: ReadExperts | None,
+    moments: ReadExperts | None,
+) -> TrainState:
+    """Return the state with the experts that it lacks read from elsewhere. kinds: of the model's layers."""
+    layers = expert_layers(kinds)
+    for stack in EXPERT_STACKS:
+        shapes, records = experts_of(shape.params, stack), [i for i, (of, _) in enumerate(layers) if of == stack]
+        if not shapes:
+            continue
+
+        def read(source: ReadExperts, prefix: str = "", shapes: Any = shapes, records: Any = records) -> Any:
+            return read_experts(shapes, lambda layer, experts: source(records[layer], experts), prefix)
+
+        if weights is not None:
+            saved = replace(saved, params=with_experts(saved.params, read(weights), stack))
+        if moments is not None:
+            m, v = (read(moments, prefix) for prefix in ("m.", "v."))
+            saved = replace(saved, m=with_experts(saved.m, m, stack), v=with_experts(saved.v, v, stack))
+    return saved

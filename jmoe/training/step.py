@@ -27,7 +27,7 @@ from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_decoder import ShardedDecoder
-from jmoe.training.state import Batch, TrainState, experts_of, read_experts, with_experts
+from jmoe.training.state import Batch, TrainState, with_read_experts
 from jmoe.training.update import (
     auxiliary_losses,
     finish_step,
@@ -206,13 +206,8 @@ class FusedTrainer:
         self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
     ) -> TrainState:
         """Return the state in the form that training uses; experts that `saved` lacks are read."""
-        shapes = experts_of(self.saved_shape.params)
-        if weights is not None:
-            saved = replace(saved, params=with_experts(saved.params, read_experts(shapes, weights)))
-        if moments is not None:
-            m, v = (read_experts(shapes, moments, prefix) for prefix in ("m.", "v."))
-            saved = replace(saved, m=with_experts(saved.m, m), v=with_experts(saved.v, v))
-        return self.model.from_saved(saved)
+        kinds = self.config.model.layer_kinds
+        return self.model.from_saved(with_read_experts(saved, self.saved_shape, kinds, weights, moments))
 
     def expert_stats(self) -> None:
         """Return nothing: no expert moves between tiers."""

@@ -18,6 +18,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.collectives.fusion import (
@@ -32,6 +33,7 @@ from jmoe.collectives.fusion import (
 from jmoe.collectives.schedule import interleave
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats, moe_stats
+from jmoe.layers.router import Routing
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, split_over
 from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.decoder import STACKS
@@ -169,6 +171,40 @@ def _with_residuals_if(
     return lambda *args: vjp_with_residuals(function, args, wanted) if keeps else (function(*args), None)
 
 
+def compiled_on(
+    mesh: Mesh, function: Callable[..., Any], *specs: Any, out: Any, static: Sequence[str] = (), donate: Any = ()
+) -> Callable[..., Any]:
+    """Compile a function over all devices of a mesh. specs: of its arguments; static: options by name."""
+    if mesh.size == 1:
+        return jax.jit(function, static_argnames=static, donate_argnums=donate)
+
+    def call(*args: Any, **options: Any) -> Any:
+        in_specs = tuple(map(_specs_of, args, specs))
+        body = partial(function, **options)
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)(*args)
+
+    return jax.jit(call, static_argnames=static, donate_argnums=donate)
+
+
+def routed_tokens(x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatched: DispatchedTokens) -> RoutedTokens:
+    """Return a layer half done, as a program hands it to the next."""
+    sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
+    return RoutedTokens(
+        x_BSD,
+        h_TD,
+        replace(dispatched, dropped=dispatched.dropped[None]),
+        sum(sizes[1:], sizes[0]),
+        routing.topk_idx_TK,
+        jax.tree.map(lambda value: value[None], moe_stats(routing, dispatched)),
+    )
+
+
+def gradients_to_keep(experts: ExpertStacks, dtype: str) -> tuple[ExpertStacks, jax.Array]:
+    """Return (experts' gradients as they are to be kept, this device's sum of their squares [R])."""
+    square = sum((jnp.square(g).sum() for g in experts.values()), jnp.zeros((), jnp.float32))
+    return {name: g.astype(dtype) for name, g in experts.items()}, square[None]
+
+
 class LayerPrograms:
     """The compiled functions of one run, each for all layers of a kind.
 
@@ -194,7 +230,7 @@ class LayerPrograms:
         self._compile()
 
     def _compile(self) -> None:
-        specs, make = without_experts(self._model.specs), self._sharded
+        specs, make = without_experts(self._model.specs), partial(compiled_on, self.mesh)
         replicated: Any = REPLICATED
         split: Any = BATCH  # of what differs between devices
         outside = {
@@ -239,20 +275,6 @@ class LayerPrograms:
         self.finish = make(self._finish, state, results, out=(state, replicated), donate=0)
         self.nll = make(self._nll, outside, split, split, split, out=replicated)
         self.logits = make(self._logits, outside, split, replicated, out=replicated)
-
-    def _sharded(
-        self, function: Callable[..., Any], *specs: Any, out: Any, static: Sequence[str] = (), donate: Any = ()
-    ) -> Callable[..., Any]:
-        """Compile a function over all devices. specs: of its arguments; static: options by name."""
-        if self.mesh.size == 1:
-            return jax.jit(function, static_argnames=static, donate_argnums=donate)
-
-        def call(*args: Any, **options: Any) -> Any:
-            in_specs = tuple(map(_specs_of, args, specs))
-            body = partial(function, **options)
-            return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out, check_vma=False)(*args)
-
-        return jax.jit(call, static_argnames=static, donate_argnums=donate)
 
     # What travels
 
@@ -324,9 +346,7 @@ class LayerPrograms:
         return sums._replace(experts=stored, square=square)
 
     def _to_keep(self, experts: ExpertStacks) -> tuple[ExpertStacks, jax.Array]:
-        """Return (experts' gradients as they are to be kept, this device's sum of their squares [R])."""
-        square = sum((jnp.square(g).sum() for g in experts.values()), jnp.zeros((), jnp.float32))
-        return {name: g.astype(self.config.tiers.gradient_dtype) for name, g in experts.items()}, square[None]
+        return gradients_to_keep(experts, self.config.tiers.gradient_dtype)
 
     # Forward
 
@@ -396,15 +416,7 @@ class LayerPrograms:
         key = self._router_key(layer) if train else None
         h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, topk_idx_TK=topk_idx_TK)
         dispatched = block.dispatch(h_TD, routing, full_capacity=full_capacity)
-        sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
-        return RoutedTokens(
-            x_BSD,
-            h_TD,
-            replace(dispatched, dropped=dispatched.dropped[None]),
-            sum(sizes[1:], sizes[0]),
-            routing.topk_idx_TK,
-            jax.tree.map(lambda value: value[None], moe_stats(routing, dispatched)),
-        )
+        return routed_tokens(x_BSD, h_TD, routing, dispatched)
 
     def _router_key(self, layer: LayerIndex) -> jax.Array | None:
         """Return the key of what the router draws, the fused step's too; None where it draws nothing."""

@@ -25,19 +25,15 @@ from jmoe.config import LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
-from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.mesh import ACCUMULATED_BATCH, BATCH, EXPERT, split_over
+from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.decoder import STACKS, Decoder
-from jmoe.offload.expert_index import ExpertIndex, LocalExperts
-from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ExpertState, ExpertStats, ReadExperts, Slot
-from jmoe.offload.lazy_adamw import Laziness
-from jmoe.offload.train_stores import ExpertStores
+from jmoe.offload.expert_state import DeviceStacks, ExpertArrays, ReadExperts
 from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, without_experts
+from jmoe.training.streamed_experts import StreamedExperts
 from jmoe.training.streamed_programs import (
-    ExpertStacks,
     ForBackward,
     GradAccumulator,
     LayerIndex,
@@ -101,11 +97,11 @@ class _Pass:
         return LayerParams(self.state.params[STACKS[kind]], self.unsharded_RC, bias, experts)
 
 
-class StreamedTrainer:
+class StreamedTrainer(StreamedExperts):
     """The `Trainer` of runs whose experts lie on several tiers; its state is of everything but the experts.
 
-    An error is for good: every later call raises it. chunk_bytes: how much the network takes at once, see
-    `ShardedDecoder.reverse_scan`. links: see there. run: names the folder of its records, see `ExpertStores`.
+    chunk_bytes: how much the network takes at once, see `ShardedDecoder.reverse_scan`. links: see there. run: see
+    `StreamedExperts`.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class StreamedTrainer:
         run: str = "run",
         links: LinksConfig | None = None,
     ) -> None:
-        self.config, self.tiers, self.mesh = config, config.tiers, mesh
+        self.config = config
         self.model = model = ShardedDecoder(config, mesh, links)
         self.programs = LayerPrograms(model, chunk_bytes)
         windows, kinds = config.model.windows, config.model.layer_kinds
@@ -124,17 +120,13 @@ class StreamedTrainer:
         for i, kind in enumerate(kinds):
             number, window = kinds[:i].count(kind), None if windows is None else jnp.int32(windows[i])
             self._layers.append(_LayerPlace(kind, number, LayerIndex(jnp.int32(number), window)))
-        self._num_layers, self._num_experts = config.model.num_moe_layers, config.model.num_experts
+        self._num_layers = config.model.num_moe_layers
         self._device = mesh.devices.flat[0] if mesh.size == 1 else None
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
         self._batch_place = self._device or NamedSharding(mesh, BATCH)
-        self._owned = LocalExperts.of(mesh, self._num_experts)
-        self.experts: ExpertState | None = None
-        shapes = {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}
-        self.stores = ExpertStores(config, ExpertIndex.of(config.model, self._owned), shapes, run)
+        super().__init__(config, mesh, {name: tuple(w.shape[2:]) for name, w in self.programs.experts.items()}, run)
         self.notes, self.full_shape = [*model.notes, self.stores.note], model.saved_shape
         self.saved_shape = self.full_shape.map(without_experts)
-        self.records: RecordCheckpoints | None = self.stores.records
         # as many hidden states as a training step keeps of its layers' inputs
         self.evaluation_batches = len(self._layers) * config.gradient_accumulation_steps
 
@@ -175,54 +167,8 @@ class StreamedTrainer:
         self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
     ) -> TrainState:
         """Return the state; experts go to their tiers layer by layer. None: they are there already."""
-        step = int(saved.step)
-        laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
-        self._open(laziness, weights, moments)
+        self._load(int(saved.step), weights, moments)
         return jax.device_put(saved, self._device) if self._device else self.model.from_saved(saved)
-
-    def _open(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
-        if self.experts is not None:
-            self.experts.close()
-        self.experts = self.stores.fill(laziness, weights, moments)
-
-    @property
-    def _opened(self) -> ExpertState:
-        if self.experts is None:
-            raise ValueError("the experts are nowhere yet: init or load_state comes first")
-        return self.experts
-
-    def _joined(self, slot: Slot) -> DeviceStacks:
-        """Return arrays [E, ...] of all devices from those of this process's devices."""
-        own = [stacks for replicas in slot for stacks in replicas]
-        if self.mesh.size == 1:
-            return own[0]
-        sharding = NamedSharding(self.mesh, split_over(EXPERT, 0))
-        return {
-            name: jax.make_array_from_single_device_arrays(
-                (self._num_experts, *array.shape[1:]), sharding, [stacks[name] for stacks in own]
-            )
-            for name, array in own[0].items()
-        }
-
-    def _mine(self, array: jax.Array) -> list[jax.Array]:
-        """Return what an array has of each part of this process's experts, by the first device that has the part."""
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        return [shards[replicas[0]] for replicas in self._owned.devices]
-
-    def expert_stats(self) -> ExpertStats:
-        return self._opened.stats()
-
-    def progress(self) -> tuple[int, ...]:
-        """Return what changes as long as records are moved or brought up to date."""
-        return (*self.stores.progress(), 0 if self.experts is None else self.experts.stats().updates)
-
-    def close(self) -> None:
-        try:
-            if self.experts is not None:
-                self.experts.close()
-                self.experts = None
-        finally:
-            self.stores.close()
 
     # Passes
 
@@ -264,10 +210,6 @@ class StreamedTrainer:
         else:
             experts.abandon()
         return state, metrics
-
-    def _done(self, result: Any) -> Any:
-        """Wait: on CPU collectives of two programs under way at once may wait for each other for ever."""
-        return result if self.mesh.size == 1 else jax.block_until_ready(result)
 
     def _next_layer(self, run: _Pass, i: int) -> NextLayer | None:
         """Return layer i, where there is one and its parameters have to be gathered."""
@@ -334,7 +276,7 @@ class StreamedTrainer:
         routed: list[RoutedTokens] = [tokens for tokens, _, _ in each]
         run.stats.append([tokens.stats for tokens in routed])
         passed.choices = [tokens.topk_idx_TK for tokens in routed]
-        passed.chosen_P = np.any([self._on_host(tokens.arrived_E) > 0 for tokens in routed], axis=0)
+        passed.chosen_P = self._chosen([tokens.arrived_E for tokens in routed])
         fetch = self._opened.fetch_more if first else partial(self._opened.fetch, place.number)
         params = params._replace(experts=self._joined(fetch(passed.chosen_P)))
         ys = []
@@ -346,10 +288,6 @@ class StreamedTrainer:
             ys.append(y)
             passed.kept.append((tokens, of_route, kept) if run.keeps else None)
         return jax.block_until_ready(ys)  # the slot may change then
-
-    def _on_host(self, array: jax.Array) -> NDArray[Any]:
-        """Return what lies on this process's devices."""
-        return np.concatenate([np.asarray(part) for part in self._mine(array)])
 
     # Backwards
 
@@ -390,11 +328,6 @@ class StreamedTrainer:
         if summed.experts is not None and summed.square is not None:
             squares.append(summed.square)
             self._keep(layer.place.number, layer.chosen_P, summed.experts)
-
-    def _keep(self, number: int, chosen_P: NDArray[np.bool_], experts: ExpertStacks) -> None:
-        """Take the gradients of a layer's experts to their tier."""
-        by_part = zip(*(self._mine(g) for g in experts.values()), strict=True)
-        self._opened.keep(number, chosen_P, [dict(zip(experts, parts, strict=True)) for parts in by_part])
 
     def _backward_dense(
         self, run: _Pass, i: int, dxs: list[jax.Array], sums: GradAccumulator, work: NeighborWork

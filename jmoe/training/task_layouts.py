@@ -51,25 +51,45 @@ def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
     routed = model.num_experts * (model.num_moe_layers + len(model.task_layers))
     dense = model.num_parameters()[0] - routed * model.expert_parameters
     parts = num_devices if config.comm.shard_dense else 1
-    by_token = model.num_experts * model.num_moe_layers * expert_bytes(config)
-    return (
-        dense * in_use_bytes
-        + -(-dense * STATE_BYTES // parts)
-        + by_token // (mesh.expert_inter * max(1, mesh.expert_intra))
-    )
+    groups = mesh.expert_inter * max(1, mesh.expert_intra)
+    experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
+    experts = experts if config.tiers.on_device else _streamed_bytes(config) // groups
+    return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
+
+
+def _expert_layers(config: VisionTrainConfig) -> int:
+    return config.model.num_moe_layers + len(config.model.task_layers)
+
+
+def _slots_on_device(config: VisionTrainConfig) -> int:
+    """Return of how many layers experts are on the device at one time, where they are on tiers."""
+    layers, tiers = _expert_layers(config), config.tiers
+    return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
+
+
+def _streamed_bytes(config: VisionTrainConfig) -> int:
+    """Return what experts on tiers take on devices that have all of a layer, of any kind.
+
+    Float32 weights of the layers in use; of one layer a copy in the dtype of its use, and gradients; those of the layer
+    before are on their way to their tier.
+    """
+    of_layer = config.model.num_experts * config.model.expert_parameters
+    written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
+    return of_layer * (4 * _slots_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config))
 
 
 def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
     """Return what a device has, and needs for what tasks share; and bytes of each task's own experts there.
 
-    Counted are parameters with their gradients and optimizer state. A task's head is counted nowhere, since classes are
-    not known before images are read, and activations are not. An expert that several tasks name counts on all devices.
+    Counted are parameters with their gradients and optimizer state; of experts on tiers, what is on the device. A
+    task's head is counted nowhere, since classes are not known before images are read, and activations are not. An
+    expert that several tasks name counts on all devices.
     """
     model, mesh = config.model, config.mesh
     groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide all experts, whoever runs what
-    apart = groups == 1 and config.layout == "elastic"
+    apart = groups == 1 and config.layout == "elastic" and config.tiers.on_device
     own, unnamed = own_experts(config), unnamed_experts(config)
-    everywhere = model.num_experts * len(model.task_layers)
+    everywhere = model.num_experts * len(model.task_layers) if config.tiers.on_device else 0
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
     one = expert_bytes(config)
@@ -146,6 +166,9 @@ class LayoutController:
         """Use so many devices from `step` on; `ValueError` if that cannot be."""
         config, processes, most = self._config, jax.process_count(), jax.device_count()
         check(config.layout == "elastic", "layout", config.layout, "must be elastic for another number of devices")
+        tiers = config.tiers.experts, config.tiers.optimizer
+        constraint = "must be device for another number of devices while the run goes on"
+        check(config.tiers.on_device, "tiers", tiers, constraint)
         check(0 < num_devices <= most, "devices", num_devices, f"must be between 1 and {most}")
         check(num_devices % processes == 0, "devices", num_devices, f"must be a multiple of {processes} processes")
         check_layouts(config, num_devices, step)
@@ -158,6 +181,13 @@ def plan_lines(config: VisionTrainConfig) -> list[str]:
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     config = replace(config, layout="elastic") if groups == 1 else config
     layout = layout_of(config, max(1, mesh.data) * groups)
+    return [*layout.lines(), *filter(None, [slots_line(config, layout), tiers_line(config)])]
+
+
+def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
+    """Return the layout as text, where devices differ, and what each of them keeps."""
+    if len(set(layout.shares)) == 1 or config.layout != "elastic":
+        return []
     return [*layout.lines(), *filter(None, [slots_line(config, layout)])]
 
 
@@ -165,14 +195,35 @@ def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     """Return what each device keeps in fact: in every layer routed by task as much as the one that needs most."""
     slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
-    experts = num_slots * len(config.model.task_layers)
+    experts = num_slots * len(config.model.task_layers) if config.tiers.on_device else 0
     return bytes_for_all(config, len(layout.shares)) + experts * expert_bytes(config)
 
 
+def tiers_line(config: VisionTrainConfig) -> str:
+    """Return what is on the device of experts on tiers, and what is on which tier; "" where none are."""
+    tiers, layers = config.tiers, _expert_layers(config)
+    if tiers.on_device:
+        return ""
+    parameters = config.model.num_experts * layers * config.model.expert_parameters
+    gradient_bytes = 2 if tiers.gradient_dtype == "bfloat16" else 4
+    kinds = {
+        "weights": (4, tiers.experts),
+        "moments": (8, tiers.optimizer),
+        "gradients": (gradient_bytes, tiers.gradients),
+    }
+    below = ", ".join(
+        f"{kind} {size_text(parameters * size)} ({tier})" for kind, (size, tier) in kinds.items() if tier != "device"
+    )
+    return (
+        f"experts on tiers: a device has its part of {_slots_on_device(config)} of {layers} layers; of all experts, "
+        f"for each replica of them: {below}"
+    )
+
+
 def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
-    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits them."""
+    """Return what a device keeps in fact; "" where it has all experts, on tiers too, or where the mesh splits them."""
     slots = task_slots(config, layout)
-    if slots is None:
+    if slots is None or not config.tiers.on_device:
         return ""
     kept, limit = kept_bytes(config, layout), config.machine.device().device_bytes
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""

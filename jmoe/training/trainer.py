@@ -42,7 +42,7 @@ class Trainer(Protocol):
         """Draw step 0."""
 
     def step(
-        self, state: TrainState, tokens_ABS: Any, full_capacity: bool = False
+        self, state: TrainState, tokens_ABS: Any, /, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take one step on tokens [A, B, S + 1]; the state's memory is used again.
 

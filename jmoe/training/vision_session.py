@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from jmoe.data.images import ImageTask
 from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.distributed import AskedSignal, from_rank_0
 from jmoe.run.metrics import read_events, read_metrics
+from jmoe.run.planner import experts_line, tier_totals
 from jmoe.run.task_report import TaskResult, linear_accuracy, print_task_summary, write_task_report
 from jmoe.status import status
 from jmoe.training.packing import agreed, moved
@@ -28,6 +30,7 @@ from jmoe.training.task_experts import same_slots
 from jmoe.training.task_layouts import LayoutController
 from jmoe.training.vision_run import state_from_run
 from jmoe.training.vision_step import VisionTrainer
+from jmoe.training.vision_trainer import ImageTrainer
 
 DEVICES_FILE = "devices"  # in the output folder: how many a run is to use from the next SIGUSR2 on
 EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
@@ -77,7 +80,7 @@ class VisionSession(Session):
         """Return step 0: drawn, or with what the run in `init_from` has learned."""
         if not self.config.init_from:
             return self.trainer.init()
-        assert isinstance(self.trainer, VisionTrainer)
+        assert isinstance(self.trainer, ImageTrainer)
         return state_from_run(self.trainer, self.corpus)
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
@@ -101,11 +104,12 @@ class VisionSession(Session):
         That is when a task has ended, when a signal has asked for another number of devices, or when loads are uneven.
         """
         trainer, layouts = self.trainer, self.layouts
-        assert isinstance(trainer, VisionTrainer)
+        assert isinstance(trainer, ImageTrainer)
         reasons, measured = [], dict[str, float]()
         if self.resizing is not None and self.resizing.requested(step):
             reasons.append(self._resize(step))
         if layouts.is_due(step):
+            assert isinstance(trainer, VisionTrainer)
             with self.watchdog.waiting_for("what images take before step", step), status("timing the tasks", say):
                 measured = self._image_s(trainer, state)
             reasons.append(layouts.replan(step, measured))
@@ -121,7 +125,7 @@ class VisionSession(Session):
                 first = jax.process_index() * each
                 self.batches.deal(layout, first, first + each)
                 self.idle = IdleTime()
-                self.trainer = VisionTrainer(trainer.config, trainer.model.num_classes, mesh, layout)
+                self.trainer = trainer.in_layout(mesh, layout)
                 if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
                     state = moved(state, trainer, self.trainer)
                 self.mesh = mesh
@@ -155,7 +159,7 @@ class VisionSession(Session):
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Say, log and return the share of each task's held-out images whose class is right."""
-        assert isinstance(self.trainer, VisionTrainer)
+        assert isinstance(self.trainer, ImageTrainer)
         step, begun, devices = int(state.step), time.perf_counter(), self.mesh.size
         images = sum(len(task.held_out.labels) for task in self.corpus)
         doing = status(f"evaluating on {images:,} held-out images", say)
@@ -171,8 +175,9 @@ class VisionSession(Session):
             homes, numbers = self.trainer.homes, compared.tolist()
             train = train_images(self.corpus, numbers, homes, *sizes) if numbers else iter(())
             means = self.trainer.class_means(state, map(put, train))
-            for batch in held_out_batches(self.corpus, homes, *sizes):
-                sums_3A += np.asarray(self.trainer.evaluate(state, [put(batch)], means)[0])
+            batches = held_out_batches(self.corpus, homes, *sizes)
+            while some := [put(batch) for batch in itertools.islice(batches, self.trainer.evaluation_batches)]:
+                sums_3A += sum(map(np.asarray, self.trainer.evaluate(state, some, means)))
             idle = self.idle.by_device(devices)
         if self.log is not None and not all(map(math.isnan, idle)):
             self.log.write_event("idle", step, idle=idle, planned=self.trainer.layout.idle())
@@ -199,12 +204,13 @@ class VisionSession(Session):
 
     def report(self) -> Path:
         """Draw the run so far and return the picture's path."""
-        assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, VisionTrainer)
+        assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
         return write_task_report(self.output_dir, self.config, self.trainer.layout)
 
     def finish(self, state: TrainState, before: dict[str, float] | None) -> None:
         """Evaluate, then print what the run learned and where its files are."""
         accuracy = self.evaluate(state)
+        totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return
         assert isinstance(self.config, VisionTrainConfig)
@@ -227,3 +233,5 @@ class VisionSession(Session):
             for task in self.corpus
         ]
         print_task_summary(results, path)
+        if totals:
+            say(experts_line(totals))

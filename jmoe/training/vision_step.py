@@ -1,21 +1,17 @@
 """Training several image tasks at once: one `shard_map` over the mesh, from images to the updated state.
 
-Legend: R devices, M micro-batches, B images of a micro-batch, G of a step, Y outputs of all heads, C features of all
-embeddings, K classes of all tasks, A tasks, N layers routed per token, E experts.
+Legend: M micro-batches, B images of a micro-batch, Y outputs of all heads, C features of all embeddings, K classes of
+all tasks, A tasks, N layers of a kind, E experts.
 
 The layout says which images of which tasks a device has. Parameters are gathered once, a device adds up the gradients
-of its micro-batches, as many as the layout gives it, and the sum is reduced once. Every image's loss is divided by what
-its task has on all devices, so that no layout changes the loss.
-
-Images of a task with a contrastive head are compared with all of the task's in the step: embeddings are computed first
-and gathered, every device has the loss of all of them and its gradient, and the gradient of its own images' embeddings
-is what their micro-batch is differentiated with (as GradCache, arXiv:2101.06983).
+of its micro-batches, as many as the layout gives it, and the sum is reduced once. Embeddings that are compared
+(`TaskLosses.compared`) are computed before.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -23,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
-from jmoe.layers.contrastive import contrastive_losses, similarities, unit
 from jmoe.layers.moe import ExpertParallel
 from jmoe.layers.router import RouterBias
 from jmoe.memory.record_checkpoint import RecordCheckpoints
@@ -37,27 +33,78 @@ from jmoe.planning.elastic import Layout
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.packing import ROUNDS, timed_s
 from jmoe.training.sharded_model import ShardedModel
-from jmoe.training.state import TrainState
+from jmoe.training.state import TrainState, with_read_experts
 from jmoe.training.task_experts import TaskSlots, task_experts_of, task_slots, with_task_experts
-from jmoe.training.task_layouts import slots_line
+from jmoe.training.task_layouts import notes_of
+from jmoe.training.task_losses import Contrast, Metrics, TaskLosses
 from jmoe.training.update import finish_step, over_devices
-
-Metrics = dict[str, Any]
-
-
-class Contrast(NamedTuple):
-    """What comparing all images of a step says of this device's, [M, B, ...] or [B, ...]."""
-
-    gradient: jax.Array  # of the loss with respect to the embedding, [C]
-    loss: jax.Array
-    is_right: jax.Array  # 1.0 where the nearest other image is of the same class
-
 
 OF_TASKS = ("heads", "path_logits")  # parameters below these have a node for each task
 
 
 def _trees(state: TrainState) -> tuple[Any, Any, Any]:
     return state.params, state.m, state.v
+
+
+def active_tasks(config: VisionTrainConfig, layout: Layout) -> list[str]:
+    """Return the names of the tasks that any device runs, by number."""
+    active = {layout.tasks[share.task].name for shares in layout.shares for share in shares}
+    return [name for name in config.tasks if name in active]
+
+
+def ended_experts(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[np.bool_]:
+    """Return [N, E] of the layers routed by task: whether of all tasks only some that have ended name the expert."""
+    paths = {name: np.array(task.path, np.int32) for name, task in config.tasks.items()}
+    ends_NE = np.zeros((len(config.model.task_layers), config.model.num_experts), bool)
+    for some, ended in ((paths.keys() - active, True), (active, False)):
+        for name in some:
+            ends_NE[np.arange(len(ends_NE)), paths[name]] = ended
+    return ends_NE
+
+
+def with_ended(
+    config: VisionTrainConfig, active: Sequence[str], states: tuple[TrainState, TrainState], ends: jax.Array
+) -> TrainState:
+    """Return the later of two states, with earlier heads and paths of tasks that have ended.
+
+    ends: [N, E or slots], experts of layers routed by task that stay as they were too, where these are in the state.
+    """
+    old, new = states
+    if len(active) == len(config.tasks):
+        return new
+
+    def kept(path: Any, was: jax.Array, now: jax.Array) -> jax.Array:
+        names = path_names(path)
+        if names[0] in OF_TASKS:
+            return now if names[1] in active else was
+        if names[0] == "task_layers" and is_expert(path):
+            return jnp.where(ends.reshape(*ends.shape, *[1] * (now.ndim - 2)), was, now)
+        return now
+
+    trees = (jax.tree_util.tree_map_with_path(kept, *pair) for pair in zip(_trees(old), _trees(new), strict=True))
+    params, m, v = trees
+    return dataclasses.replace(new, params=params, m=m, v=v)
+
+
+def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
+    """Return what a step draws to learn paths: it depends on the seed, the step and a task's number alone."""
+    paths = config.paths
+    if not config.model.learn_paths:
+        return None
+    done = step.astype(jnp.float32) / config.num_steps
+    temperature = paths.temperature * (paths.final_temperature / paths.temperature) ** done
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
+
+
+def paths_of(config: VisionTrainConfig, state: TrainState, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """Return the expert that each task takes in each layer routed by task, as learned or as given."""
+    paths = {name: task.path for name, task in config.tasks.items()}
+    if not config.model.learn_paths:
+        return paths
+    everywhere = NamedSharding(mesh, REPLICATED)
+    logits = jax.jit(lambda tree: tree, out_shardings=everywhere)(state.params["path_logits"])
+    return {name: taken_path(path, logits[name].addressable_data(0)) for name, path in paths.items()}
 
 
 class ShardedVision(ShardedModel):
@@ -162,13 +209,8 @@ class VisionTrainer:
         self.homes = everywhere if self.slots is None else self.slots.homes  # devices that can evaluate each task
         self.saved_shape = self.full_shape = model.saved_shape
         self.state_shape, self.save_state = model.state_shape, model.to_saved
-        tasks = [config.tasks[name] for name in num_classes]
-        sizes = [task.head_size(count) for task, count in zip(tasks, num_classes.values(), strict=True)]
-        self._outputs = np.cumsum([0, *sizes])[:-1].astype(np.int32)  # where each task's begin
-        self._classes = np.cumsum([0, *num_classes.values()])[:-1].astype(np.int32)
-        self.compares = np.array([task.head == "contrastive" for task in tasks])  # tasks that do, by number
-        self._embeds = np.repeat(self.compares, sizes)  # outputs that are embeddings
-        self._temperature = np.array([task.contrastive_temperature for task in tasks], np.float32)
+        self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
+        self.compares = self.losses.compares
         self.micro_batch = layout.micro_batch // config.gradient_accumulation_steps
         self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
         state = model.state_specs
@@ -179,8 +221,6 @@ class VisionTrainer:
             return sharded(body, in_specs=(state, BATCH), out_specs=(state, REPLICATED))(state_now, batch)
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
-        active = {layout.tasks[share.task].name for shares in layout.shares for share in shares}
-        self._active = [name for name in config.tasks if name in active]
         in_specs = (state, BATCH, REPLICATED)
         self._evaluate = jax.jit(sharded(self._evaluate_local, in_specs=in_specs, out_specs=REPLICATED))
         self._class_sums = jax.jit(sharded(self._class_sums_local, in_specs=(state, BATCH), out_specs=REPLICATED))
@@ -188,9 +228,11 @@ class VisionTrainer:
     @property
     def notes(self) -> list[str]:
         """The layout, where devices differ, and what each of them keeps."""
-        if len(set(self.layout.shares)) == 1 or self.config.layout != "elastic":
-            return []
-        return [*self.layout.lines(), *filter(None, [slots_line(self.config, self.layout)])]
+        return notes_of(self.config, self.layout)
+
+    def in_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":
+        """Return the trainer of the run in another layout, and on another mesh."""
+        return VisionTrainer(self.config, self.model.num_classes, mesh, layout)
 
     # A step
 
@@ -221,31 +263,12 @@ class VisionTrainer:
 
     def _with_ended(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the new state, with old heads of tasks that have ended, and old experts that only these name."""
-        tasks = self.config.tasks
-        if len(self._active) == len(tasks):
-            return new
-        paths = {name: np.array(task.path, np.int32) for name, task in tasks.items()}
-        ends_NE = np.zeros((len(self.config.model.task_layers), self.config.model.num_experts), bool)
-        for some, ended in ((paths.keys() - self._active, True), (self._active, False)):
-            for name in some:
-                ends_NE[np.arange(len(ends_NE)), paths[name]] = ended
-
+        ends_NE = ended_experts(self.config, self.losses.active)
         if self.slots is not None:
             of_slot = np.maximum(self.slots.experts_RNS, 0)
             ends_RNS = ends_NE[np.arange(len(ends_NE))[:, None], of_slot] & (self.slots.experts_RNS >= 0)
         ends = jnp.asarray(ends_NE) if self.slots is None else self.slots.of_device(ends_RNS)
-
-        def kept(path: Any, was: jax.Array, now: jax.Array) -> jax.Array:
-            names = path_names(path)
-            if names[0] in OF_TASKS:
-                return now if names[1] in self._active else was
-            if names[0] == "task_layers" and is_expert(path):
-                return jnp.where(ends.reshape(*ends.shape, *[1] * (now.ndim - 2)), was, now)
-            return now
-
-        trees = (jax.tree_util.tree_map_with_path(kept, *pair) for pair in zip(_trees(old), _trees(new), strict=True))
-        params, m, v = trees
-        return dataclasses.replace(new, params=params, m=m, v=v)
+        return with_ended(self.config, self.losses.active, (old, new), ends)
 
     def gradients_local(self, state: TrainState, batch: ImageBatch, *, full_capacity: bool) -> tuple[Any, Metrics]:
         """Return this device's part of the gradients and metrics, summed over its own micro-batches.
@@ -253,7 +276,7 @@ class VisionTrainer:
         Gradients of what is sharded over all devices come back reduced, onto the shards.
         """
         gathered, scatter = jax.vjp(self.model.gather_all, state.params)
-        draw = self._draw(state.step)
+        draw = draw_of(self.config, state.step)
         contrast = self._contrast(gathered, state, batch, draw, full_capacity=full_capacity)
         loss_and_gradients = jax.value_and_grad(partial(self.loss_local, full_capacity=full_capacity), has_aux=True)
 
@@ -273,16 +296,6 @@ class VisionTrainer:
         (reduced,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, gathered))
         return reduced, metrics
 
-    def _draw(self, step: jax.Array) -> PathDraw | None:
-        """Return what a step draws to learn paths: it depends on the seed, the step and a task's number alone."""
-        config, paths = self.config, self.config.paths
-        if not config.model.learn_paths:
-            return None
-        done = step.astype(jnp.float32) / config.num_steps
-        temperature = paths.temperature * (paths.final_temperature / paths.temperature) ** done
-        key = jax.random.fold_in(jax.random.key(config.seed), step)
-        return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
-
     def _contrast(
         self, params: Any, state: TrainState, batch: ImageBatch, draw: PathDraw | None, *, full_capacity: bool
     ) -> Contrast | None:
@@ -298,33 +311,12 @@ class VisionTrainer:
 
         def embed(index: Any, z_MBC: jax.Array) -> jax.Array:
             logits_BY, _ = self._forward(params, state.router_bias, _micro_batch(batch, index), **options)
-            return z_MBC.at[index].set(self._embeddings(logits_BY))
+            return z_MBC.at[index].set(self.losses.embeddings(logits_BY))
 
         with jax.named_scope("contrast"):
-            labels_MB = batch.label[0]
-            zeros = jnp.zeros((*labels_MB.shape, int(self._embeds.sum())), jnp.float32)
+            zeros = jnp.zeros((*batch.label[0].shape, self.losses.embedding_size), jnp.float32)
             z_MBC = lax.fori_loop(0, _of_device(counts), embed, zeros)
-            own = z_MBC, batch.task[0], labels_MB, batch.weight[0]
-            every = [lax.all_gather(a, ALL) if self.model.mesh.size > 1 else a[None] for a in own]
-            z_GC, task_G, label_G, weight_G = (a.reshape(-1, *a.shape[3:]) for a in every)
-            tasks = self.config.tasks.values()
-            share_A = np.array([task.loss_weight / task.batch_size for task in tasks], np.float32) * self.compares
-            weight_G = weight_G * jnp.asarray(self.compares)[task_G].astype(jnp.float32)
-            share_G, temperature_G = jnp.asarray(share_A)[task_G], jnp.asarray(self._temperature)[task_G]
-
-            def total(z_GC: jax.Array) -> Any:
-                loss_G, is_right_G = contrastive_losses(z_GC, task_G, label_G, weight_G, temperature_G)
-                return (loss_G * share_G).sum(), (loss_G, is_right_G)
-
-            gradient_GC, (loss_G, is_right_G) = jax.grad(total, has_aux=True)(z_GC)
-            device = lax.axis_index(ALL) if self.model.mesh.size > 1 else 0
-            parts = (a.reshape(*every[0].shape[:3], *a.shape[1:]) for a in (gradient_GC, loss_G, is_right_G))
-            return Contrast(*(part[device] for part in parts))
-
-    def _embeddings(self, logits_BY: jax.Array) -> jax.Array:
-        """Return [B, C] of length 1, 0 where a feature is another task's; zeros of tasks that have classes."""
-        own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
-        return unit(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
+            return self.losses.compared(z_MBC, jax.tree.map(lambda a: a[0], batch))
 
     def loss_local(
         self,
@@ -340,38 +332,18 @@ class VisionTrainer:
 
         What it compares has that of `contrast`, as value and as gradient.
         """
-        config, tasks = self.config, self.config.tasks
+        config = self.config
         options = {"train": True, "full_capacity": full_capacity, "remat": config.remat == "layer", "draw": draw}
         logits_BY, stats = self._forward(params, router_bias, batch, **options)
-        nll_B, correct_B = self._nll(logits_BY, batch)
-        with jax.named_scope("loss"):
-            compared = jnp.zeros((), jnp.float32)
-            if contrast is not None:
-                compares_B = jnp.asarray(self.compares)[batch.task]
-                nll_B = jnp.where(compares_B, contrast.loss, nll_B)
-                correct_B = jnp.where(compares_B, contrast.is_right, correct_B)
-                compared = (self._embeddings(logits_BY) * contrast.gradient).sum()
-                compared = compared - lax.stop_gradient(compared)  # a gradient without a value
-            images_A = np.array([task.batch_size for task in tasks.values()], np.float32)
-            weights_A = np.array([task.loss_weight for task in tasks.values()], np.float32)
-            of_task_AB = batch.task == np.arange(len(tasks), dtype=np.int32)[:, None]
-            loss_A = jnp.where(of_task_AB, nll_B * batch.weight, 0.0).sum(axis=1) / images_A
-            correct_A = jnp.where(of_task_AB, correct_B * batch.weight, 0.0).sum(axis=1) / images_A
-            loss = (loss_A * weights_A).sum() + compared
-        metrics: Metrics = {
-            "loss": loss,
-            "task_loss": {name: loss_A[number] for number, name in enumerate(tasks) if name in self._active},
-            "task_accuracy": {name: correct_A[number] for number, name in enumerate(tasks) if name in self._active},
-        }
+        loss, metrics = self.losses.loss(logits_BY, batch, contrast)
         if stats is None:
-            return loss, lax.stop_gradient(metrics)
-        tokens = sum(tasks[name].batch_size for name in self._active) * config.sequence_length
-        z = config.model.router.z_loss_coef * stats.z_sum.sum() / tokens / config.model.num_moe_layers
+            return loss, metrics
+        z = self.losses.z_loss(stats.z_sum)
         metrics |= {
             "balance_loss": jnp.zeros((), jnp.float32),
             "z_loss": z,
             "counts": stats.counts_E,
-            "entropy": stats.entropy_sum / tokens,
+            "entropy": stats.entropy_sum / self.losses.step_tokens,
             "dropped": stats.dropped,
         }
         return loss + z, lax.stop_gradient(metrics)
@@ -380,14 +352,6 @@ class VisionTrainer:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
         options |= {} if self.slots is None else {"slot_NE": self.slots.slots_local()}
         return self.model.merge(params, router_bias)(pixels, batch.task, dtype=self.model.dtype, **options)
-
-    def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
-        """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B]); of tasks with classes.
-
-        Images of others get something finite.
-        """
-        label_B = jnp.where(jnp.asarray(self.compares)[batch.task], 0, batch.label)
-        return _classified(logits_BY, label_B + jnp.asarray(self._outputs)[batch.task])
 
     # Measuring
 
@@ -404,7 +368,7 @@ class VisionTrainer:
         def gradients_local(params: Any, router_bias: Any, batch: ImageBatch) -> jax.Array:
             own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
             loss = partial(self.loss_local, full_capacity=False)
-            draw = self._draw(jnp.int32(0))
+            draw = draw_of(self.config, jnp.int32(0))
             contrast = self._sample_contrast(own, router_bias, part, draw) if self.compares.any() else None
             grads, _ = jax.grad(loss, has_aux=True)(own, router_bias, part, draw, contrast)
             return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]).sum()[None]
@@ -422,7 +386,7 @@ class VisionTrainer:
         """Return something to differentiate a micro-batch of one task with; embeddings are computed as in a step."""
 
         def embed() -> jax.Array:
-            return self._embeddings(self._forward(params, router_bias, batch, train=True, draw=draw)[0])
+            return self.losses.embeddings(self._forward(params, router_bias, batch, train=True, draw=draw)[0])
 
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed))
         z_BC = lax.cond(jnp.asarray(self.compares)[batch.task[0]], embed, lambda: nothing)
@@ -435,18 +399,14 @@ class VisionTrainer:
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
         logits_BY, _ = self._forward(params, state.router_bias, part, full_capacity=True)
-        class_B = part.label + jnp.asarray(self._classes)[part.task]
-        of_class_KB = class_B == jnp.arange(sum(self.model.num_classes.values()), dtype=jnp.int32)[:, None]
-        weight_KB = jnp.where(of_class_KB, part.weight, 0.0)
-        return lax.psum(jnp.dot(weight_KB, self._embeddings(logits_BY)), ALL)
+        return lax.psum(self.losses.class_sums(logits_BY, part), ALL)
 
     def class_means(self, state: TrainState, batches: Iterable[Any]) -> jax.Array:
         """Return [K, C], in the direction of the mean embedding of each class of the tasks that compare images.
 
         batches: of training images of these tasks. `evaluate` takes the means.
         """
-        shape = sum(self.model.num_classes.values()), int(self._embeds.sum())
-        sums = np.zeros(shape, np.float32)
+        sums = np.zeros(self.losses.class_means_shape, np.float32)
         for batch in batches:
             sums += np.asarray(self._class_sums(state, batch))
         return jnp.asarray(sums)
@@ -455,17 +415,7 @@ class VisionTrainer:
         part = _micro_batch(batch, 0)
         params = self.model.gather_all(state.params)
         logits_BY, _ = self._forward(params, state.router_bias, part, full_capacity=True)
-        nll_B, correct_B = self._nll(logits_BY, part)
-        if self.compares.any():
-            owner_K = np.repeat(np.arange(len(self.compares), dtype=np.int32), list(self.model.num_classes.values()))
-            z_BC, temperature_B = self._embeddings(logits_BY), jnp.asarray(self._temperature)[part.task]
-            near_BK = jnp.where(part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf)
-            compared = _classified(near_BK, part.label + jnp.asarray(self._classes)[part.task])
-            compares_B = jnp.asarray(self.compares)[part.task]
-            nll_B, correct_B = (jnp.where(compares_B, *pair) for pair in zip(compared, (nll_B, correct_B), strict=True))
-        of_task_AB = part.task == np.arange(len(self.config.tasks), dtype=np.int32)[:, None]
-        values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * part.weight
-        return lax.psum(jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1), ALL)
+        return lax.psum(self.losses.evaluation(logits_BY, part, means_KC), ALL)
 
     def evaluate(
         self, state: TrainState, batches: Sequence[Any], class_means: jax.Array | None = None
@@ -479,19 +429,19 @@ class VisionTrainer:
 
     def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return the expert that each task takes in each layer routed by task, as learned or as given."""
-        paths = {name: task.path for name, task in self.config.tasks.items()}
-        if not self.config.model.learn_paths:
-            return paths
-        everywhere = NamedSharding(self.model.mesh, REPLICATED)
-        logits = jax.jit(lambda tree: tree, out_shardings=everywhere)(state.params["path_logits"])
-        return {name: taken_path(path, logits[name].addressable_data(0)) for name, path in paths.items()}
+        return paths_of(self.config, state, self.model.mesh)
 
     # Checkpoints
 
     def load_state(
         self, saved: TrainState, weights: ReadExperts | None = None, moments: ReadExperts | None = None
     ) -> TrainState:
-        """Return the state as training uses it, and free what that does not share with the saved one."""
+        """Return the state as training uses it, and free what that does not share with the saved one.
+
+        Experts that `saved` lacks are read.
+        """
+        kinds = self.config.model.layer_kinds
+        saved = with_read_experts(saved, self.saved_shape, kinds, weights, moments)
         state = self.model.from_saved(saved)
         if self.slots is not None:
             for tree in (saved.params, saved.m, saved.v):
@@ -519,11 +469,3 @@ def _at(contrast: Contrast | None, index: Any) -> Contrast | None:
 def _of_device(values: Sequence[int]) -> Any:
     """Return this device's value, a number where all have the same."""
     return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[lax.axis_index(ALL)]
-
-
-def _classified(logits_BY: jax.Array, label_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (negative log-likelihood in nats [B], 1.0 where the label has the largest logit [B])."""
-    log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
-    is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)
-    nll_B = -jnp.where(is_label_BY, log_p_BY, 0.0).sum(axis=1)
-    return nll_B, (jnp.argmax(logits_BY, axis=1).astype(jnp.int32) == label_B).astype(jnp.float32)

@@ -17,7 +17,7 @@ from jmoe.mesh import BATCH
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, taken_path
 from jmoe.training.state import TrainState
 from jmoe.training.task_layouts import layout_of
-from jmoe.training.vision_step import VisionTrainer
+from jmoe.training.vision_step import VisionTrainer, draw_of
 from tests.arrays import on_host
 from tests.model_configs import mesh_of
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
@@ -96,7 +96,7 @@ def test_no_layout_changes_a_loss_or_a_path() -> None:
 
 def test_what_is_drawn_depends_on_step_and_task_alone() -> None:
     (one, _), (four, _) = trainer_of(1), trainer_of(4)
-    draws = [trainer._draw(jnp.int32(step)) for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))]
+    draws = [draw_of(trainer.config, jnp.int32(step)) for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))]
     np.testing.assert_array_equal(draws[0].noise_AN, draws[1].noise_AN)
     assert len(np.unique(np.stack([draw.noise_AN for draw in draws[1:]]))) == 3 * 4 * 2
     assert [float(draw.temperature) for draw in draws[1:]] == pytest.approx([2.0, 0.4**0.5, 0.2])

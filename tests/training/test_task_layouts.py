@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jmoe.config import CommConfig, MachineConfig, MeshConfig, VisionTrainConfig
+from jmoe.config import CommConfig, MachineConfig, MeshConfig, TiersConfig, VisionTrainConfig
 from jmoe.config.vision import ElasticConfig
 from jmoe.configs.ufo import ufo_17b, ufo_tiny
 from jmoe.training.task_layouts import (
@@ -151,3 +151,30 @@ def test_what_devices_keep_in_fact_is_said() -> None:
     large = dataclasses.replace(ufo_17b, layout="elastic")
     own = layout_of(large, 40)
     assert kept_bytes(large, own) == own.num_bytes[0] == own.num_bytes[39]  # a task each: nothing is padding
+
+
+def test_experts_on_tiers_are_planned() -> None:
+    """What the device has of them depends on the layers in use alone; the rest is on its tier."""
+    experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.expert_parameters  # of three layers
+    here = memory_of(dataclasses.replace(ELASTIC, layout="even"), 1)[0].shared_bytes
+    for tiers, layers in (
+        (TiersConfig(experts="host", optimizer="nvme"), 2),
+        (TiersConfig(experts="nvme", optimizer="nvme", device_layers=1), 1),
+        (TiersConfig(experts="device", optimizer="host", device_layers=1), 3),
+    ):
+        config = dataclasses.replace(ELASTIC, tiers=tiers)
+        memory, own_bytes = memory_of(config, 1)
+        assert here - memory.shared_bytes == experts * of_expert * (3 * 16 - 4 * layers - 8)
+        assert set(own_bytes.values()) == {0}
+    config = dataclasses.replace(ELASTIC, mesh=MeshConfig(2), tiers=TiersConfig(experts="host", optimizer="nvme"))
+    total = 3 * experts * of_expert
+    assert plan_lines(config)[-1] == (
+        "experts on tiers: a device has its part of 2 of 3 layers; of all experts, for each replica of them: "
+        f"weights {4 * total / 1e6:.2f} MB (host), moments {8 * total / 1e6:.2f} MB (nvme), "
+        f"gradients {4 * total / 1e6:.2f} MB (host)"
+    )
+    half = dataclasses.replace(config, tiers=dataclasses.replace(config.tiers, gradient_dtype="bfloat16"))
+    assert kept_bytes(config, layout_of(config, 2)) - kept_bytes(half, layout_of(half, 2)) == 2 * total // 3
+    few = dataclasses.replace(config, machine=MachineConfig(device_bytes=1_000_000))
+    with pytest.raises(ValueError, match=r"machine\.device_bytes = 1000000: must be more for 4 tasks on 2 devices"):
+        layout_of(few, 2)

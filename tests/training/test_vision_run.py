@@ -1,5 +1,6 @@
 """A run on images begins with what another has learned: with a task more, the others compute bit for bit the same."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.config import TaskConfig, VisionTrainConfig
+from jmoe.config import TaskConfig, TiersConfig, VisionTrainConfig
 from jmoe.data.images import ImageTask, Split
 from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_run import state_from_run
-from jmoe.training.vision_step import VisionTrainer
+from jmoe.training.vision_trainer import ImageTrainer, make_vision_trainer
+from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 from tests.vision_runs import CLASS_NAMES, CONFIG, saved_run
 
@@ -23,10 +25,10 @@ CLASSES = {"emoji": ["x", "y"], **CLASS_NAMES}
 TASKS = {"emoji": TaskConfig("more", path=(2, 2)), **CONFIG.tasks}
 
 
-def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[VisionTrainer, Any]:
+def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[ImageTrainer, Any]:
     config: VisionTrainConfig = dataclasses.replace(CONFIG, **({"tasks": TASKS, "init_from": str(run)} | changes))
     counts = {name: len(names) for name, names in classes.items()}
-    trainer = VisionTrainer(config, counts, mesh_of(1, 1, 1), layout_of(config, 1))
+    trainer = make_vision_trainer(config, counts, mesh_of(1, 1, 1), layout_of(config, 1))
     tasks = tuple(ImageTask(name, tuple(names), NO_IMAGES, NO_IMAGES) for name, names in classes.items())
     return trainer, state_from_run(trainer, tasks)
 
@@ -46,6 +48,14 @@ def test_a_further_task_changes_no_bit_of_the_others(tmp_path: Path) -> None:
     new, _ = grown(pixels, jnp.zeros(5, jnp.int32), full_capacity=True)
     assert np.isfinite(new[:, :2]).all() and np.isneginf(new[:, 2:]).all()
     assert int(state.step) == 0 and not np.any(state.m["norm"]["scale"])
+
+
+def test_a_run_with_experts_on_tiers_begins_with_the_same(tmp_path: Path) -> None:
+    saved_run(tmp_path)
+    expected = full_state(*begun(tmp_path, CLASSES))
+    trainer, state = begun(tmp_path, CLASSES, tiers=TiersConfig(experts="host", optimizer="host"))
+    with contextlib.closing(trainer):
+        assert differing(full_state(trainer, state), expected) == []
 
 
 @pytest.mark.parametrize(

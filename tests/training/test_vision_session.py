@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from jmoe.config import VisionTrainConfig
+from jmoe.config import TiersConfig, VisionTrainConfig
 from jmoe.config.vision import ElasticConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import first_devices, make_mesh
@@ -23,7 +23,8 @@ from jmoe.training.packing import PackingController
 from jmoe.training.task_layouts import layout_of
 from jmoe.training.vision_session import DEVICES_FILE, VisionSession
 from jmoe.training.vision_step import VisionTrainer
-from tests.arrays import differing, on_host
+from jmoe.training.vision_trainer import ImageTrainer, make_vision_trainer
+from tests.arrays import differing, full_state
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +37,7 @@ Losses = list[dict[str, float]]
 def session(folder: Path, num_devices: int, **changes: Any) -> VisionSession:
     config: VisionTrainConfig = dataclasses.replace(ELASTIC, output_dir=str(folder), **changes)
     mesh, layout = make_mesh((num_devices, 1, 1), first_devices(num_devices)), layout_of(config, num_devices)
-    trainer = VisionTrainer(config, CLASSES, mesh, layout)
+    trainer = make_vision_trainer(config, CLASSES, mesh, layout)
     batches = ImageBatches(TASKS, config, layout, 0, num_devices)
     unlimited: Any = types.SimpleNamespace(waiting_for=lambda *_, **__: contextlib.nullcontext())
     none: Any = None
@@ -57,7 +58,7 @@ def train(run: VisionSession, num_steps: int, state: Any = None) -> tuple[Any, L
 
 def counts(run: VisionSession) -> list[int]:
     """How many devices each task has."""
-    assert isinstance(run.trainer, VisionTrainer)
+    assert isinstance(run.trainer, ImageTrainer)
     return [len(run.trainer.layout.devices_of(task)) for task in range(len(TASKS))]
 
 
@@ -82,8 +83,8 @@ def test_a_measured_load_changes_the_layout_and_no_loss(
 
 def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
     """Copies of a task's head and of an expert, with their moments."""
-    state = run.trainer.save_state(state)
-    host = on_host({"params": state.params, "m": state.m, "v": state.v})
+    state = full_state(run.trainer, state)
+    host = {"params": state.params, "m": state.m, "v": state.v}
     return {
         name: (
             tree["heads"][task],
@@ -93,9 +94,10 @@ def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
     }
 
 
-def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: Path, tier: Any) -> None:
     tasks = CONFIG.tasks | {"middle": dataclasses.replace(CONFIG.tasks["middle"], num_steps=1)}
-    run = session(tmp_path, 4, tasks=tasks)
+    run = session(tmp_path, 4, tasks=tasks, tiers=TiersConfig(experts=tier, optimizer=tier))
     state, first = train(run, 1)
     assert counts(run) == [1, 1, 1, 1]
     kept, other = own_parts(run, state, "middle", 1), own_parts(run, state, "other", 3)
@@ -104,6 +106,7 @@ def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: 
     assert [step.keys() for step in losses] == 2 * [CLASSES.keys() - {"middle"}]
     assert differing(kept, own_parts(run, state, "middle", 1)) == []
     assert differing(other, own_parts(run, state, "other", 3)) != []
+    run.trainer.close()
     assert_near(first + losses, train(session(tmp_path, 1, tasks=tasks), 3)[1])
 
 
@@ -154,3 +157,14 @@ def test_an_image_is_timed_a_task(tmp_path: Path) -> None:
     assert measured.keys() == CLASSES.keys()
     assert all(0 < seconds < 10 for seconds in measured.values())
     assert run.batches.get_state()["next_step"] == 0
+
+
+def test_experts_on_tiers_stay_with_their_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = session(tmp_path, 2, tiers=TiersConfig(experts="host", optimizer="host"))
+    with contextlib.closing(run.trainer), AskedSignal() as run.resizing:
+        (tmp_path / DEVICES_FILE).write_text("4")
+        signal.raise_signal(signal.SIGUSR2)
+        run.pack(0, run.trainer.init())
+    assert run.mesh.size == 2
+    refused = "tiers = ('host', 'host'): must be device for another number of devices while the run goes on"
+    assert f"layout before step 0: warning: SIGUSR2 changes nothing: {refused}" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""A run's experts on their tiers, as its programs take them: the arrays of all devices, layer by layer.
+
+Legend: E experts of a layer, P those of this process, N layers with experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
+
+from jmoe.config import TrainConfig
+from jmoe.memory.record_checkpoint import RecordCheckpoints
+from jmoe.mesh import EXPERT, split_over
+from jmoe.offload.expert_index import ExpertIndex, LocalExperts
+from jmoe.offload.expert_state import DeviceStacks, ExpertState, ExpertStats, ReadExperts, Slot
+from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.train_stores import ExpertStores
+
+
+class StreamedExperts:
+    """The experts of a run whose step goes layer by layer; a trainer of such a run has them by inheritance.
+
+    An error is for good: every later call raises it. shapes: of an expert's parameters. run: names the folder of its
+    records, see `ExpertStores`.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], run: str) -> None:
+        self.mesh, self._num_experts = mesh, config.model.num_experts
+        self._owned = LocalExperts.of(mesh, self._num_experts)
+        self.experts: ExpertState | None = None
+        self.stores = ExpertStores(config, ExpertIndex.of(config.model, self._owned), dict(shapes), run)
+        self.records: RecordCheckpoints | None = self.stores.records
+
+    def _take_over(self, before: Self) -> None:
+        """Go on with the experts of another trainer of the run."""
+        self.mesh, self._num_experts, self._owned = before.mesh, before._num_experts, before._owned
+        self.experts, self.stores, self.records = before.experts, before.stores, before.records
+
+    def _open(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
+        if self.experts is not None:
+            self.experts.close()
+        self.experts = self.stores.fill(laziness, weights, moments)
+
+    def _load(self, step: int, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
+        """Take the experts to their tiers layer by layer. None: they are there already."""
+        laziness = self.stores.laziness(step) if weights is moments is None else self.stores.up_to_date(step)
+        self._open(laziness, weights, moments)
+
+    @property
+    def _opened(self) -> ExpertState:
+        if self.experts is None:
+            raise ValueError("the experts are nowhere yet: init or load_state comes first")
+        return self.experts
+
+    def _joined(self, slot: Slot) -> DeviceStacks:
+        """Return arrays [E, ...] of all devices from those of this process's devices."""
+        own = [stacks for replicas in slot for stacks in replicas]
+        if self.mesh.size == 1:
+            return own[0]
+        sharding = NamedSharding(self.mesh, split_over(EXPERT, 0))
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                (self._num_experts, *array.shape[1:]), sharding, [stacks[name] for stacks in own]
+            )
+            for name, array in own[0].items()
+        }
+
+    def _mine(self, array: jax.Array) -> list[jax.Array]:
+        """Return what an array has of each part of this process's experts, by the first device that has the part."""
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        return [shards[replicas[0]] for replicas in self._owned.devices]
+
+    def _chosen(self, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
+        """Return [P], whether rows arrived for an expert, in any of these arrays [E] of all devices."""
+        each = [np.concatenate([np.asarray(part) for part in self._mine(array)]) > 0 for array in arrived]
+        chosen_P: NDArray[np.bool_] = np.any(each, axis=0)
+        return chosen_P
+
+    def _keep(self, number: int, chosen_P: NDArray[np.bool_], experts: Mapping[str, jax.Array]) -> None:
+        """Take the gradients of a layer's experts to their tier."""
+        by_part = zip(*(self._mine(g) for g in experts.values()), strict=True)
+        self._opened.keep(number, chosen_P, [dict(zip(experts, parts, strict=True)) for parts in by_part])
+
+    def _done(self, result: Any) -> Any:
+        """Wait: on CPU collectives of two programs under way at once may wait for each other for ever."""
+        return result if self.mesh.size == 1 else jax.block_until_ready(result)
+
+    def expert_stats(self) -> ExpertStats:
+        """Return what moved between tiers."""
+        return self._opened.stats()
+
+    def progress(self) -> tuple[int, ...]:
+        """Return what changes as long as records are moved or brought up to date."""
+        return (*self.stores.progress(), 0 if self.experts is None else self.experts.stats().updates)
+
+    def close(self) -> None:
+        """End the threads, and give the records' folders free."""
+        try:
+            if self.experts is not None:
+                self.experts.close()
+                self.experts = None
+        finally:
+            self.stores.close()
