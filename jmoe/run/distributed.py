@@ -194,11 +194,12 @@ class Watchdog:
         is shown. option: the setting that holds the limit, for the message.
         """
         label = phase if step is None else f"{phase} {step}"
-        wait = _Wait(label, self.timeout_s if timeout_s is None else timeout_s, progress, option)
+        begun_s = time.monotonic()
+        wait = _Wait(label, self.timeout_s if timeout_s is None else timeout_s, progress, option, begun_s)
         if progress is not None:
             wait.seen = {self._rank: str(progress())}
         outer, self._wait = self._wait, wait
-        self._waits, self._begun_s = self._waits + 1, time.monotonic()
+        self._waits, self._begun_s = self._waits + 1, begun_s
         try:
             try:
                 yield
@@ -421,7 +422,7 @@ class _Wait:
     timeout_s: float
     progress: Callable[[], object] | None
     option: str
-    since: float = field(default_factory=time.monotonic)
+    since: float
     seen: dict[int, str] = field(default_factory=dict)
 
     def doing(self) -> str:
