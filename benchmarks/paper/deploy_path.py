@@ -124,18 +124,17 @@ class Stages:
             "--max-tokens",
             a.calibration_tokens,
         )
-        self.same = ("--optimizer.learning-rate", a.learning_rate, "--optimizer.warmup-steps", 20)
-        self.same += ("--evaluation.every-steps", 1_000_000, "--batch-size", a.batch_size)
-        self.same += ("--sequence-length", a.sequence_length)
+        # train.py's own evaluation is not what counts here
+        self.sizes = ("--batch-size", a.batch_size, "--sequence-length", a.sequence_length)
+        self.sizes += ("--evaluation.every-steps", 1_000_000, "--data.held-out-bytes", 20_000)
+        self.same = ("--optimizer.learning-rate", a.learning_rate, "--optimizer.warmup-steps", 20, *self.sizes)
 
     def prepare(self) -> None:
         """Train the whole model."""
         teacher = self.folder / "teacher"
         if not self.whole.is_dir():
             options = ("--data.path", self.learned, "--output-dir", teacher, "--num-steps", self.a.steps)
-            more = ("--optimizer.warmup-steps", self.a.warmup_steps, "--evaluation.every-steps", 1_000_000)
-            sizes = ("--batch-size", self.a.batch_size, "--sequence-length", self.a.sequence_length)
-            run("train.py", self.a.preset, *options, *more, *sizes)
+            run("train.py", self.a.preset, *options, "--optimizer.warmup-steps", self.a.warmup_steps, *self.sizes)
             run("-m", "jmoe.deploy.merge", teacher, self.whole)
         self.text = unseen_text(self.whole, self.unseen, self.a.sequence_length, self.a.unseen_tokens)
         with LazyCheckpoint(self.whole) as checkpoint:

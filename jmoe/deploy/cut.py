@@ -75,6 +75,10 @@ def own_folder(folder: Path, out: Path) -> Iterator[Path]:
             else:
                 leftover.unlink()
         yield folder
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk, as `write` says it
     finally:
         if is_own:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Some layers and experts of a model as one of its own."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -92,3 +93,12 @@ def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
             pass
         assert (first / "weights").read_text() == "whole" and not out.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "weights").read_text() == "whole"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """`write` says no place, which every folder has."""
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'"), new_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left on device: 'there'"), new_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device", "there")
+    assert list(tmp_path.iterdir()) == []
