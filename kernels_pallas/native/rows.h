@@ -24,6 +24,7 @@ inline int64_t slice_begin(int64_t K, int64_t slices, int64_t i) {
 template <class T>
 struct Matrix {
   static constexpr int64_t kChunk = 16;  // rows that are read side by side: each is a stream that is fetched ahead
+  static constexpr int64_t kColumn = sizeof(T);  // bytes from a column to the next
   const T* data;
   int64_t K, N;
   static int64_t bytes(int64_t K, int64_t N) { return K * N * int64_t(sizeof(T)); }
@@ -35,7 +36,7 @@ enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3, kFp8 = 4 };
 
 template <Format kFormat>
 struct Blocks {
-  static constexpr int64_t kChunk = 32;
+  static constexpr int64_t kChunk = 32, kColumn = 1;
   static constexpr bool kPairs = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;  // two values a byte
   using Scale = std::conditional_t<
       kFormat == Format::kMxfp4, uint8_t, std::conditional_t<kFormat == Format::kFp8, float, bfloat16>>;
@@ -80,20 +81,42 @@ struct Blocks {
   }
 };
 
-constexpr int64_t kAhead = 512;  // bytes that each stream is fetched ahead beside what the processor does
+// Rows [k, end) of a matrix. fresh: they are the first that are added up; ahead: what is fetched, this many bytes further.
+struct Chunk {
+  int64_t k, end;
+  bool fresh;
+  int64_t ahead;
+};
 
-// Adds rows [k, end) of w to y[t, n ... n + 16 NV) for TB rows of x; from 0 if `fresh`.
+// The chunk of rows at k of [first, last). What is fetched is the same place of the next chunk, after the last one that of
+// `then`, while two chunks fit a near cache; else what is a little further along the same rows.
+template <class W>
+inline Chunk chunk_of(const W& w, int64_t k, int64_t first, int64_t last, const uint8_t* then) {
+  constexpr int64_t kNear = 64 << 10, kAlong = 512;
+  const int64_t num_bytes = W::bytes(W::kChunk, w.N), next = k + W::kChunk;
+  int64_t ahead = num_bytes;
+  if (num_bytes > kNear)
+    ahead = kAlong;
+  else if (next >= last)
+    ahead = then ? then - reinterpret_cast<const uint8_t*>(w.data) - W::bytes(k, w.N) : 0;
+  return {k, std::min(last, next), k == first, ahead};
+}
+
+template <int64_t num_bytes>
+inline void fetch(const void* from, int64_t ahead) {
+  for (int64_t line = 0; line < num_bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line + ahead);
+}
+
+// Adds a chunk of rows of w to y[t, n ... n + 16 NV) for TB rows of x.
 template <int TB, int NV, class T>
 inline void add_block(
-    const Matrix<T>& w, int64_t k, int64_t end, bool fresh, const float* x, int64_t x_stride, int64_t n, float* y,
-    int64_t y_stride) {
+    const Matrix<T>& w, const Chunk& chunk, const float* x, int64_t x_stride, int64_t n, float* y, int64_t y_stride) {
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
-    for (int v = 0; v < NV; v++) sums[t][v] = fresh ? splat(0) : load<Floats>(y + t * y_stride + n + v * kLanes);
-  for (; k < end; k++) {
+    for (int v = 0; v < NV; v++) sums[t][v] = chunk.fresh ? splat(0) : load<Floats>(y + t * y_stride + n + v * kLanes);
+  for (int64_t k = chunk.k; k < chunk.end; k++) {
     const T* row = w.data + k * w.N + n;
-    for (int line = 0; line < int(NV * kLanes * sizeof(T)); line += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(row) + line + kAhead);
+    fetch<NV * kLanes * sizeof(T)>(row, chunk.ahead);
     for (int v = 0; v < NV; v++) {
       const Floats part = floats(row + v * kLanes);
       for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
@@ -106,15 +129,15 @@ inline void add_block(
 // The same for at most 32 inputs under one scale: values are added up first, then multiplied by it.
 template <int TB, int NV, Format kFormat>
 inline void add_block(
-    const Blocks<kFormat>& w, int64_t k, int64_t end, bool fresh, const float* x, int64_t x_stride, int64_t n, float* y,
+    const Blocks<kFormat>& w, const Chunk& chunk, const float* x, int64_t x_stride, int64_t n, float* y,
     int64_t y_stride) {
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = splat(0);
   const Floats table = w.table();
-  for (; k < end; k += w.kPairs ? 2 : 1) {
+  for (int64_t k = chunk.k; k < chunk.end; k += w.kPairs ? 2 : 1) {
     const uint8_t* row = w.data + (w.kPairs ? k / 2 : k) * w.N + n;
-    for (int line = 0; line < NV * kLanes; line += 64) __builtin_prefetch(row + line + kAhead);
+    fetch<NV * kLanes>(row, chunk.ahead);
     for (int v = 0; v < NV; v++) {
       if constexpr (w.kPairs) {
         const Words codes = words(load<Bytes>(row + v * kLanes));
@@ -130,26 +153,27 @@ inline void add_block(
     }
   }
   for (int v = 0; v < NV; v++) {
-    const Floats scales = w.scales_at(end - 1, n + v * kLanes);
+    const Floats scales = w.scales_at(chunk.end - 1, n + v * kLanes);
     for (int t = 0; t < TB; t++) {
       float* to = y + t * y_stride + n + v * kLanes;
-      store(to, fresh ? sums[t][v] * scales : load<Floats>(to) + sums[t][v] * scales);
+      store(to, chunk.fresh ? sums[t][v] * scales : load<Floats>(to) + sums[t][v] * scales);
     }
   }
 }
 
-// y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow
+// y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow. then: the
+// row of a matrix of as many columns, or null, that is read after them.
 template <class W>
 inline void product(
     const W& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end,
-    float* y, int64_t y_stride) {
+    float* y, int64_t y_stride, const uint8_t* then) {
   int64_t n = begin;
   for (int64_t k = first; k < last; k += W::kChunk) {
+    const Chunk chunk = chunk_of(w, k, first, last, then);
     int64_t t = 0;
     auto block = [&]<int TB, int NV>(std::integral_constant<int, TB>, std::integral_constant<int, NV>) {
       for (; t + TB <= rows; t += TB)
-        add_block<TB, NV>(
-            w, k, std::min(last, k + W::kChunk), k == first, x + t * x_stride, x_stride, n, y + t * y_stride, y_stride);
+        add_block<TB, NV>(w, chunk, x + t * x_stride, x_stride, n, y + t * y_stride, y_stride);
     };
     auto run = [&]<int NV>(std::integral_constant<int, NV> wide) {
       for (; n + NV * kLanes <= end; n += NV * kLanes) {

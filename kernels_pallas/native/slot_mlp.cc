@@ -132,13 +132,27 @@ void slot_mlp(
 
   Scratch* scratch = &a;
   const Spread up_spread(groups * up_slices, U), down_spread(groups * down_slices, s.D);
+  const int threads = Pool::get().threads();
+  // where tasks begin to read, and what a thread reads after task i: the others take as long, so that it gets i + threads
+  auto up_begin = [=](int i) {
+    const uint8_t* slot = scratch->groups[up_spread.of(i) / up_slices].slot;
+    return slot + s.w_up + W::bytes(slice_begin(s.D, up_slices, up_spread.of(i) % up_slices), U) +
+           up_spread.begin(i) * W::kColumn;
+  };
+  auto down_begin = [=](int i) {
+    const uint8_t* slot = scratch->groups[down_spread.of(i) / down_slices].slot;
+    return slot + s.w_down + W::bytes(slice_begin(s.F, down_slices, down_spread.of(i) % down_slices), s.D) +
+           down_spread.begin(i) * W::kColumn;
+  };
   Phase project_up(up_spread.tasks(), [=](int i) {
     const Group& group = scratch->groups[up_spread.of(i) / up_slices];
-    const int64_t slice = up_spread.of(i) % up_slices;
+    const int64_t slice = up_spread.of(i) % up_slices, next = i + threads, after = next - up_spread.tasks();
+    const uint8_t* then = after < 0 ? up_begin(next) : after < down_spread.tasks() ? down_begin(after) : nullptr;
     product(
         matrix<W>(group.slot, s.w_up, s.w_up_scales, s.D, U), slice_begin(s.D, up_slices, slice),
         slice_begin(s.D, up_slices, slice + 1), scratch->x.data() + group.begin * s.D, s.D, group.count,
-        up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * U, U);
+        up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * U, U,
+        then ? then - up_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase activate_rows(int(groups), [=](int g) {
     const Group& group = scratch->groups[g];
@@ -151,11 +165,13 @@ void slot_mlp(
   });
   Phase project_down(down_spread.tasks(), [=](int i) {
     const Group& group = scratch->groups[down_spread.of(i) / down_slices];
-    const int64_t slice = down_spread.of(i) % down_slices;
+    const int64_t slice = down_spread.of(i) % down_slices, next = i + threads;
+    const uint8_t* then = next < down_spread.tasks() ? down_begin(next) : nullptr;
     product(
         matrix<W>(group.slot, s.w_down, s.w_down_scales, s.F, s.D), slice_begin(s.F, down_slices, slice),
         slice_begin(s.F, down_slices, slice + 1), scratch->up.data() + group.begin * U, U, group.count,
-        down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * s.D, s.D);
+        down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * s.D, s.D,
+        then ? then - down_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase add(int(s.tokens), [=](int token) {
     float* to = out + token * s.D;

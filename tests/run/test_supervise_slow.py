@@ -57,8 +57,9 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def undisturbed(runs: TrainRuns, start_python: Start, run: Path, *options: object) -> dict[int, float]:
-    """The losses of as many steps as this run has made, with nothing in their way."""
-    whole = run.with_name("undisturbed")
+    """The losses of as many steps as this run has made, with nothing in their way; exchanged as its links made best."""
+    whole, links = run.with_name("undisturbed"), [str(path) for path in run.glob("links-*.toml")]
+    options += ("--comm.links", links[0]) if links else ()
     run_split(runs, start_python, whole, 4, 1, *options, "--num-steps", losses(run)[-1][0] + 1)
     return dict(losses(whole))
 
