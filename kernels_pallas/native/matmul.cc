@@ -17,10 +17,11 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   thread_local std::vector<float> scratch;
   const Matrix<T> w{data, K, N};
   const int64_t slices = transposed ? 1 : slices_of(K, w.bytes(K, N));
-  scratch.resize(rows * K + (slices > 1 ? slices * rows * N : 0));
+  const int64_t x_stride = transposed ? K : K + kPad, stride = slices > 1 ? N + kPad : N;
+  scratch.resize(rows * x_stride + (slices > 1 ? slices * rows * stride : 0));
   float* wide = scratch.data();
-  float* parts = slices > 1 ? wide + rows * K : y;  // [slices, rows, N]
-  widen(x, rows * K, wide);
+  float* parts = slices > 1 ? wide + rows * x_stride : y;  // [slices, rows, N]
+  for (int64_t t = 0; t < rows; t++) widen(x + t * K, K, wide + t * x_stride);
   if (transposed) {
     Phase all(int((N + kRowsOfTask - 1) / kRowsOfTask), [=](int i) {
       int64_t n = i * kRowsOfTask;
@@ -37,11 +38,13 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
     if (const int next = i + Pool::get().threads(); next < spread.tasks())
       then = reinterpret_cast<const uint8_t*>(data + slice_begin(K, slices, spread.of(next)) * N) +
              (spread.begin(next) - spread.begin(i)) * w.kColumn;
-    product(w, first, last, wide, K, rows, spread.begin(i), spread.end(i), parts + slice * rows * N, N, then);
+    product(
+        w, first, last, wide, x_stride, rows, spread.begin(i), spread.end(i), parts + slice * rows * stride, stride,
+        then);
   });
   Phase add(slices > 1 ? int(rows) : 0, [=](int t) {
-    std::memcpy(y + t * N, parts + t * N, N * sizeof(float));
-    for (int64_t s = 1; s < slices; s++) add_to(y + t * N, parts + (s * rows + t) * N, N);
+    std::memcpy(y + t * N, parts + t * stride, N * sizeof(float));
+    for (int64_t s = 1; s < slices; s++) add_to(y + t * N, parts + (s * rows + t) * stride, N);
   });
   Pool::get().run({&multiply, &add});
 }

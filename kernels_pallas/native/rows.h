@@ -161,35 +161,45 @@ inline void add_block(
   }
 }
 
-// y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow. then: the
-// row of a matrix of as many columns, or null, that is read after them.
+// Numbers between two rows of x or y: rows that are a multiple of 4 KB apart drive each other out of a cache.
+constexpr int64_t kPad = kLanes;
+
+// y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow; for many
+// rows some columns after the others, whose sums stay in a cache. then: the row of a matrix of as many columns, or null,
+// that is read after them.
 template <class W>
 inline void product(
     const W& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end,
     float* y, int64_t y_stride, const uint8_t* then) {
+  const int64_t width = rows < 8 ? std::max<int64_t>(1, end - begin) : 512;
   int64_t n = begin;
-  for (int64_t k = first; k < last; k += W::kChunk) {
-    const Chunk chunk = chunk_of(w, k, first, last, then);
-    int64_t t = 0;
-    auto block = [&]<int TB, int NV>(std::integral_constant<int, TB>, std::integral_constant<int, NV>) {
-      for (; t + TB <= rows; t += TB)
-        add_block<TB, NV>(w, chunk, x + t * x_stride, x_stride, n, y + t * y_stride, y_stride);
-    };
-    auto run = [&]<int NV>(std::integral_constant<int, NV> wide) {
-      for (; n + NV * kLanes <= end; n += NV * kLanes) {
-        t = 0;
-        if constexpr (NV <= 2) block(std::integral_constant<int, 8>(), wide);
-        if constexpr (NV <= 4) block(std::integral_constant<int, 4>(), wide);
-        if constexpr (NV <= 8) block(std::integral_constant<int, 2>(), wide);
-        block(std::integral_constant<int, 1>(), wide);
-      }
-    };
-    n = begin;
-    if (rows == 1) run(std::integral_constant<int, 16>());
-    if (rows <= 3) run(std::integral_constant<int, 8>());
-    if (rows < 8) run(std::integral_constant<int, 4>());
-    run(std::integral_constant<int, 2>());
-    run(std::integral_constant<int, 1>());
+  for (int64_t left = begin; left < end; left += width) {
+    const int64_t right = std::min(end, left + width);
+    const uint8_t* next = then;
+    if (right < end) next = reinterpret_cast<const uint8_t*>(w.data) + W::bytes(first, w.N) + width * W::kColumn;
+    for (int64_t k = first; k < last; k += W::kChunk) {
+      const Chunk chunk = chunk_of(w, k, first, last, next);
+      int64_t t = 0;
+      auto block = [&]<int TB, int NV>(std::integral_constant<int, TB>, std::integral_constant<int, NV>) {
+        for (; t + TB <= rows; t += TB)
+          add_block<TB, NV>(w, chunk, x + t * x_stride, x_stride, n, y + t * y_stride, y_stride);
+      };
+      auto run = [&]<int NV>(std::integral_constant<int, NV> wide) {
+        for (; n + NV * kLanes <= right; n += NV * kLanes) {
+          t = 0;
+          if constexpr (NV <= 2) block(std::integral_constant<int, 8>(), wide);
+          if constexpr (NV <= 4) block(std::integral_constant<int, 4>(), wide);
+          if constexpr (NV <= 8) block(std::integral_constant<int, 2>(), wide);
+          block(std::integral_constant<int, 1>(), wide);
+        }
+      };
+      n = left;
+      if (rows == 1) run(std::integral_constant<int, 16>());
+      if (rows <= 3) run(std::integral_constant<int, 8>());
+      if (rows < 8) run(std::integral_constant<int, 4>());
+      run(std::integral_constant<int, 2>());
+      run(std::integral_constant<int, 1>());
+    }
   }
   for (; n < end; n++)
     for (int64_t t = 0; t < rows; t++) {

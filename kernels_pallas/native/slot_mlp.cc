@@ -101,6 +101,7 @@ void slot_mlp(
   thread_local Scratch kept;
   Scratch& a = kept;
   const int64_t U = s.columns(), assignments = s.tokens * s.choices;
+  const int64_t d_stride = s.D + kPad, u_stride = U + kPad;
   // rows sorted by expert, by counting
   a.count.assign(s.experts + 1, 0);
   for (int64_t i = 0; i < assignments; i++) a.count[std::min<int64_t>(idx[i], s.experts)]++;
@@ -125,10 +126,10 @@ void slot_mlp(
   }
   const int64_t groups = a.groups.size();
   const int64_t up_slices = slices_of(s.D, W::bytes(s.D, U)), down_slices = slices_of(s.F, W::bytes(s.F, s.D));
-  a.x.resize(rows * s.D);
-  a.up.resize(up_slices * rows * U);      // [slices, rows, U], then the activations in the first slice
-  a.down.resize(down_slices * rows * s.D);  // [slices, rows, D]
-  for (int64_t r = 0; r < rows; r++) widen(h + a.token[r] * s.D, s.D, a.x.data() + r * s.D);
+  a.x.resize(rows * d_stride);
+  a.up.resize(up_slices * rows * u_stride);      // [slices, rows, U], then the activations in the first slice
+  a.down.resize(down_slices * rows * d_stride);  // [slices, rows, D]
+  for (int64_t r = 0; r < rows; r++) widen(h + a.token[r] * s.D, s.D, a.x.data() + r * d_stride);
 
   Scratch* scratch = &a;
   const Spread up_spread(groups * up_slices, U), down_spread(groups * down_slices, s.D);
@@ -150,16 +151,16 @@ void slot_mlp(
     const uint8_t* then = after < 0 ? up_begin(next) : after < down_spread.tasks() ? down_begin(after) : nullptr;
     product(
         matrix<W>(group.slot, s.w_up, s.w_up_scales, s.D, U), slice_begin(s.D, up_slices, slice),
-        slice_begin(s.D, up_slices, slice + 1), scratch->x.data() + group.begin * s.D, s.D, group.count,
-        up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * U, U,
+        slice_begin(s.D, up_slices, slice + 1), scratch->x.data() + group.begin * d_stride, d_stride, group.count,
+        up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * u_stride, u_stride,
         then ? then - up_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase activate_rows(int(groups), [=](int g) {
     const Group& group = scratch->groups[g];
     const Bias bias{s.b_up < 0 ? nullptr : group.slot + s.b_up, s.wide_biases};
     for (int64_t r = group.begin; r < group.begin + group.count; r++) {
-      float* row = scratch->up.data() + r * U;
-      for (int64_t slice = 1; slice < up_slices; slice++) add_to(row, row + slice * rows * U, U);
+      float* row = scratch->up.data() + r * u_stride;
+      for (int64_t slice = 1; slice < up_slices; slice++) add_to(row, row + slice * rows * u_stride, U);
       activate<T>(row, bias, s.F, U > s.F, s.activation);
     }
   });
@@ -169,8 +170,9 @@ void slot_mlp(
     const uint8_t* then = next < down_spread.tasks() ? down_begin(next) : nullptr;
     product(
         matrix<W>(group.slot, s.w_down, s.w_down_scales, s.F, s.D), slice_begin(s.F, down_slices, slice),
-        slice_begin(s.F, down_slices, slice + 1), scratch->up.data() + group.begin * U, U, group.count,
-        down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * s.D, s.D,
+        slice_begin(s.F, down_slices, slice + 1), scratch->up.data() + group.begin * u_stride, u_stride, group.count,
+        down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * d_stride,
+        d_stride,
         then ? then - down_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase add(int(s.tokens), [=](int token) {
@@ -189,8 +191,8 @@ void slot_mlp(
       const uint8_t* slot = slots + int64_t(table[expert]) * s.slot_bytes;
       const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
       const float weight = weights[token * s.choices + choice];
-      float* from = scratch->down.data() + row * s.D;
-      for (int64_t slice = 1; slice < down_slices; slice++) add_to(from, from + slice * rows * s.D, s.D);
+      float* from = scratch->down.data() + row * d_stride;
+      for (int64_t slice = 1; slice < down_slices; slice++) add_to(from, from + slice * rows * d_stride, s.D);
       const T* type = nullptr;
       int64_t d = 0;
       for (; d + kLanes <= s.D; d += kLanes)
