@@ -123,7 +123,7 @@ def test_two_processes_with_one_rank_are_an_error_everywhere(tmp_path: Path, sta
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_is_named_and_the_others_end(run_ranks: RunRanks, killed: int) -> None:
     """Rank 0 is the coordinator: JAX aborts the others at once, after the line that names it."""
-    ranks = in_step_20(run_ranks([0, 1, 2], 3, "heartbeat_s=5"))
+    ranks = in_step_20(run_ranks([0, 1, 2], 3, "heartbeat_s=8"))
     assert all(f"started {number} 3" in rank.screen for number, rank in enumerate(ranks))
     ranks[killed].kill()
     left = [rank for rank in range(3) if rank != killed]
