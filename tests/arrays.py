@@ -61,7 +61,9 @@ def random_row_map(num_tokens: int, k: int, num_inside: int, num_rows: int, num_
 def full_state(trainer: Trainer, state: TrainState) -> TrainState:
     """Return a state in the saved form on the host, with all experts up to date, wherever they lie."""
     if isinstance(trainer, StreamedTrainer | StreamedVisionTrainer):
-        experts, saved = trainer.experts, trainer.model.to_saved(state)
+        experts, saved = trainer.experts, state
+        if isinstance(trainer, StreamedTrainer):
+            saved = trainer.model.to_saved(state)
         assert experts is not None
         experts.flush_updates()
         arrays = experts.weights(), experts.moments("m"), experts.moments("v")

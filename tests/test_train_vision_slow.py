@@ -89,13 +89,18 @@ def test_killed_and_resumed_on_the_same_and_on_another_layout(
     assert losses(more)[0][1] < losses(tmp_path / "whole-1")[0][1]
 
 
+@pytest.mark.parametrize("dense", [(), (0, 1)], ids=["all experts everywhere", "experts where their tasks run"])
 def test_killed_and_resumed_with_experts_on_tiers(
-    runs: TrainRuns, tmp_path: Path, start_python: Start, run_python: Run
+    runs: TrainRuns, tmp_path: Path, start_python: Start, run_python: Run, dense: tuple[int, ...]
 ) -> None:
-    """Two processes, with experts on NVMe; then one, in host memory; and the losses of experts on the device."""
+    """Two processes, with experts on NVMe; then one, in host memory; and the losses of experts on the device.
+
+    dense: layers, if others than the preset's: where tokens choose experts, every process has all of them.
+    """
     killed, whole, device = (tmp_path / name for name in ("killed", "whole", "device"))
-    nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme")
-    host = ("--tiers.experts", "host", "--tiers.optimizer", "host")
+    model = ("--model.mlp-only-layers", *dense) if dense else ()
+    nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", *model)
+    host = ("--tiers.experts", "host", "--tiers.optimizer", "host", *model)
     ranks = begin(runs, start_python, killed, 2, *nvme, *ENDLESS)
     ranks[0].wait_until(lambda: committed(killed))
     for rank in ranks:
@@ -111,7 +116,7 @@ def test_killed_and_resumed_with_experts_on_tiers(
     assert of_tasks(killed, "task_accuracy") == of_tasks(whole, "task_accuracy")
     finish(runs, start_python, killed, 1, end + 4, *host)
     assert resumes(killed) == [last, end]
-    finish(runs, start_python, device, 1, end + 4)
+    finish(runs, start_python, device, 1, end + 4, *model)
     assert_learned_alike(killed, device)
     for folder in (killed, device):
         done = run_python(("-m", "jmoe.deploy.extract", folder, tmp_path / f"{folder.name}-fonts", "--task", "fonts"))

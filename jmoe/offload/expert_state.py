@@ -4,8 +4,8 @@ Legend: N MoE layers, E experts of a layer, P of them this process's, L on each 
 here from 0 to P - 1, the first device's first. Each has up to three records (`ExpertIndex`): weights, moments, and a
 gradient that is not applied yet. One that is fetched is first brought up to the present step (`lazy_adamw.catch_up`).
 
-Where devices of a process are replicas of each other they have the same experts: a *part*, which has its records once.
-The first of its devices updates them, the others are sent the weights.
+Where several devices of a process have an expert (replicas of each other, or devices whose tasks share it) it has its
+records once. The first of them updates it, the others are sent the weights (`LocalExperts.places`).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
 ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
 DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device
-Slot = list[list[DeviceStacks]]  # of each part, by its devices
+Slot = list[DeviceStacks]  # of each of this process's devices
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,8 @@ class ExpertState:
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         num_slots = min(num_slots, index.num_layers)
-        self._slots = [
-            [[self._empty(device) for device in replicas] for replicas in self.local.devices] for _ in range(num_slots)
-        ]
+        self._devices = self.local.all_devices
+        self._slots = [[self._empty(device) for device in self._devices] for _ in range(num_slots)]
         self._present = [np.zeros(num_local, np.bool_) for _ in self._slots]  # experts whose weights are in the slot
         self._layer_in: list[int | None] = [None for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
@@ -223,6 +222,7 @@ class ExpertState:
     def fetch_more(self, chosen_P: NDArray[np.bool_]) -> Slot:
         """Return the layer fetched last, not released yet, with more experts that are chosen."""
         layer, slot = self._fetched
+        chosen_P = chosen_P & self.local.has(layer)
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
         self._bring(layer, slot, np.flatnonzero(chosen_P))
@@ -240,10 +240,10 @@ class ExpertState:
         if self._layer_in[slot] != layer:
             self._present[slot][:] = False
             if self._initial is not None:
-                parts = self.local.split(self._initial(layer, self.local.experts))
+                stacks = self.local.arranged(layer, self._initial(layer, self.local.of_layer(layer)))
                 self._slots[slot] = [
-                    [{name: jnp.array(w, device=device) for name, w in part.items()} for device in replicas]
-                    for part, replicas in zip(parts, self.local.devices, strict=True)
+                    {name: jnp.array(w, device=device) for name, w in own.items()}
+                    for own, device in zip(stacks, self._devices, strict=True)
                 ]
                 self._present[slot][:] = True
             self._layer_in[slot] = layer
@@ -262,12 +262,11 @@ class ExpertState:
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
-                    part, row = divmod(expert, self.local.per_device)
-                    replicas = zip(self._slots[slot][part], self.local.devices[part], strict=True)
-                    self._slots[slot][part] = jax.block_until_ready(
-                        [_place(stacks, np.int32(row), record.on_device(self.shapes, d)) for stacks, d in replicas]
-                    )
-                    fetched_bytes += record.data_R.nbytes * len(self.local.devices[part])
+                    stacks, places = self._slots[slot], self.local.places(layer, expert)
+                    for d, row in places:
+                        stacks[d] = _place(stacks[d], np.int32(row), record.on_device(self.shapes, self._devices[d]))
+                    jax.block_until_ready([stacks[d] for d, _ in places])
+                    fetched_bytes += record.data_R.nbytes * len(places)
                 self._present[slot][expert] = True
             if is_stale:
                 fetched_bytes += self._catch_up(slot, expert, index, now)
@@ -280,7 +279,8 @@ class ExpertState:
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
         with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
-            device = self.local.devices[expert // self.local.per_device][0]
+            places = self.local.places(self.index.locate(index)[0], expert)
+            device = self._devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
             g: Mapping[str, NDArray[Any] | jax.Array] = self._no_gradient
@@ -294,7 +294,7 @@ class ExpertState:
             self._present[slot][expert] = False  # until slot and records agree again
             both = moments.on_device([f"{part}.{name}" for part in "mv" for name in names], device)
             m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
-            w, m, v = self._run_update(slot, expert, (m, v, g), range(start, now), pending=pending)
+            w, m, v = self._run_update(slot, places, (m, v, g), range(start, now), pending=pending)
             for name in names:
                 np.copyto(moments[f"m.{name}"], m[name])
                 np.copyto(moments[f"v.{name}"], v[name])
@@ -312,36 +312,38 @@ class ExpertState:
             self._replayed += now - start - pending
         return fetched_bytes
 
-    def _run_update(self, slot: int, expert: int, m_v_g: Any, steps: range, *, pending: bool) -> tuple[Any, Any, Any]:
-        """Return (w, m, v) after these steps, in the device's memory; the slot has w too."""
+    def _run_update(
+        self, slot: int, places: Sequence[tuple[int, int]], m_v_g: Any, steps: range, *, pending: bool
+    ) -> tuple[Any, Any, Any]:
+        """Return (w, m, v) after these steps, in the first device's memory; the slot has w too, in all its places."""
         w: Any = None
         m, v, g = m_v_g
-        part, row = divmod(expert, self.local.per_device)
-        replicas = self._slots[slot][part]
+        stacks, (first, first_row) = self._slots[slot], places[0]
         for window in self._history.windows(steps, pending=pending):
-            replicas[0], w, m, v = _update(self._optimizer, replicas[0], np.int32(row), m, v, g, window)
-        for i, device in enumerate(self.local.devices[part][1:], 1):
-            replicas[i] = jax.block_until_ready(_place(replicas[i], np.int32(row), jax.device_put(w, device)))
+            stacks[first], w, m, v = _update(self._optimizer, stacks[first], np.int32(first_row), m, v, g, window)
+        for d, row in places[1:]:
+            sent = jax.device_put(w, self._devices[d])
+            stacks[d] = jax.block_until_ready(_place(stacks[d], np.int32(row), sent))
         return jax.block_until_ready((w, m, v))
 
     # Gradients
 
     @_guarded
     def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]) -> None:
-        """Take the gradients, by part, of a layer's chosen experts to their tier; return while they are written."""
-        experts = np.flatnonzero(chosen_P)
+        """Take the gradients, by device, of a layer's chosen experts to their tier; return while they are written."""
+        experts = np.flatnonzero(chosen_P & self.local.has(layer))
         self._kept[layer] = experts
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
 
     @_guarded
     def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]) -> None:
-        on_host = [{name: np.asarray(g) for name, g in part.items()} for part in gradients]
-        for expert, index in zip(experts.tolist(), self._records(layer, experts).tolist(), strict=True):
-            part, row = divmod(expert, self.local.per_device)
+        firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
+        on_host = {d: {name: np.asarray(g) for name, g in gradients[d].items()} for d in {d for d, _ in firsts}}
+        for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
                 for name in self.shapes:
-                    np.copyto(record[name], on_host[part][name][row])
+                    np.copyto(record[name], on_host[d][name][row])
                 record.put()
 
     def _wait_for_writer(self, pending: int) -> None:
@@ -385,10 +387,12 @@ class ExpertState:
     @_guarded
     def flush_updates(self, most_behind: int = 0) -> None:
         """Bring every expert that is more steps behind up to the present one."""
-        own = np.array(self.index.local_records)
-        stale_NP = (self.now - self._applied[own] > most_behind).reshape(self.index.num_layers, -1)
+        own, layers = np.array(self.index.local_records), range(self.index.num_layers)
+        records_NP = np.stack([self._records(layer) for layer in layers])
+        stale_NP = self.now - self._applied[records_NP] > most_behind
+        stale_NP &= np.stack([self.local.has(layer) for layer in layers])
         if np.any(stale_NP):
-            self.begin(range(self.index.num_layers))
+            self.begin(layers)
             for layer, stale_P in enumerate(stale_NP):
                 acquired, slot = self._ring.acquire()
                 assert acquired == layer, (acquired, layer)
@@ -425,10 +429,12 @@ class ExpertState:
             return
         self._ring.wait()
         for layer, slot in sorted((layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None):
-            on_host = [{name: np.asarray(w) for name, w in replicas[0].items()} for replicas in self._slots[slot]]
-            for expert, index in enumerate(self._records(layer).tolist()):
-                part, row = divmod(expert, self.local.per_device)
-                yield index, {name: w[row] for name, w in on_host[part].items()}
+            experts = np.flatnonzero(self.local.has(layer))
+            firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
+            stacks = self._slots[slot]
+            on_host = {d: {name: np.asarray(w) for name, w in stacks[d].items()} for d in {d for d, _ in firsts}}
+            for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
+                yield index, {name: w[row] for name, w in on_host[d].items()}
 
     def each_moments(self) -> Iterator[Indexed]:
         """Give the records of all experts' moments, one after the other, as they stand."""
@@ -436,7 +442,7 @@ class ExpertState:
 
     @_guarded
     def weights(self) -> ExpertArrays:
-        """Return [N, P, ...] of all experts, as they stand."""
+        """Return [N, P, ...] of all experts, as they stand; 0 where this process has one not."""
         return self._stacked(self.each_weights(), "")
 
     @_guarded
@@ -446,10 +452,11 @@ class ExpertState:
 
     def _stacked(self, records: Iterable[Indexed], prefix: str) -> ExpertArrays:
         rows = (self.index.num_layers, self.local.experts.size)
-        stacked = {name: np.empty((*rows, *shape), np.float32) for name, shape in self.shapes.items()}
-        for place, (_, arrays) in zip(np.ndindex(rows), records, strict=True):
+        stacked = {name: np.zeros((*rows, *shape), np.float32) for name, shape in self.shapes.items()}
+        for index, arrays in records:
+            layer, expert = self.index.locate(index)
             for name, w in stacked.items():
-                w[place] = arrays[f"{prefix}{name}"]
+                w[layer, np.searchsorted(self.local.experts, expert)] = arrays[f"{prefix}{name}"]
         return stacked
 
     def stats(self) -> ExpertStats:

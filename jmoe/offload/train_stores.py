@@ -186,8 +186,8 @@ class ExpertStores:
                 return
             layer, expert = self._index.locate(index)
             if layer != last:
-                last, arrays = layer, read(layer, local.experts)
-            place = np.searchsorted(local.experts, expert)
+                last, arrays = layer, read(layer, local.of_layer(layer))
+            place = np.searchsorted(local.of_layer(layer), expert)
             for name, array in arrays.items():
                 np.copyto(views[name], array[place])
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.mesh import EXPERT, split_over
-from jmoe.offload.expert_index import ExpertIndex, LocalExperts
+from jmoe.mesh import ALL, EXPERT, split_over
+from jmoe.offload.expert_index import ExpertIndex, LocalExperts, SlottedExperts
 from jmoe.offload.expert_state import DeviceStacks, ExpertState, ExpertStats, ReadExperts, Slot
 from jmoe.offload.lazy_adamw import Laziness
 from jmoe.offload.train_stores import ExpertStores
@@ -24,19 +24,29 @@ class StreamedExperts:
     """The experts of a run whose step goes layer by layer; a trainer of such a run has them by inheritance.
 
     An error is for good: every later call raises it. shapes: of an expert's parameters. run: names the folder of its
-    records, see `ExpertStores`.
+    records, see `ExpertStores`. slotted: where experts lie, if not as the mesh splits them.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], run: str) -> None:
-        self.mesh, self._num_experts = mesh, config.model.num_experts
-        self._owned = LocalExperts.of(mesh, self._num_experts)
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        shapes: Mapping[str, tuple[int, ...]],
+        run: str,
+        slotted: SlottedExperts | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self._owned = LocalExperts.of(mesh, config.model.num_experts) if slotted is None else slotted
+        self._rows = config.model.num_experts if slotted is None else mesh.size * slotted.per_device  # of all devices
+        self._split = split_over(EXPERT if slotted is None else ALL)
         self.experts: ExpertState | None = None
         self.stores = ExpertStores(config, ExpertIndex.of(config.model, self._owned), dict(shapes), run)
         self.records: RecordCheckpoints | None = self.stores.records
 
     def _take_over(self, before: Self) -> None:
         """Go on with the experts of another trainer of the run."""
-        self.mesh, self._num_experts, self._owned = before.mesh, before._num_experts, before._owned
+        self.mesh, self._owned = before.mesh, before._owned
+        self._rows, self._split = before._rows, before._split
         self.experts, self.stores, self.records = before.experts, before.stores, before.records
 
     def _open(self, laziness: Laziness, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
@@ -57,32 +67,37 @@ class StreamedExperts:
 
     def _joined(self, slot: Slot) -> DeviceStacks:
         """Return arrays [E, ...] of all devices from those of this process's devices."""
-        own = [stacks for replicas in slot for stacks in replicas]
         if self.mesh.size == 1:
-            return own[0]
-        sharding = NamedSharding(self.mesh, split_over(EXPERT, 0))
+            return slot[0]
+        sharding = NamedSharding(self.mesh, self._split)
         return {
             name: jax.make_array_from_single_device_arrays(
-                (self._num_experts, *array.shape[1:]), sharding, [stacks[name] for stacks in own]
+                (self._rows, *array.shape[1:]), sharding, [stacks[name] for stacks in slot]
             )
-            for name, array in own[0].items()
+            for name, array in slot[0].items()
         }
 
     def _mine(self, array: jax.Array) -> list[jax.Array]:
-        """Return what an array has of each part of this process's experts, by the first device that has the part."""
+        """Return what an array has on each of this process's devices."""
         shards = {shard.device: shard.data for shard in array.addressable_shards}
-        return [shards[replicas[0]] for replicas in self._owned.devices]
+        return [shards[device] for device in self._owned.all_devices]
 
     def _chosen(self, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
-        """Return [P], whether rows arrived for an expert, in any of these arrays [E] of all devices."""
-        each = [np.concatenate([np.asarray(part) for part in self._mine(array)]) > 0 for array in arrived]
+        """Return [P], whether rows arrived for an expert, in any of these arrays.
+
+        An array has the experts that the mesh gives a device, summed over replicas, or in slots all experts, summed
+        over all devices.
+        """
+        firsts = np.cumsum([0, *map(len, self._owned.devices)])[:-1]  # devices with what those before have not
+        firsts = firsts[:1] if isinstance(self._owned, SlottedExperts) else firsts
+        each = [np.concatenate([np.asarray(self._mine(array)[first]) for first in firsts]) > 0 for array in arrived]
         chosen_P: NDArray[np.bool_] = np.any(each, axis=0)
         return chosen_P
 
     def _keep(self, number: int, chosen_P: NDArray[np.bool_], experts: Mapping[str, jax.Array]) -> None:
         """Take the gradients of a layer's experts to their tier."""
-        by_part = zip(*(self._mine(g) for g in experts.values()), strict=True)
-        self._opened.keep(number, chosen_P, [dict(zip(experts, parts, strict=True)) for parts in by_part])
+        by_device = zip(*(self._mine(g) for g in experts.values()), strict=True)
+        self._opened.keep(number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device])
 
     def _done(self, result: Any) -> Any:
         """Wait: on CPU collectives of two programs under way at once may wait for each other for ever."""

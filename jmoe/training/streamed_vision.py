@@ -23,6 +23,7 @@ from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.models.vision import STACK_OF, VisionTransformer
+from jmoe.offload.expert_index import SlottedExperts
 from jmoe.offload.expert_state import ExpertArrays, ReadExperts
 from jmoe.offload.saved_experts import expert_layers
 from jmoe.planning.elastic import Layout
@@ -36,7 +37,7 @@ from jmoe.training.streamed_vision_programs import (
     VisionStepResults,
     outside_of,
 )
-from jmoe.training.task_experts import TaskSlots
+from jmoe.training.task_experts import task_slots
 from jmoe.training.task_layouts import notes_of, tiers_line
 from jmoe.training.task_losses import Contrast, Metrics, TaskLosses
 from jmoe.training.vision_step import ShardedVision, active_tasks, ended_experts, paths_of
@@ -97,11 +98,10 @@ class _WayBack:
 class StreamedVisionTrainer(StreamedExperts):
     """The `ImageTrainer` of runs whose experts lie on several tiers; its state is of everything but the experts.
 
-    A device has a place for all experts of `tiers.device_layers` layers, of which those arrive that any image needs.
-    before: a trainer of the run in another layout on the same mesh, whose experts this one goes on with.
+    A device has places for the experts of `tiers.device_layers` layers: for those that the tasks name that it runs, or,
+    where these may change or tokens choose experts too (`may_lie_apart`), for all of a layer. before: a trainer of the
+    run in another layout on the same mesh, whose experts this one goes on with.
     """
-
-    slots: TaskSlots | None = None  # all devices have a place for all experts of a layer
 
     def __init__(
         self,
@@ -113,10 +113,12 @@ class StreamedVisionTrainer(StreamedExperts):
         before: Self | None = None,
     ) -> None:
         self.config, self.layout, self._run = config, layout, run
-        self.model = model = ShardedVision(config, num_classes, mesh)
+        self.slots = slots = task_slots(config, layout)
+        self.model = model = ShardedVision(config, num_classes, mesh, slots)
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
         self.compares = self.losses.compares
-        self.homes = (tuple(range(mesh.size)),) * len(config.tasks)
+        everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
+        self.homes = everywhere if slots is None else slots.homes  # devices that can evaluate each task
         self.programs = VisionLayerPrograms(config, model, self.losses, equal=len(set(layout.images)) == 1)
         kinds, records = config.model.layer_kinds, expert_layers(config.model.layer_kinds)
         self._layers = []
@@ -132,7 +134,8 @@ class StreamedVisionTrainer(StreamedExperts):
         micro_batches = max(layout.images) * config.gradient_accumulation_steps // layout.micro_batch
         self.evaluation_batches = len(self._layers) * micro_batches
         if before is None:
-            super().__init__(config, mesh, self.programs.expert_shapes, run)
+            slotted = None if slots is None else SlottedExperts.on(mesh, slots.slot_RNE, slots.num_slots)
+            super().__init__(config, mesh, self.programs.expert_shapes, run, slotted)
         else:
             self._take_over(before)
             self._freeze()
@@ -144,7 +147,7 @@ class StreamedVisionTrainer(StreamedExperts):
 
     def in_layout(self, mesh: Mesh, layout: Layout) -> Self:
         """Return the trainer of the run in another layout; its state stays where it is."""
-        assert mesh is self.mesh, "experts on tiers stay with their devices"
+        assert mesh is self.mesh and self.slots is None, "experts on tiers stay with their devices"
         return type(self)(self.config, self.model.num_classes, mesh, layout, self._run, before=self)
 
     # State
@@ -319,7 +322,7 @@ class StreamedVisionTrainer(StreamedExperts):
         sums, square = LayerSums(back.sums[layer.stack]), None
         for m, (x, choices) in enumerate(zip(passed.xs, passed.choices, strict=True)):
             args = self._layer_inputs(run, layer, m)._replace(experts=experts), (x, back.dxs[m]), choices, sums
-            last = m == len(passed.xs) - 1
+            last = self.slots is None and m == len(passed.xs) - 1
             options = {"kind": layer.kind, "full_capacity": run.full_capacity, "last": last}
             back.dxs[m], dweights, sums, square = self._done(self.programs.expert_gradients(*args, **options))
             if dweights is not None:
@@ -327,6 +330,9 @@ class StreamedVisionTrainer(StreamedExperts):
         jax.block_until_ready(back.dxs)
         del experts, args  # the slot may change now
         self._opened.release()
+        if self.slots is not None:
+            reduced, square = self._done(self.programs.reduce_experts(sums.experts, number=layer.number))
+            sums = sums._replace(experts=reduced)
         assert square is not None and sums.experts is not None
         back.sums[layer.stack] = sums.stack
         back.squares[layer.stack].append(square)

@@ -20,7 +20,7 @@ from jax import lax
 from jmoe.config import LayerKind, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import MoEStats
-from jmoe.mesh import BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, STACK_PATHS, split_over
+from jmoe.mesh import ALL, BATCH, DATA, EXPERT, EXPERTS_PATH, REPLICATED, STACK_PATHS, split_over
 from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.functional import FunctionalModule
 from jmoe.models.vision import STACK_OF
@@ -79,7 +79,8 @@ class VisionLayerPrograms:
 
     def __init__(self, config: VisionTrainConfig, model: ShardedVision, losses: TaskLosses, *, equal: bool) -> None:
         self.config, self._model, self._losses, self._equal = config, model, losses, equal
-        self.mesh, self.dtype, self._replicas = model.mesh, model.dtype, model.mesh.shape[DATA]
+        self.mesh, self.dtype, self._slots = model.mesh, model.dtype, model.slots
+        self._replicas = model.mesh.shape[DATA] if self._slots is None else 1
         vision: Any = nnx.eval_shape(model.build)
         self._blocks: dict[LayerKind, FunctionalModule] = {}
         self._experts: dict[LayerKind, FunctionalModule] = {}
@@ -101,7 +102,7 @@ class VisionLayerPrograms:
         specs, make = without_experts(self._model.specs), partial(compiled_on, self.mesh)
         replicated: Any = REPLICATED
         split: Any = BATCH  # of what differs between devices
-        experts: Any = split_over(EXPERT)
+        experts: Any = split_over(EXPERT if self._slots is None else ALL)
         layer = VisionLayer(replicated, replicated, split, replicated, experts)
         state = self._model.state_specs.map(without_experts)
         kind_of_pass = ["kind", "train", "full_capacity"]
@@ -125,6 +126,7 @@ class VisionLayerPrograms:
             static=["kind", "full_capacity", "last"],
             donate=3,
         )
+        self.reduce_experts = make(self._reduce_experts, experts, out=split, static=["number"])
         self.choice_gradients = make(
             self._choice_gradients, replicated, replicated, split, split, split, out=split, donate=4
         )
@@ -154,7 +156,9 @@ class VisionLayerPrograms:
     def _choices(self, outside: Any, step: jax.Array, task_B: jax.Array, *, train: bool) -> list[Choices]:
         """Return the experts of every token in each layer routed by task."""
         module, draw = self._outside(outside), draw_of(self.config, step) if train else None
-        return [module.choices(layer, task_B, draw) for layer in range(len(self.config.model.task_layers))]
+        slot_NE = None if self._slots is None else self._slots.slots_local()
+        layers = range(len(self.config.model.task_layers))
+        return [module.choices(layer, task_B, draw, slot_NE) for layer in layers]
 
     def _dense(self, layer: VisionLayer, x_BSD: jax.Array) -> jax.Array:
         params = layer_of(layer.stack, layer.number)
@@ -180,7 +184,11 @@ class VisionLayerPrograms:
         function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
         args = layer_of((layer.stack, layer.router_bias), layer.number)
         routed: RoutedTokens = self._when_any(layer.weight_B, function, *args, x_BSD, choices)
-        if self._replicas > 1:  # what one of them needs, all fetch, and so bring it up to date in the same steps
+        # What one replica needs, or one device with the expert in a slot, all of them fetch, and so bring it up to date
+        # in the same steps.
+        if self._slots is not None:
+            return routed._replace(arrived_E=self._slots.over_experts_local(routed.arrived_E, layer.number))
+        if self._replicas > 1:
             routed = routed._replace(arrived_E=lax.psum(routed.arrived_E, DATA))
         return routed
 
@@ -319,6 +327,15 @@ class VisionLayerPrograms:
             dexperts, square = gradients_to_keep(dexperts, self.config.tiers.gradient_dtype)
         stack = self._added_to_layer(sums.stack, layer.number, dparams)
         return dx_BSD, dweights_TK, LayerSums(stack, dexperts), square
+
+    def _reduce_experts(self, experts: ExpertStacks, *, number: int) -> tuple[ExpertStacks, jax.Array]:
+        """Return (gradients of a layer's experts in slots as they are to be kept, this device's part of the square)."""
+        assert self._slots is not None
+        reduced = self._slots.layer_reduced_local(experts, number)
+        kept, _ = gradients_to_keep(reduced, self.config.tiers.gradient_dtype)
+        owns_S = self._slots.of_device(self._slots.owns_RNS[:, number])
+        squares_S = [jnp.square(g).sum(axis=tuple(range(1, g.ndim))) for g in reduced.values()]
+        return kept, jnp.where(owns_S, jnp.stack(squares_S).sum(axis=0), 0.0).sum()[None]
 
     def _choice_gradients(
         self, outside: Any, step: jax.Array, task_B: jax.Array, dweights: Sequence[jax.Array], sums: Any

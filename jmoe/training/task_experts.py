@@ -9,7 +9,7 @@ that several devices need has a copy on each; gradients are summed over these de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,6 +102,23 @@ class TaskSlots:
 
         return jax.tree.map(reduced, grads)
 
+    def layer_reduced_local(self, grads: Mapping[str, jax.Array], layer: int) -> dict[str, jax.Array]:
+        """Return gradients [S, ...] of one layer summed over the devices that have the expert."""
+        reduced = dict(grads)
+        for layers, groups, slot_R in self.rounds():
+            if layer in layers:
+                slot = self.of_device(slot_R)
+                summed = {name: lax.psum(g[slot], ALL, axis_index_groups=groups) for name, g in reduced.items()}
+                reduced = {name: g.at[slot].set(summed[name]) for name, g in reduced.items()}
+        return reduced
+
+    def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
+        """Return [E], what all devices have counted of each expert in their slots of a layer."""
+        experts_S = self.of_device(np.where(self.experts_RNS == NONE, self.num_experts, self.experts_RNS))[layer]
+        counts_E = jnp.zeros(self.num_experts, counts_S.dtype).at[experts_S].add(counts_S, mode="drop")
+        total_E: jax.Array = lax.psum(counts_E, ALL)
+        return total_E
+
     def squares_local(self, grads: Any) -> jax.Array:
         """Return [N], this device's part of the squared norm of reduced gradients: each expert counts once."""
         owns_NS = self.of_device(self.owns_RNS)
@@ -162,6 +179,17 @@ def with_task_experts(tree: Any, experts: Any) -> Any:
     return tree | {"task_layers": layers | {"moe": layers["moe"] | {EXPERTS_PATH: experts}}}
 
 
+def may_lie_apart(config: VisionTrainConfig, num_devices: int) -> bool:
+    """Return whether a device has only those experts of layers routed by task that its tasks name.
+
+    That is so in elastic layouts. Experts on tiers also have to stay where they are until the end, and their devices
+    have all experts of a layer if tokens choose those of any.
+    """
+    elastic = config.layout == "elastic" and num_devices > 1 and bool(config.model.task_layers)
+    stay = not any(task.num_steps % config.num_steps for task in config.tasks.values())
+    return elastic and (config.tiers.on_device or (stay and not config.model.num_moe_layers))
+
+
 def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
     """Return where the experts of layers routed by task lie; None where all devices have all, or a part by the mesh.
 
@@ -170,7 +198,7 @@ def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
     """
     devices, paths = len(layout.shares), [task.path for task in config.tasks.values()]
     num_layers, num_experts = len(config.model.task_layers), config.model.num_experts
-    if config.layout != "elastic" or devices == 1 or not num_layers:
+    if not may_lie_apart(config, devices):
         return None
     needs: list[list[set[int]]] = [[set() for _ in range(num_layers)] for _ in range(devices)]
 

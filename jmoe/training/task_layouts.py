@@ -13,7 +13,7 @@ import jax
 from jmoe.config import VisionTrainConfig, check
 from jmoe.models.vision import SHARED_EXPERT
 from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
-from jmoe.training.task_experts import task_slots
+from jmoe.training.task_experts import may_lie_apart, task_slots
 
 LEAST_GAIN = 1.05  # in the time of a step, for which a run compiles again
 STATE_BYTES, GRADIENT_BYTES = 12, 4  # of a parameter: float32 weight and AdamW's moments; its gradient
@@ -53,7 +53,9 @@ def bytes_for_all(config: VisionTrainConfig, num_devices: int) -> int:
     parts = num_devices if config.comm.shard_dense else 1
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
-    experts = experts if config.tiers.on_device else _streamed_bytes(config) // groups
+    if not config.tiers.on_device:
+        whole = not may_lie_apart(config, num_devices)
+        experts = model.num_experts * place_bytes(config) // groups if whole else 0
     return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
 
 
@@ -61,21 +63,35 @@ def _expert_layers(config: VisionTrainConfig) -> int:
     return config.model.num_moe_layers + len(config.model.task_layers)
 
 
-def _slots_on_device(config: VisionTrainConfig) -> int:
+def _layers_on_device(config: VisionTrainConfig) -> int:
     """Return of how many layers experts are on the device at one time, where they are on tiers."""
     layers, tiers = _expert_layers(config), config.tiers
     return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
 
 
-def _streamed_bytes(config: VisionTrainConfig) -> int:
-    """Return what experts on tiers take on devices that have all of a layer, of any kind.
+def place_bytes(config: VisionTrainConfig) -> int:
+    """Return what a place for an expert on tiers takes on a device, in all layers in use.
 
-    Float32 weights of the layers in use; of one layer a copy in the dtype of its use, and gradients; those of the layer
+    Float32 weights of these layers; of one layer a copy in the dtype of its use, and gradients; those of the layer
     before are on their way to their tier.
     """
-    of_layer = config.model.num_experts * config.model.expert_parameters
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
-    return of_layer * (4 * _slots_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config))
+    in_use = 4 * _layers_on_device(config) + GRADIENT_BYTES + written + _cast_bytes(config)
+    return config.model.expert_parameters * in_use
+
+
+def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
+    """Return in how many places of a layer a device has experts that are nobody's own, and those of each task."""
+    shared, own = 0, dict.fromkeys(config.tasks, 0)
+    always = {SHARED_EXPERT} if config.model.learn_paths else set()
+    for experts in zip(*(task.path for task in config.tasks.values()), strict=True):
+        count = Counter(experts)
+        several = always | {expert for expert, times in count.items() if times > 1}
+        unnamed = config.model.num_experts - len(always | set(experts))
+        shared = max(shared, len(several) + -(-unnamed // num_devices))
+        for name, expert in zip(config.tasks, experts, strict=True):
+            own[name] = max(own[name], int(expert not in several))
+    return shared, own
 
 
 def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
@@ -87,15 +103,23 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     """
     model, mesh = config.model, config.mesh
     groups = mesh.expert_inter * max(1, mesh.expert_intra)  # devices that divide all experts, whoever runs what
-    apart = groups == 1 and config.layout == "elastic" and config.tiers.on_device
+    device_bytes = config.machine.device().device_bytes or None
+    if not config.tiers.on_device:
+        shared, places = bytes_for_all(config, num_devices), dict.fromkeys(config.tasks, 0)
+        if may_lie_apart(config, num_devices):
+            shared_places, places = _places_by_task(config, num_devices)
+            shared += shared_places * place_bytes(config)
+        own_bytes = {name: count * place_bytes(config) for name, count in places.items()}
+        return DeviceMemory(device_bytes, shared), own_bytes
+    apart = groups == 1 and config.layout == "elastic"
     own, unnamed = own_experts(config), unnamed_experts(config)
-    everywhere = model.num_experts * len(model.task_layers) if config.tiers.on_device else 0
+    everywhere = model.num_experts * len(model.task_layers)
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
     one = expert_bytes(config)
     shared = bytes_for_all(config, num_devices) + everywhere * one // groups
     own_bytes = {name: count * one if apart else 0 for name, count in own.items()}
-    return DeviceMemory(config.machine.device().device_bytes or None, shared), own_bytes
+    return DeviceMemory(device_bytes, shared), own_bytes
 
 
 def layout_of(
@@ -195,8 +219,10 @@ def kept_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     """Return what each device keeps in fact: in every layer routed by task as much as the one that needs most."""
     slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
-    experts = num_slots * len(config.model.task_layers) if config.tiers.on_device else 0
-    return bytes_for_all(config, len(layout.shares)) + experts * expert_bytes(config)
+    experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
+    if not config.tiers.on_device:
+        experts = 0 if slots is None else num_slots * place_bytes(config)
+    return bytes_for_all(config, len(layout.shares)) + experts
 
 
 def tiers_line(config: VisionTrainConfig) -> str:
@@ -215,17 +241,18 @@ def tiers_line(config: VisionTrainConfig) -> str:
         f"{kind} {size_text(parameters * size)} ({tier})" for kind, (size, tier) in kinds.items() if tier != "device"
     )
     return (
-        f"experts on tiers: a device has its part of {_slots_on_device(config)} of {layers} layers; of all experts, "
-        f"for each replica of them: {below}"
+        f"experts on tiers: a device has its part of {_layers_on_device(config)} of {layers} layers at one time; "
+        f"for each replica of all experts: {below}"
     )
 
 
 def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
-    """Return what a device keeps in fact; "" where it has all experts, on tiers too, or where the mesh splits them."""
+    """Return what a device keeps in fact; "" where it has all experts, or where the mesh splits them."""
     slots = task_slots(config, layout)
-    if slots is None or not config.tiers.on_device:
+    if slots is None:
         return ""
     kept, limit = kept_bytes(config, layout), config.machine.device().device_bytes
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
-    of = f"{slots.num_slots} of {slots.num_experts} experts in each of {len(config.model.task_layers)} layers"
+    layers = len(config.model.task_layers) if config.tiers.on_device else _layers_on_device(config)
+    of = f"{slots.num_slots} of {slots.num_experts} experts in each of {layers} layers"
     return f"every device has room for {of}: {size_text(kept)} in all{more}"

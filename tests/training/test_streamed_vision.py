@@ -45,6 +45,8 @@ TASK_CONFIGS = {
     "other": dataclasses.replace(CONFIG.tasks["other"], path=(3, 3)),
 }
 MANY = dataclasses.replace(CONFIG, model=MODEL, tasks=TASK_CONFIGS)
+# Tokens choose no experts: a device has those that its tasks name. In both layers two tasks share an expert.
+BY_TASK = dataclasses.replace(MANY, model=dataclasses.replace(MODEL, mlp_only_layers=(0, 2)), layout="elastic")
 LEARNED = dataclasses.replace(
     MANY,
     model=dataclasses.replace(MODEL, learn_paths=True),
@@ -147,6 +149,35 @@ def test_no_tier_and_no_layout_changes_a_loss(
     assert_alike(dataclasses.replace(MANY, **changes), TIERS[name], tmp_path, *shape, steps=6)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_devices", "num_slots"),
+    [
+        ("host", 4, 2),  # the expert that no task names is with one device's own
+        pytest.param("nvme", 2, 3, marks=pytest.mark.slow),
+        pytest.param("mixed", 8, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_on_tiers_lie_where_their_tasks_run(
+    tmp_path: Path, name: str, num_devices: int, num_slots: int
+) -> None:
+    assert_alike(BY_TASK, TIERS[name], tmp_path, num_devices, 1, 1, steps=2)
+    with opened(BY_TASK, TIERS[name], tmp_path / "slots", num_devices, 1, 1) as run:
+        assert isinstance(run.trainer, StreamedVisionTrainer)
+        run.train(1)
+        assert run.trainer.slots is not None and run.trainer.slots.num_slots == num_slots
+        assert run.trainer.experts is not None
+        for slot in run.trainer.experts._slots:
+            assert {w.shape[0] for stacks in slot for w in stacks.values()} == {num_slots}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["host", "mixed"])
+def test_paths_are_learned_alike_where_tasks_run(tmp_path: Path, name: str) -> None:
+    model = dataclasses.replace(LEARNED.model, mlp_only_layers=(0, 2))
+    config = dataclasses.replace(LEARNED, model=model, layout="elastic")
+    assert_alike(config, TIERS[name], tmp_path, 4, 1, 1, steps=6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["host", "mixed"])
 @pytest.mark.parametrize(("shape", "layout"), [((1, 1, 1), "even"), ((4, 1, 1), "elastic")])
@@ -167,6 +198,19 @@ def test_fifty_steps_on_every_tier_are_alike(tmp_path: Path) -> None:
             values = run.train(50)
         np.testing.assert_allclose(values["task_loss"], expected["task_loss"], rtol=0, atol=1e-5)
         np.testing.assert_array_equal(values["task_accuracy"], expected["task_accuracy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "layout"), [((4, 1, 1), "elastic"), ((1, 1, 2), "even")])
+def test_bfloat16_is_rounded_alike(tmp_path: Path, shape: tuple[int, ...], layout: Any) -> None:
+    """Products and the gradients that wait, both in bfloat16: of relative precision 2**-8."""
+    config = dataclasses.replace(MANY, compute_dtype="bfloat16", layout=layout)
+    losses = []
+    for tiers in (DEVICE, dataclasses.replace(NVME, gradient_dtype="bfloat16")):
+        # JAX's own attention promotes bfloat16 without a word
+        with jax.numpy_dtype_promotion("standard"), opened(config, tiers, tmp_path, *shape) as run:
+            losses.append(run.train(3)["task_loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02, atol=0.02)
 
 
 def save(run: Run, folder: Path, step: int) -> None:
@@ -214,25 +258,48 @@ def test_experts_of_images_move_to_other_tiers(tmp_path: Path, before: str, afte
         assert np.isfinite(run.train(1)["task_loss"]).all()
 
 
-@pytest.mark.parametrize("name", ["host", "mixed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["host", "nvme"])
+def test_experts_move_with_their_tasks(tmp_path: Path, name: str) -> None:
+    """From four devices to two, to one and back; what is restored is what was saved, and the same layout goes on."""
+    with opened(BY_TASK, TIERS[name], tmp_path / "whole", 4, 1, 1) as run:
+        losses = run.train(3)["task_loss"]
+    with opened(BY_TASK, TIERS[name], tmp_path, 4, 1, 1) as run:
+        run.train(2)
+        save(run, tmp_path, 2)
+        expected = full_state(run.trainer, run.state)
+    with opened(BY_TASK, TIERS[name], tmp_path, 4, 1, 1) as run:
+        restore(run, tmp_path, 2)
+        np.testing.assert_array_equal(run.train(1)["task_loss"], losses[2:])
+    for step, devices, tiers in ((2, 2, name), (3, 1, name), (4, 2, "device"), (5, 4, name), (6, 4, name)):
+        with opened(BY_TASK, TIERS[tiers], tmp_path, devices, 1, 1) as run:
+            restore(run, tmp_path, step)
+            assert differing(full_state(run.trainer, run.state), expected) == [], (step, devices)
+            save(run, tmp_path, step + 1)
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("host", 1), ("mixed", 1), ("host", 4)])
 def test_a_device_has_as_many_bytes_of_experts_as_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_devices: int
 ) -> None:
     """Whenever a layer has been fetched, or its gradients go to their tier: stacks of weights and gradients."""
     model = dataclasses.replace(SMALL_MODEL, num_hidden_layers=4, mlp_only_layers=(), task_layers=(0, 1, 2, 3))
     tasks = {task: dataclasses.replace(config, path=4 * config.path) for task, config in CONFIG.tasks.items()}
-    config = dataclasses.replace(CONFIG, model=model, tasks=tasks)
-    of_layer = model.num_experts * model.expert_parameters
-    known, most = {id(array) for array in jax.live_arrays()}, [0]
-    with opened(config, TIERS[name], tmp_path, 1, 1, 1) as run:
+    config = dataclasses.replace(CONFIG, model=model, tasks=tasks, layout="elastic" if num_devices > 1 else "even")
+    first, known, most = jax.devices()[0], list(jax.live_arrays()), [0]
+    known_ids = {id(array) for array in known}
+    with opened(config, TIERS[name], tmp_path, num_devices, 1, 1) as run:
         assert isinstance(run.trainer, StreamedVisionTrainer)
-        shapes = {(model.num_experts, *shape) for shape in run.trainer.programs.expert_shapes.values()}
+        num_slots = 4 if run.trainer.slots is None else run.trainer.slots.num_slots
+        shapes = {(num_slots, *shape) for shape in run.trainer.programs.expert_shapes.values()}
 
         def watched(method: Any) -> Any:
             def call(*args: Any) -> Any:
                 result = method(*args)
-                stacks = [a for a in jax.live_arrays() if a.shape in shapes and id(a) not in known]
-                most[0] = max(most[0], sum(stack.nbytes for stack in stacks))
+                new = [a for a in jax.live_arrays() if id(a) not in known_ids]
+                parts = [shard.data for a in new for shard in a.addressable_shards if shard.device == first]
+                stacks = {part.unsafe_buffer_pointer(): part.nbytes for part in parts if part.shape in shapes}
+                most[0] = max(most[0], sum(stacks.values()))
                 return result
 
             return call
@@ -241,9 +308,8 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
             monkeypatch.setattr(ExpertState, method, watched(getattr(ExpertState, method)))
         run.train(2)
         layout = run.trainer.layout
-        here, device = (
-            kept_bytes(dataclasses.replace(config, tiers=tiers), layout) for tiers in (TIERS[name], TiersConfig())
-        )
+    here, device = (kept_bytes(dataclasses.replace(config, tiers=tiers), layout) for tiers in (TIERS[name], DEVICE))
+    of_layer = num_slots * model.expert_parameters
     planned = 16 * 4 * of_layer - (device - here)
     assert planned == of_layer * (4 * (1 if name == "host" else 4) + 8)
     assert planned - 4 * of_layer <= most[0] <= planned  # gradients of the layer before may be written by now

@@ -169,7 +169,7 @@ def test_experts_on_tiers_are_planned() -> None:
     config = dataclasses.replace(ELASTIC, mesh=MeshConfig(2), tiers=TiersConfig(experts="host", optimizer="nvme"))
     total = 3 * experts * of_expert
     assert plan_lines(config)[-1] == (
-        "experts on tiers: a device has its part of 2 of 3 layers; of all experts, for each replica of them: "
+        "experts on tiers: a device has its part of 2 of 3 layers at one time; for each replica of all experts: "
         f"weights {4 * total / 1e6:.2f} MB (host), moments {8 * total / 1e6:.2f} MB (nvme), "
         f"gradients {4 * total / 1e6:.2f} MB (host)"
     )
@@ -178,3 +178,20 @@ def test_experts_on_tiers_are_planned() -> None:
     few = dataclasses.replace(config, machine=MachineConfig(device_bytes=1_000_000))
     with pytest.raises(ValueError, match=r"machine\.device_bytes = 1000000: must be more for 4 tasks on 2 devices"):
         layout_of(few, 2)
+
+
+def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
+    """As many places on a device as its tasks name experts; all of a layer, where a task ends or tokens choose too."""
+    tiers = TiersConfig(experts="host", optimizer="host")
+    config = dataclasses.replace(ufo_17b, layout="elastic", tiers=tiers)
+    layout = layout_of(config, 20)
+    place = config.model.expert_parameters * (4 * 2 + 4 + 4 + 2)
+    counts = [len(shares) for shares in layout.shares]
+    assert set(counts) == {1, 3}
+    assert [num_bytes - layout.shared_bytes for num_bytes in layout.num_bytes] == [place * count for count in counts]
+    assert kept_bytes(config, layout) == layout.shared_bytes + 3 * place
+    assert slots_line(config, layout).startswith("every device has room for 3 of 40 experts in each of 2 layers: ")
+    ends = config.tasks | {"face-0": dataclasses.replace(config.tasks["face-0"], num_steps=5)}
+    whole = dataclasses.replace(config, tasks=ends)
+    assert kept_bytes(whole, layout_of(whole, 20)) - kept_bytes(config, layout) == 37 * place
+    assert slots_line(whole, layout_of(whole, 20)) == ""
