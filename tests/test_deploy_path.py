@@ -1,5 +1,6 @@
 """The benchmark of the path to a deployed model: losses by programs and over HTTP are those of the model itself."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -51,6 +52,23 @@ def test_ratios() -> None:
         "distilled_over_pruned_after_as_many_steps": 0.2,
         "teacher_gains_bits": 0.025,
     }
+
+
+def test_the_committed_figures() -> None:
+    """The ratios are those of the rows; a stage after the compression loses nothing."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "deploy_path_served_small_cpu.json").read_text())
+    rows = result["stages"]
+    found = ratios(rows)
+    assert found == {name: result[name] for name in found}
+    path = [row for row in rows if row["path"]]
+    assert [row["stage"].partition(",")[0] for row in path][3:] == [
+        "compressed to mxfp4",
+        "lowered",
+        "segmented",
+        "bundled",
+        "served by 2 processes",
+    ]
+    assert max(abs(row["bits_per_byte"] - path[3]["bits_per_byte"]) for row in path[3:]) < 0.002
 
 
 def test_the_picture(tmp_path: Path) -> None:

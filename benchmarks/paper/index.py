@@ -367,10 +367,9 @@ PLACES = (
         "section 3.3.1, Figure 3, every stage",
         "one model from its training to two processes that serve it without the repository",
         "no figures",
-        "python benchmarks/paper/deploy_path.py --folder DIR --preset tiny --steps 20 --warmup-steps 5 "
-        "--student-steps 8 --batch-size 8 --sequence-length 192 --unseen-tokens 2000 --calibration-tokens 4096 "
-        "--path-only --plot docs/deploy_path.png",
-        "deploy_path_served_tiny_cpu.json",
+        "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 --student-steps 100 "
+        "--batch-size 4 --unseen-tokens 17000 --calibration-tokens 32768 --path-only --plot docs/deploy_path.png",
+        "deploy_path_served_small_cpu.json",
         _served,
     ),
     Place(
