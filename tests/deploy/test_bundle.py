@@ -204,7 +204,7 @@ def test_eight_devices(split: str, tmp_path: Path, run_python: Run) -> None:
 
 
 def test_a_damaged_or_missing_file_is_named(copied: Path, run_python: Run) -> None:
-    program = max((copied / "programs").glob("jit__apply_layers*"))
+    program = min((copied / "programs").iterdir())
     flip(program, program.stat().st_size // 2)
     done = run_python(["serve.py", copied, "--port", "0"], env=one_device(copied / "none"))
     assert done.returncode == 1
