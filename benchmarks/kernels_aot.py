@@ -190,9 +190,7 @@ def engine_exchange(shape: MoEShape, devices: list[Any]) -> dict[str, Any]:
 
 def main() -> None:
     a = parse()
-    if not ahead_of_time.has_cuda():
-        print(f"skipped: {ahead_of_time.MISSING}")
-        report.finish({"skipped": True})
+    if ahead_of_time.skipped():
         return
     results = []
     for target in a.targets:

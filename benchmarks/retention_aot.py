@@ -123,9 +123,7 @@ def in_host_memory(programs: ahead_of_time.Programs, config: TrainConfig, device
 
 def main() -> None:
     a = parse()
-    if not ahead_of_time.has_cuda():
-        print(f"skipped: {ahead_of_time.MISSING}")
-        report.finish({"skipped": True})
+    if ahead_of_time.skipped():
         return
     (device,) = ahead_of_time.devices("h200")
     rows = []

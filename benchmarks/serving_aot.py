@@ -102,9 +102,7 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
 
 def main() -> None:
     report.parser(__doc__).parse_args()
-    if not ahead_of_time.has_cuda():
-        print(f"skipped: {ahead_of_time.MISSING}")
-        report.finish({"skipped": True})
+    if ahead_of_time.skipped():
         return
     (device,) = ahead_of_time.devices("h200")
     programs = ahead_of_time.Programs(device)

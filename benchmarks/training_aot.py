@@ -71,9 +71,7 @@ def compiled(name: str, device: Any, batch: int, seq: int) -> dict[str, Any]:
 
 def main() -> None:
     a = parse()
-    if not ahead_of_time.has_cuda():
-        print(f"skipped: {ahead_of_time.MISSING}")
-        report.finish({"skipped": True})
+    if ahead_of_time.skipped():
         return
     (device,) = ahead_of_time.devices("h200")
     rows = [report.progress(compiled(name, device, a.batch, a.seq)) for name in a.models]

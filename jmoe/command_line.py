@@ -58,7 +58,7 @@ class _Status:
 
 @dataclasses.dataclass(frozen=True)
 class BundleOptions:
-    """What `python -m jmoe.deploy.bundle` is told."""
+    """Options of `python -m jmoe.deploy.bundle`, as fields."""
 
     model: tyro.conf.Positional[str]  # a Hugging Face folder, or the output folder of a run of train.py
     out: str  # where the bundle is written: no files yet

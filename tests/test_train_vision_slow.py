@@ -38,6 +38,16 @@ def begin(
     return ranks
 
 
+def kill_after_a_commit(ranks: list[Child], folder: Path) -> int:
+    """SIGKILL all ranks; the newest checkpoint's step."""
+    ranks[0].wait_until(lambda: committed(folder))
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait(120)
+    return max(committed(folder))
+
+
 def finish(runs: TrainRuns, start_python: Start, folder: Path, processes: int, steps: int, *options: object) -> None:
     for rank in begin(runs, start_python, folder, processes, "--num-steps", steps, *options):
         rank.end(300)
@@ -61,12 +71,7 @@ def test_killed_and_resumed_on_the_same_and_on_another_layout(
     """At least fifty steps; without a stop on one, two and four processes."""
     killed, same = tmp_path / "killed", tmp_path / "same"
     ranks = begin(runs, start_python, killed, 2, *ENDLESS)
-    ranks[0].wait_until(lambda: committed(killed))
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.wait(120)
-    last = max(committed(killed))
+    last = kill_after_a_commit(ranks, killed)
     end = max(last + 30, 50)
     shutil.copytree(killed, same)
     finish(runs, start_python, same, 2, end)
@@ -102,12 +107,7 @@ def test_killed_and_resumed_with_experts_on_tiers(
     nvme = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", *model)
     host = ("--tiers.experts", "host", "--tiers.optimizer", "host", *model)
     ranks = begin(runs, start_python, killed, 2, *nvme, *ENDLESS)
-    ranks[0].wait_until(lambda: committed(killed))
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.wait(120)
-    last = max(committed(killed))
+    last = kill_after_a_commit(ranks, killed)
     end = max(last + 10, 20)
     finish(runs, start_python, killed, 2, end, *nvme)
     assert resumes(killed) == [last]

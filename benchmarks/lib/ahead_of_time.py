@@ -24,6 +24,15 @@ def has_cuda() -> bool:
     return any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
+def skipped() -> bool:
+    """Say so, as a benchmark's whole result, where JAX's CUDA libraries are not installed."""
+    if has_cuda():
+        return False
+    print(f"skipped: {MISSING}")
+    report.finish({"skipped": True})
+    return True
+
+
 def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[Any]:
     """Return the devices of a machine of GPUs of a kind ("h200", "a100")."""
     options = {

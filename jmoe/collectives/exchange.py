@@ -46,7 +46,7 @@ class ArrivedRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """What has been sent to experts. handle: what `combine` needs to take their outputs back."""
+    """Rows of tokens on the devices that have their experts. handle: what `combine` takes their outputs back by."""
 
     chunks: tuple[ArrivedRows, ...]
     dropped: jax.Array  # int32, assignments that found no row on this device; all devices' add up

@@ -32,7 +32,7 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """What a device can send one way, and how long a collective takes that sends next to nothing."""
+    """A link: the rate at which a device sends one way, and the seconds of a collective that sends next to nothing."""
 
     bytes_per_s: float
     latency_s: float

@@ -1,4 +1,4 @@
-"""What a run learns from beside its text: another, larger model."""
+"""A run learns from another, larger model too, beside its text: these are its settings."""
 
 from __future__ import annotations
 

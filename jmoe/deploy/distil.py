@@ -38,8 +38,9 @@ STUDENT = "student"  # in the run's folder: what it starts from
 
 @dataclass(frozen=True)
 class StudentOptions:
-    """What a student is: see the module. layers, top_k: None for the teacher's.
+    """Size and origin of a student, and the text that chooses its experts; see the module.
 
+    layers, top_k: None for the teacher's.
     dense: the student's layers that have an MLP in place of experts, made from the most used ones (`dense_from`).
     """
 

@@ -1,4 +1,4 @@
-"""What each expert is worth to a text: how often it is used, and REAP's score; which experts to keep by that.
+"""Scores of experts on a text, by how often they are used or by REAP's rule, and which experts to keep by them.
 
 Legend: N layers with experts, E experts, n experts that are kept.
 """

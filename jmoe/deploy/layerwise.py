@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 
 
 class ExpertUse(NamedTuple):
-    """What an expert of a layer with experts makes of the tokens that chose it.
+    """Outputs of one expert for the tokens that chose it.
 
     tokens_R: which of the T they are. weights_R: what its outputs are multiplied by. outputs_RD: before that.
     """

@@ -43,7 +43,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What pruning did: held-out bits per byte and bytes of weights of the model before and after."""
+    """Result of pruning: held-out bits per byte and bytes of weights of the model before and after."""
 
     bits_before: float
     bits_after: float

@@ -99,6 +99,14 @@ class StreamedExperts:
         by_device = zip(*(self._mine(g) for g in experts.values()), strict=True)
         self._opened.keep(number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device])
 
+    def _end_step(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Update the experts as a step's metrics say: its learning rate and clipping, or not at all where not `ok`."""
+        values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
+        if values["ok"]:
+            self._opened.commit(float(values["learning_rate"]), float(values["clip"]))
+        else:
+            self._opened.abandon()
+
     def _done(self, result: Any) -> Any:
         """Wait: on CPU collectives of two programs under way at once may wait for each other for ever."""
         return result if self.mesh.size == 1 else jax.block_until_ready(result)

@@ -204,11 +204,7 @@ class StreamedTrainer(StreamedExperts):
             outside = self._done(programs.embed_gradients(run.outside, part, dx, outside))
         results = StepResults(grads._replace(outside=outside), squares, losses, run.stats, *totals)
         state, metrics = self._done(programs.finish(state, results))
-        values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
-        if values["ok"]:
-            experts.commit(float(values["learning_rate"]), float(values["clip"]))
-        else:
-            experts.abandon()
+        self._end_step(metrics)
         return state, metrics
 
     def _next_layer(self, run: _Pass, i: int) -> NextLayer | None:

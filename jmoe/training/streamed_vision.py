@@ -240,11 +240,7 @@ class StreamedVisionTrainer(StreamedExperts):
             outside = self._done(programs.embed_gradients(run.outside, part, dx, outside))
         results = VisionStepResults(back.sums | outside, squares, metrics, run.stats)
         state, finished = self._done(programs.finish(state, results))
-        values = jax.device_get({name: finished[name] for name in ("ok", "learning_rate", "clip")})
-        if values["ok"]:
-            experts.commit(float(values["learning_rate"]), float(values["clip"]))
-        else:
-            experts.abandon()
+        self._end_step(finished)
         return state, finished
 
     def _begun(self, state: TrainState, parts: list[ImageBatch], *, train: bool, full_capacity: bool) -> _ImagePass:
