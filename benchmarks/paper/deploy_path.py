@@ -1,6 +1,6 @@
 """A model on its way to a deployed one: what each stage costs in quality and saves in bytes.
 
-    python -m benchmarks.paper.deploy_path --folder DIR
+    python benchmarks/paper/deploy_path.py --folder DIR
 
 A preset is trained on the source of Python's standard library but for some files, merged, distilled to half of its
 experts, pruned to three quarters of these, compressed to MXFP4, lowered, segmented over two devices, bundled, and
@@ -13,6 +13,10 @@ The last line is one JSON object; `lost` is in bits per byte over the whole mode
 """
 
 if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
     from jmoe.runtime import reexec_with_env
 
     reexec_with_env()
