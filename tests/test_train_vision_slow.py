@@ -39,7 +39,7 @@ def begin(
 
 
 def kill_after_a_commit(ranks: list[Child], folder: Path) -> int:
-    """SIGKILL all ranks; the newest checkpoint's step."""
+    """SIGKILL all ranks once a checkpoint is there, and return the step of the newest one."""
     ranks[0].wait_until(lambda: committed(folder))
     for rank in ranks:
         rank.kill()

@@ -25,7 +25,7 @@ def has_cuda() -> bool:
 
 
 def skipped() -> bool:
-    """Say so, as a benchmark's whole result, where JAX's CUDA libraries are not installed."""
+    """Return whether JAX's CUDA libraries are missing; if so, print that as a benchmark's whole result."""
     if has_cuda():
         return False
     print(f"skipped: {MISSING}")

@@ -18,10 +18,6 @@ accuracy and popularity on another kind of text too, by the same tables. The las
 """
 
 if __name__ == "__main__":
-    import sys
-    from pathlib import Path
-
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
     from jmoe.runtime import reexec_with_env
 
     reexec_with_env()

@@ -56,7 +56,7 @@ class Distilling:
 
 @dataclass(frozen=True)
 class Stages:
-    """What is done to a model before it is bundled, and in which form. None: nothing of that kind.
+    """Options of the stages that a model goes through before it is bundled. None: that stage is left out.
 
     text: file, folder or glob, to learn from, to prune by and to measure on. experts: that each layer keeps. weights: a
     format of `jmoe.deploy.compress`. machines: the file of unlike devices. by: how layers and experts are split over

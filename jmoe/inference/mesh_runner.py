@@ -65,7 +65,7 @@ class MeshHidden(NamedTuple):
 
 
 class _After(NamedTuple):
-    """What the last layer made of a batch: x split over the devices, the rows' last tokens on each. width: C."""
+    """Hidden states behind the last layer: x split over the devices, the rows' last tokens on each. width: C."""
 
     x: jax.Array
     last_MD: jax.Array

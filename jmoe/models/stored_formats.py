@@ -204,7 +204,7 @@ class PackedMxfp4(StoredFormat):
 
 
 class Fp4Experts(PackedMxfp4):
-    """The same numbers as DeepSeek-V4 names them."""
+    """MXFP4 under the names and dtypes of DeepSeek-V4: values as int8, scales in a tensor `scale` beside `weight`."""
 
     dtypes = ("I8", "F8_E8M0")
 

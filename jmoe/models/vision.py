@@ -27,7 +27,7 @@ SHARED_EXPERT = 0  # of a layer whose paths are learned; another expert is a tas
 
 
 class PathDraw(NamedTuple):
-    """What a step of training draws to learn paths."""
+    """Random numbers of a training step in which tasks choose their paths. A: tasks, N: layers with learned paths."""
 
     noise_AN: jax.Array  # float32, logistic: the difference of two Gumbel variables
     temperature: jax.Array

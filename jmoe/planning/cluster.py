@@ -17,7 +17,7 @@ GRADIENT_BYTES = 4  # of a parameter, where gradients are summed
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a layer exchanges. exchange: in nodes and devices of the mesh; row_bytes: of a token's hidden state."""
+    """A layer's exchange: its plan over the mesh's nodes and devices. row_bytes: of a token's hidden state."""
 
     exchange: ExchangePlan
     row_bytes: int

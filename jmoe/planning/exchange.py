@@ -42,7 +42,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class ExchangeLoad:
-    """What a device exchanges in a layer, `num_tokens` of its own as rows of `row_bytes`, and over which links."""
+    """Load of one device in the exchange of a layer: `num_tokens` of its own as rows of `row_bytes`, and the links."""
 
     links: LinksConfig
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What the output folder of a run says of it, while it goes on and afterwards. Standard library, nothing is left there.
+"""The state of a run, read from its output folder, also after its end. Standard library; nothing is left there.
 
 Ages are by the clock that gives files their times, the disk's; where no file can be made there, by this machine's.
 """

@@ -53,7 +53,7 @@ class StateSnapshot:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a process knows of a snapshot's file without having read it. checkpoint: the newest when it was made."""
+    """A snapshot's file, as known without reading it. checkpoint: the newest when it was made."""
 
     num_bytes: int
     checkpoint: int
