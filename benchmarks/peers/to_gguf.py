@@ -2,8 +2,8 @@
 
     ENVIRONMENT/bin/python benchmarks/peers/to_gguf.py MODEL OUT.gguf bf16
 
-The last argument is the format of all matrices: f32, bf16, q8_0 or q4_0. --dense gives the matrices outside the experts
-another one. A tokenizer of any byte-level BPE is written as GPT-2's: only speed is compared, on token ids.
+The last argument is the format of all matrices: f32, bf16, q8_0, q5_1, q4_1 or q4_0. --dense gives the matrices outside
+the experts another one. A tokenizer of any byte-level BPE is written as GPT-2's: only speed is compared, on token ids.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-FORMATS = ("f32", "bf16", "q8_0", "q4_0", "q4_1")
+FORMATS = ("f32", "bf16", "q8_0", "q5_1", "q4_1", "q4_0")
 ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
@@ -87,10 +87,11 @@ def main() -> None:
     add_tokenizer(writer, json.loads((a.model / "tokenizer.json").read_text()), config)
     kinds = {name: gguf.GGMLQuantizationType[name.upper()] for name in FORMATS}
 
-    tensors: dict[str, Any] = {}
-    for path in sorted(a.model.glob("*.safetensors")):
-        with safe_open(path, "pt") as f:
-            tensors |= {name: f.get_tensor(name).to(torch.float32).numpy() for name in f.keys()}  # noqa: SIM118
+    files = [safe_open(path, "pt") for path in sorted(a.model.glob("*.safetensors"))]
+    file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def read(name: str) -> Any:
+        return file_of[name].get_tensor(name).to(torch.float32).numpy()
 
     def add(name: str, value: Any, kind: str) -> None:
         value = np.ascontiguousarray(value, np.float32)
@@ -99,33 +100,33 @@ def main() -> None:
         writer.add_tensor(name, stored, raw_dtype=kinds[kind])
 
     dense = a.dense or a.format
-    embedding = tensors["model.embed_tokens.weight"]
+    embedding = read("model.embed_tokens.weight")
     add("token_embd.weight", embedding, dense)
-    add("output.weight", tensors.get("lm_head.weight", embedding), dense)
-    add("output_norm.weight", tensors["model.norm.weight"], "f32")
+    add("output.weight", read("lm_head.weight") if "lm_head.weight" in file_of else embedding, dense)
+    add("output_norm.weight", read("model.norm.weight"), "f32")
     for layer in range(config["num_hidden_layers"]):
         source, target = f"model.layers.{layer}.", f"blk.{layer}."
-        add(target + "attn_norm.weight", tensors[source + "input_layernorm.weight"], "f32")
-        add(target + "ffn_norm.weight", tensors[source + "post_attention_layernorm.weight"], "f32")
+        add(target + "attn_norm.weight", read(source + "input_layernorm.weight"), "f32")
+        add(target + "ffn_norm.weight", read(source + "post_attention_layernorm.weight"), "f32")
         for name, number in (("q", heads), ("k", config["num_key_value_heads"])):
-            weight = tensors[f"{source}self_attn.{name}_proj.weight"]
+            weight = read(f"{source}self_attn.{name}_proj.weight")
             add(
                 f"{target}attn_{name}.weight",
                 pairs_side_by_side(weight, number) if architecture == "llama" else weight,
                 dense,
             )
-        add(target + "attn_v.weight", tensors[source + "self_attn.v_proj.weight"], dense)
-        add(target + "attn_output.weight", tensors[source + "self_attn.o_proj.weight"], dense)
+        add(target + "attn_v.weight", read(source + "self_attn.v_proj.weight"), dense)
+        add(target + "attn_output.weight", read(source + "self_attn.o_proj.weight"), dense)
         if architecture == "qwen3moe":
-            add(target + "attn_q_norm.weight", tensors[source + "self_attn.q_norm.weight"], "f32")
-            add(target + "attn_k_norm.weight", tensors[source + "self_attn.k_norm.weight"], "f32")
+            add(target + "attn_q_norm.weight", read(source + "self_attn.q_norm.weight"), "f32")
+            add(target + "attn_k_norm.weight", read(source + "self_attn.k_norm.weight"), "f32")
         llama = architecture == "llama"
         moe, names = (
             ("block_sparse_moe.", ("w1", "w3", "w2")) if llama else ("mlp.", ("gate_proj", "up_proj", "down_proj"))
         )
-        add(target + "ffn_gate_inp.weight", tensors[f"{source}{moe}gate.weight"], "f32")
+        add(target + "ffn_gate_inp.weight", read(f"{source}{moe}gate.weight"), "f32")
         for name, kind in zip(names, ("gate", "up", "down"), strict=True):
-            stack = np.stack([tensors[f"{source}{moe}experts.{e}.{name}.weight"] for e in range(experts)])
+            stack = np.stack([read(f"{source}{moe}experts.{e}.{name}.weight") for e in range(experts)])
             add(f"{target}ffn_{kind}_exps.weight", stack, a.format)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

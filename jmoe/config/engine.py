@@ -63,9 +63,10 @@ class EngineConfig:
     # and 8.25 bits a weight; wide: as `dtype`; None: wide, but on one device what is stored as MXFP4 or FP8 stays that
     expert_dtype: Literal["wide", "mxfp4", "int4", "int8", "fp8"] | None = None
     # how experts are guessed a layer ahead, to be copied early: by the next layer's router, by what recent steps used
-    # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all.
-    # Over several devices `lina` places experts by such a guess: by paths, or for the other names by recent steps
-    estimator: Literal["router", "counts", "paths"] | None = "router"
+    # most, or by the paths of tokens through the layers before (`jmoe.inference.profile`); None: not at all, so that
+    # native programs of few tokens run through layers and ask only for what has no slot; auto: None where they can,
+    # else router. Over several devices `lina` places experts by such a guess: by paths, or otherwise by recent steps
+    estimator: Literal["auto", "router", "counts", "paths"] | None = "auto"
     prefill_chunk_tokens: int = 512  # the most tokens of one prompt in a step
     max_prefill_tokens: int | None = None  # the most of all prompts in a step, with padding; None: 8 whole chunks
     # on a CPU, steps of few tokens with operations in C++, which are compiled once on each machine. auto: on one
@@ -84,8 +85,8 @@ class EngineConfig:
         check_field(usable, self, "native", "must be auto or on with policy = 'hybrid'")
         enough = self.max_seq_len is None or self.max_seq_len >= 2
         check_field(enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output")
-        known = self.estimator in ("router", "counts", "paths", None)
-        check_field(known, self, "estimator", "must be router, counts, paths or None")
+        known = self.estimator in ("auto", "router", "counts", "paths", None)
+        check_field(known, self, "estimator", "must be auto, router, counts, paths or None")
         known = self.expert_dtype in (None, "wide", "mxfp4", "int4", "int8", "fp8")
         check_field(known, self, "expert_dtype", "must be wide, mxfp4, int4, int8, fp8 or None")
         chunk = min(self.prefill_chunk_tokens, self.max_seq_len or self.prefill_chunk_tokens)

@@ -74,7 +74,10 @@ def calibrate(
         if isinstance(residency, HybridExperts):
             rate = residency.host.bytes_per_s(runner.config.num_experts_per_tok, runner.config.hidden_act)
             calibration = replace(calibration, host_bytes_per_s=rate)
-    runner.residency = _Filled(residency.slots, residency.index, num_filled, residency.streams)
+    filled = _Filled(residency.slots, residency.index, num_filled, residency.streams)
+    if runner.asks_nothing:
+        filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
+    runner.residency = filled
     tokens = np.random.default_rng(0).integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens)).tolist()
     sequence = Sequence(tokens)
     decode = tuple(Chunk(sequence, row, position, [tokens[row]]) for row in range(max_batch))

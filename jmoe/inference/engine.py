@@ -362,6 +362,8 @@ class Engine(Closing):
         for num_rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
             for batch in self._runner.padding(num_rows, width):
                 (hidden,) = self._runner.forward([batch])
+                if self._model.on_one is not None and self._model.options.policy == "auto":
+                    self._model.on_one.run_layers([batch])  # a step of whole layers
                 logits_PV = self._runner.logits(hidden, np.zeros(num_rows, np.int32))
             if width == 1:  # what follows knows of logits alone
                 self._sampler.warm_up(logits_PV)
@@ -399,7 +401,10 @@ def _one_device(
     config, dtype = checkpoint.config, checkpoint.dtype
     # A program is compiled anew for arguments that are bound to a device: all that change are, from the start.
     caches = jax.device_put(empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0])
-    estimator = make_estimator(options.estimator, residency, layers, config.num_experts, table)
+    name = options.estimator
+    if name == "auto":
+        name = "router" if residency.finder is None else None
+    estimator = make_estimator(name, residency, layers, config.num_experts, table)
     return ModelRunner(config, ends, layers, residency, caches, dtype, estimator, native=use_native), store
 
 

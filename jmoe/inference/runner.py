@@ -27,13 +27,10 @@ from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertPlaces, Residency
-from jmoe.offload.slots import NativeSlots
-from kernels_pallas.native import SlotLayout, native_operations, slot_mlp
+from kernels_pallas.native import SlotLayout, find_slots, native_operations, slot_mlp
 
 RECENT_STEPS = 16
-LAYERS_A_PROGRAM = (
-    8  # of few tokens, with experts that stay where they are: a model's first program serves all equal ones
-)
+LAYERS_A_PROGRAM = 8  # of few tokens, which ask the host for no choice: a model's first program serves all equal ones
 Arrays = tuple[jax.Array, ...]  # of a module
 
 
@@ -153,6 +150,7 @@ class _NativeLayers(NamedTuple):
     """Several layers as one program: their structures, the layout of the slots, the experts' activation.
 
     first: the structure of what embeds the tokens, where these are the first layers. is_last: nothing follows them.
+    finds: the number of a layer's experts, where the program finds their slots; 0: tables say where they are.
     """
 
     structures: tuple[Structure, ...]
@@ -161,6 +159,7 @@ class _NativeLayers(NamedTuple):
     dtype: Any
     first: Structure | None
     is_last: bool
+    finds: int
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -173,13 +172,15 @@ def _apply_layers(
     windows: tuple[jax.Array | None, ...],
     experts: tuple[jax.Array, jax.Array],
 ) -> tuple[Any, tuple[KVCache, ...], list[jax.Array]]:
-    """Run layers of few tokens whose experts stay where they are: the host is asked for nothing.
+    """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
 
-    start: `Hidden`, or the arrays of the embedding. experts: slots [M, R] and the tables [n, E] of these layers with
-    experts. Returns `Hidden`, or x [P, C, D] after the last layer; the caches; what each layer's tokens chose.
+    start: `Hidden`, or the embedding's arrays. experts: slots [M, R] and the tables [n, E] of these layers with
+    experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the last layer; the caches; what each
+    layer's tokens chose.
     """
-    slots_MR, tables_nE = experts
-    written, choices = [], []
+    slots_MR, places = experts
+    written: list[KVCache] = []
+    choices: list[jax.Array] = []
     with native_operations(batch.positions_PC.size):
         hidden: Hidden = start
         if static.first is not None:
@@ -188,9 +189,11 @@ def _apply_layers(
             of_layer = (arrays[i], caches[i], hidden, batch.rows_P, batch.positions_PC, windows[i])
             x_PCD, cache, y = attend_local(structure, *of_layer)
             if isinstance(y, ExpertInputs):
+                n = len(choices)
+                table_E = find_slots(y.idx_TK, places, n, static.finds) if static.finds else places[n]
                 choices.append(y.idx_TK)
                 tokens = (y.h_TD, y.idx_TK, y.weights_TK, y.y_TD)
-                y = slot_mlp(tokens, slots_MR, tables_nE[len(choices) - 1], static.layout, static.activation)
+                y = slot_mlp(tokens, slots_MR, table_E, static.layout, static.activation)
             hidden = Hidden(x_PCD, y)
             written.append(cache)
     return add_residual(*hidden) if static.is_last else hidden, tuple(written), choices
@@ -286,14 +289,32 @@ class ModelRunner:
         return jax.device_put(x_PCD, jax.devices()[0])
 
     def forward(self, groups: Sequence[TokenBatch]) -> list[jax.Array]:
-        """Return hidden states [P, C, D] of every batch; a layer is acquired once for all of them."""
-        if (slots := self._native_slots(groups)) is not None:
-            return self._forward_native(groups, slots)
+        """Return hidden states [P, C, D] of every batch.
+
+        Those of few tokens run several layers a program, one after the other; for the others, layer by layer, a layer
+        is acquired once. So a batch's programs, and its bits, do not depend on the others.
+        """
+        slots = self.residency.slots.native if self.asks_nothing else None
+        few = [slots is not None and slots.takes(g.positions_PC.size, self.dtype) for g in groups]
+        programs = [self._run_programs(group) if is_few else None for group, is_few in zip(groups, few, strict=True)]
+        others = iter([] if all(few) else self.run_layers([group for group, is_few in zip(groups, few) if not is_few]))
+        xs, choices = zip(*(done or next(others) for done in programs), strict=True)
+        self.recent_choices.append([list(layer) for layer in zip(*choices, strict=True)])
+        return list(xs)
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Return whether programs of few tokens need not tell the host what was chosen: native, and without guesses."""
+        finds = self.residency.finder is not None and self.estimator is None
+        return self.native and (finds or self.residency.tables_NE is not None)
+
+    def run_layers(self, groups: Sequence[TokenBatch]) -> list[tuple[jax.Array, list[jax.Array]]]:
+        """Return hidden states [P, C, D] of every batch, and what each layer's tokens chose; a layer at a time."""
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
-        choices: list[list[jax.Array]] = []
+        choices: list[list[jax.Array]] = [[] for _ in groups]
         for i, layer in enumerate(self._layers):
             added: list[jax.Array | ExpertInputs] = []
             for n, g in enumerate(groups):
@@ -308,41 +329,35 @@ class ModelRunner:
                 self._release(held)
                 ys = self._run_experts(self._moe_index[i], routed, path)
                 held = (self._moe_index[i], ys)
-                choices.append([r.idx_TK for r in routed])
+                for of_group, r in zip(choices, routed, strict=True):
+                    of_group.append(r.idx_TK)
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
-        self.recent_choices.append(choices)
-        return [_add_alone(x) for x in xs]
+        return [(_add_alone(x), of_group) for x, of_group in zip(xs, choices, strict=True)]
 
-    def _native_slots(self, groups: Sequence[TokenBatch]) -> NativeSlots | None:
-        """Return the experts' slots where every layer of these tokens is native and asks the host for nothing."""
-        slots = self.residency.slots.native
-        if not self.native or slots is None or self.residency.tables_NE is None:
-            return None
-        return slots if all(slots.takes(g.positions_PC.size, self.dtype) for g in groups) else None
-
-    def _forward_native(self, groups: Sequence[TokenBatch], slots: NativeSlots) -> list[jax.Array]:
-        """Do what `forward` does, several layers a program."""
-        tables_NE = self.residency.tables_NE
-        assert tables_NE is not None
+    def _run_programs(self, g: TokenBatch) -> tuple[jax.Array, list[jax.Array]]:
+        """Do what `run_layers` does for one batch, several layers a program."""
+        slots, tables_NE, finder = self.residency.slots.native, self.residency.tables_NE, self.residency.finder
+        assert slots is not None
         embed, embed_arrays = self.ends
-        xs, by_group, size = [], [], LAYERS_A_PROGRAM
-        for g in groups:
-            x: Any = embed_arrays
-            chosen: list[jax.Array] = []
+        x: Any = embed_arrays
+        size = LAYERS_A_PROGRAM
+        finds = 0 if finder is None else self.config.num_experts
+        chosen: list[jax.Array] = []
+        with self.residency.programs():
             for start in range(0, len(self._layers), size):
-                some = slice(start, start + size)
+                some, n = slice(start, start + size), len(chosen)
                 structures, arrays = zip(*self._layers[some], strict=True)
-                first, is_last = None if start else embed, start + size >= len(self._layers)
-                static = _NativeLayers(structures, slots.layout, self.config.hidden_act, self.dtype, first, is_last)
-                experts = (slots.slots_MR, tables_NE[len(chosen) : len(chosen) + size])
-                of_layers = (arrays, tuple(self.caches[some]), x, g, tuple(self._windows[some]), experts)
+                ends = None if start else embed, start + size >= len(self._layers)
+                static = _NativeLayers(structures, slots.layout, self.config.hidden_act, self.dtype, *ends, finds)
+                places = None if tables_NE is None else tables_NE[n : n + size]
+                experts = slots.slots_MR, places if finder is None else finder.where(n)
+                of_layers = arrays, tuple(self.caches[some]), x, g, tuple(self._windows[some]), experts
                 x, self.caches[some], choices = _apply_layers(static, *of_layers)
                 chosen += choices
-            xs.append(x)
-            by_group.append(chosen)
-        self.recent_choices.append([list(layer) for layer in zip(*by_group, strict=True)])
-        return xs
+            if finder is not None:  # it must not be changed while they run
+                jax.block_until_ready(x)
+        return x, chosen
 
     def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""

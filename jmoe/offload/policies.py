@@ -3,8 +3,10 @@
 Legend: E experts of a layer. `ExpertIndex` numbers their records.
 """
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -20,8 +22,10 @@ from jmoe.memory.slot_pool import SlotPool
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.slots import ExpertSlots
+from kernels_pallas.native import SlotFinder
 
-WAIT_LIMIT_S = 60.0
+WAIT_LIMIT_S = 60.0  # for a copy
+PROGRAM_LIMIT_S = 10 * WAIT_LIMIT_S  # for all copies that a layer of a program waits for: those raise first
 COPY_THREADS = 2
 MIN_TRUST = 0.5  # share of right guesses from which on they are acted on
 GUESS_DECAY = 0.95  # what a guess counts for after the next layer's
@@ -84,6 +88,7 @@ class Residency(ExpertPlaces):
 
     needs_choices = False  # in this step `acquire` must be told which experts its tokens chose
     tables_NE: np.ndarray | None = None  # what `acquire` returns for each layer, where that is the same in every step
+    finder: SlotFinder | None = None  # in this step programs may find slots with it, in place of `acquire`
 
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
         self.slots, self.index = slots, index
@@ -95,6 +100,11 @@ class Residency(ExpertPlaces):
 
         chosen: expert numbers, in any order and more than once; E for none.
         """
+
+    @contextlib.contextmanager
+    def programs(self) -> Iterator[None]:
+        """Let programs use `finder` in the block, one at a time; they must have ended when it does."""
+        yield
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
         """Return float32 [T, D]: y + the weighted sum of each token's experts; table_E: what `acquire` returned."""
@@ -189,11 +199,15 @@ class ChosenExperts(Residency):
     A step of whole layers gets all experts of each, the next layer's while one computes, and nobody asks what its
     tokens chose. This is a ring some of whose layers stay: the hot set keeps its slots, what is left of a layer passes
     through the others.
+
+    Where programs find slots, what they choose has its slot or is brought by `acquire`, in the thread of the finder.
+    Nothing of theirs needs a pin: a layer whose experts are asked for waits, and what came before it has ended.
     """
 
     streams, takes_guesses, needs_choices = True, True, True
 
-    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex) -> None:
+    def __init__(self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, *, finds: bool = False) -> None:
+        """finds: let programs find slots, with native operations."""
         num_slots, num_experts = slots.num_slots, index.num_experts
         check(num_slots >= num_experts, "num_slots", num_slots, f"must hold the {num_experts} experts of a layer")
         super().__init__(slots, index)
@@ -208,6 +222,37 @@ class ChosenExperts(Residency):
         self._stats = ResidencyStats("experts")
         self._ignored: dict[int, set[int]] = {}  # guesses that nothing was copied for
         self._recent_guesses = self._recent_right = FIRST_TRUST
+        self._finder: SlotFinder | None = None
+        if finds:
+            self._finder = SlotFinder(self.pool.slot_of, num_experts, self._bring_for_program, PROGRAM_LIMIT_S)
+        self.finder = self._finder
+
+    @contextlib.contextmanager
+    def programs(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self._failed is not None:
+                raise self._failed from error
+            raise
+        assert self._finder is not None
+        chosen = np.flatnonzero(self._finder.chosen)  # but for layers that had to ask, which are counted
+        self._finder.chosen[:] = 0
+        self._stats.layers += np.unique(chosen // self.index.num_experts).size
+        self._stats.hits += chosen.size
+        self._used += chosen.tolist()
+
+    def _bring_for_program(self, moe_layer: int, chosen: np.ndarray) -> None:
+        try:
+            self.acquire(moe_layer, chosen)
+            self.release(moe_layer)
+        except Exception as error:
+            self._failed = error
+            raise
+        assert self._finder is not None
+        self._finder.chosen[self.index.records(moe_layer)] = 0
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         if self._used:  # counts rise once a step, or layers yet to come look unused
@@ -215,6 +260,7 @@ class ChosenExperts(Residency):
             self._store.touch(self._used)
             self._used = []
         self.needs_choices = not whole_layers
+        self.finder = None if whole_layers else self._finder
         if whole_layers:
             self._bring(0, self._layer(0))
 
@@ -272,6 +318,8 @@ class ChosenExperts(Residency):
         return [None if record < 0 else self.index.locate(record) for record in self.pool.record_in.tolist()]
 
     def close(self) -> None:
+        if self._finder is not None:
+            self._finder.close()
         self._threads.shutdown(cancel_futures=True)
 
     def _finish(self, copy: Future[None]) -> None:

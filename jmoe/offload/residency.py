@@ -71,7 +71,8 @@ def open_experts(
         host.close()
     known = f"no native operation takes experts of {fields} and {np.dtype(checkpoint.dtype)} tokens"
     check(plan.policy != "hybrid", "policy", plan.policy, known)
-    return ChosenExperts(slots, store, index), store
+    finds = slots.native is not None and slots.native.takes(1, checkpoint.dtype)
+    return ChosenExperts(slots, store, index, finds=finds), store
 
 
 def open_placed_experts(

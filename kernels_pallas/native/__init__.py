@@ -5,10 +5,12 @@ from kernels_pallas.native.api import (
     SlotLayout,
     cached_attention,
     few_row_matmul,
+    find_slots,
     rms_norm,
     slot_mlp,
     top_k,
 )
+from kernels_pallas.native.finder import SlotFinder
 from kernels_pallas.native.library import NotBuiltError, load, sources_digest, take_built
 from kernels_pallas.native.scope import MAX_ROWS, native_operations, takes_native
 
@@ -16,9 +18,11 @@ __all__ = [
     "MAX_ROWS",
     "SLOT_ARRAYS",
     "NotBuiltError",
+    "SlotFinder",
     "SlotLayout",
     "cached_attention",
     "few_row_matmul",
+    "find_slots",
     "load",
     "native_operations",
     "rms_norm",

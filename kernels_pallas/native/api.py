@@ -76,6 +76,16 @@ def slot_mlp(
     return call(*tokens, slots_MR, table_E, wide_biases=layout.wide_biases, **numbers)
 
 
+def find_slots(idx_TK: jax.Array, where_2: jax.Array, layer: int, num_experts: int) -> jax.Array:
+    """Return int32 [E]: the slots of a layer's experts; of those that no token chose any.
+
+    where_2: int32, from `SlotFinder.where`, of the program's first layer with experts; layer: counted from that one.
+    What was chosen and has no slot is asked of that `SlotFinder`, and waited for.
+    """
+    call = jax.ffi.ffi_call("jmoe_find_slots", jax.ShapeDtypeStruct((num_experts,), jnp.int32))
+    return call(idx_TK, where_2, layer=np.int64(layer))
+
+
 def cached_attention(
     new: tuple[jax.Array, jax.Array, jax.Array],
     caches: tuple[jax.Array, jax.Array],

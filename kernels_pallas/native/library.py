@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-OPERATIONS = ("jmoe_matmul", "jmoe_rms_norm", "jmoe_slot_mlp", "jmoe_attention", "jmoe_top_k")
+OPERATIONS = ("jmoe_matmul", "jmoe_rms_norm", "jmoe_slot_mlp", "jmoe_find_slots", "jmoe_attention", "jmoe_top_k")
 # contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 BUILD_TIMEOUT_S = 300

@@ -30,6 +30,11 @@ from tests.damage import flip_everywhere, poison
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
 NEAR_TIE = 5e-4
+POLICIES: dict[str, dict[str, Any]] = {
+    "ring": {"policy": "ring", "ring_slots": 1},
+    "experts": {"policy": "experts", "device_bytes": 20_000, "estimator": "router"},
+    "experts, found by programs": {"policy": "experts", "device_bytes": 20_000, "prefill_chunk_tokens": 16},
+}
 
 
 def reference(name: str) -> dict[str, np.ndarray]:
@@ -103,6 +108,42 @@ def test_native_operations(name: str) -> None:
     for a, b in zip(*found, strict=True):
         assert a.token_ids == b.token_ids
         np.testing.assert_allclose(*([lp.logprob for lp in c.logprobs] for c in (a, b)), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3_yarn", "gpt_oss"])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> None:
+    """Nothing is read back; bit for bit what resident computes; what has no slot is copied, and nothing else."""
+    needs_compiler()
+    prompts = reference(name)["input_ids"].tolist()
+    options: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 2}
+    with tiny_engine(name, policy="resident", native="on") as resident:
+        expected = resident.generate(prompts, **options)
+        all_bytes, layers = resident.stats().device_expert_bytes, resident.config.num_moe_layers
+        experts = resident.config.num_experts
+    places: dict[str, Any] = {"device_bytes": all_bytes * 3 // (2 * layers), "expert_tier": tier, "cache_dir": tmp_path}
+    places |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
+    with tiny_engine(name, policy="experts", native="on", **places) as streamed:
+        runner = streamed._runner
+        assert isinstance(runner, ModelRunner) and runner.asks_nothing
+        sequences = [streamed.add_request(prompt, SamplingParams(**options)) for prompt in prompts]
+        outputs, asked_for = [], 0
+        while streamed.has_unfinished:
+            before, decoded = streamed.residency.stats(), streamed.stats().decode.steps
+            outputs += streamed.step()
+            now, chosen = streamed.residency.stats(), streamed.last_choices()
+            if streamed.stats().decode.steps > decoded:  # one batch: each layer's experts are asked for once
+                asked_for = sum(np.unique(layer[layer < experts]).size for layer in chosen)
+                assert now.hits + now.misses - before.hits - before.misses == asked_for
+                assert now.layers - before.layers == layers
+        assert asked_for > 0
+        found = [Completion.join(s, [output for output in outputs if output.sequence is s]) for s in sequences]
+        assert same(found, expected)
+        stats, missed = streamed.stats(), streamed.residency.stats().misses
+        assert stats.readback_s == 0 and 0 < stats.hit_rate < 1
+        assert streamed._store is not None
+        assert stats.streamed_bytes == missed * streamed._store.layout.record_bytes
+        assert stats.waited_s > 0 and (stats.nvme_bytes > 0) == (tier == "nvme")
 
 
 def test_layers_of_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,12 +372,12 @@ def test_a_pack_in_memory_is_not_copied_to_host_memory(policy: str, monkeypatch:
         assert same(*found)
 
 
-@pytest.mark.parametrize("policy", ["ring", "experts"])
+@pytest.mark.parametrize("policy", ["ring", "experts", "experts, found by programs"])
 def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None:
     """An expert that cannot be read is an error that names the file, and stays one: no wrong token comes out."""
     tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path}
-    ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
-    with tiny_engine("mixtral", policy=policy, **ring, **tier) as served:
+    ring = POLICIES[policy]
+    with tiny_engine("mixtral", **ring, **tier) as served:
         assert served.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids
         (records,) = tmp_path.glob("records-*.bin")
         os.truncate(records, 4096)
@@ -345,22 +386,22 @@ def test_a_pack_that_is_cut_while_it_serves(policy: str, tmp_path: Path) -> None
                 served.generate([list(range(3, 30))], max_new_tokens=30, ignore_eos=True)
 
 
-@pytest.mark.parametrize("policy", ["ring", "experts"])
+@pytest.mark.parametrize("policy", ["ring", "experts", "experts, found by programs"])
 def test_damaged_experts_come_from_the_checkpoint_again(policy: str, tmp_path: Path) -> None:
     """While it serves, and at a start after that; without the checkpoint it is an error that names the file."""
     folder = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
     tier = {"expert_tier": "nvme", "host_cache_bytes": 25_000, "cache_dir": tmp_path / "pack"}
-    ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
+    ring = POLICIES[policy]
     options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
     prompt = [list(range(3, 20))]
-    with tiny_engine(folder, policy=policy, **ring, **tier) as served:
+    with tiny_engine(folder, **ring, **tier) as served:
         found = served.generate(prompt, **options)
         (records,) = (tmp_path / "pack").glob("records-*.bin")
         whole = records.read_bytes()
         flip_everywhere(records)
         assert same(served.generate(prompt, **options), found)
     flip_everywhere(records)
-    with tiny_engine(folder, policy=policy, **ring, **tier) as served:
+    with tiny_engine(folder, **ring, **tier) as served:
         assert same(served.generate(prompt, **options), found)
         while records.read_bytes() != whole:
             served.generate(prompt, **options)

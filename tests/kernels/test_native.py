@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,105 @@ def test_many_threads_may_call_at_once() -> None:
     with ThreadPoolExecutor(8) as threads:
         for (_, x64), y in zip(xs, threads.map(lambda pair: multiply(pair[0], w), xs), strict=True):
             close(y, x64 @ w64, 256)
+
+
+# Slots that programs find
+
+
+class Host:
+    """A table of two layers of four experts, and what was asked of its host; `bring` gives slots to what lacks them."""
+
+    def __init__(self, wait_limit_s: float = 60.0) -> None:
+        self.slot_of = np.full(8, -1, np.int32)
+        self.asked: list[tuple[int, list[int]]] = []
+        self.error: Exception | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.finder = native.SlotFinder(self.slot_of, 4, self.bring, wait_limit_s)
+
+    def bring(self, layer: int, experts: np.ndarray) -> None:
+        self.asked.append((layer, experts.tolist()))
+        assert self.may_answer.wait(60)
+        if self.error is not None:
+            raise self.error
+        for record in 4 * layer + experts:
+            if self.slot_of[record] < 0:
+                self.slot_of[record] = self.slot_of.max() + 1
+
+    def find(self, *choices: list[list[int]], first: int = 0) -> list[list[int]]:
+        """What one program finds for the choices of layers, one after the other."""
+
+        @jax.jit
+        def program(chosen: list[jax.Array], where: jax.Array) -> list[jax.Array]:
+            tables: list[jax.Array] = []
+            for layer, idx_TK in enumerate(chosen):
+                after = idx_TK if not tables else idx_TK + 0 * tables[-1][0]  # a layer's choice hangs on the one before
+                tables.append(native.find_slots(after, where, layer, 4))
+            return tables
+
+        found = program([jnp.asarray(c, jnp.int32) for c in choices], self.finder.where(first))
+        return [np.asarray(table).tolist() for table in found]
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.may_answer.set()
+    host.finder.close()
+
+
+def test_programs_find_slots(host: Host) -> None:
+    """What has a slot is not asked for; what lacks one is, with what the layer needs beside it."""
+    host.slot_of[:] = [3, -1, 5, -1, -1, -1, 9, -1]
+    assert host.find([[0, 2], [4, 0]]) == [[3, 0, 5, 0]]  # 4: no expert
+    assert host.asked == [] and host.finder.chosen.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert host.find([[1, 0]], [[2, 3]]) == [[3, 10, 5, 0], [0, 0, 9, 11]]
+    assert host.asked == [(0, [0, 1]), (1, [2, 3])]
+    assert host.find([[2, 0]], first=1) == [[12, 0, 9, 11]]
+    assert host.asked[2:] == [(1, [0, 2])]
+    assert host.finder.chosen.tolist() == [1, 1, 1, 0, 1, 0, 1, 1]
+
+
+def test_experts_that_cannot_be_brought(host: Host) -> None:
+    """End the program, and those after it, with an error; what needs nothing runs."""
+    host.slot_of[0] = 1
+    host.error = OSError("the disk is gone")
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="find_slots: experts could not be brought"):
+            host.find([[0, 1]])
+    assert host.asked == [(0, [0, 1])] and host.find([[0]]) == [[1, 0, 0, 0]]
+
+
+def test_a_host_that_does_not_answer() -> None:
+    host = Host(wait_limit_s=0.2)
+    host.may_answer.clear()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the host has not brought experts within"):
+        host.find([[1]])
+    host.may_answer.set()
+    host.finder.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the experts' places are closed"):
+        host.find([[1]])
+
+
+def test_closing_ends_a_program_that_waits(host: Host) -> None:
+    host.may_answer.clear()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(host.find, [[1]])
+        while not host.asked:
+            time.sleep(0.001)
+        closing = threading.Thread(target=host.finder.close)  # waits for its thread, which is to answer
+        closing.start()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the experts' places are closed"):
+            waiting.result(60)
+        host.may_answer.set()
+        closing.join(60)
+        assert not closing.is_alive()
+
+
+def test_layers_that_are_not_there(host: Host) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="find_slots: no such layer"):
+        host.find([[1]], first=2)
 
 
 # How they are built
