@@ -91,6 +91,10 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
         (("--elastic.replan-every-steps", "9"), "elastic.replan_every_steps = 9: must be 0 with layout = 'even'"),
         (("--tiers.experts", "auto"), "tiers.experts = 'auto': must be device, host or nvme for images"),
         (
+            ("--tiers.experts", "host", "--tiers.device-experts", "0.5"),
+            "tiers.device_experts = 0.5: must be 1 for images, whose tasks say what a device holds",
+        ),
+        (
             ("--layout", "elastic", "--elastic.replan-every-steps", "9", "--tiers.experts", "host"),
             "elastic.replan_every_steps = 9: must be 0 with experts on other tiers than the device",
         ),

@@ -33,11 +33,16 @@ class TiersConfig:
     write_back_every_steps: int = 0  # when what changed goes to nvme; 0: as it leaves the cache, or is saved
     pin_host_memory: Literal["auto", "on", "off"] = "auto"  # that records go to the device from; auto: of a GPU
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
+    device_experts: float = 1.0  # share of its experts of such a layer that a device has room for at first
 
     def __post_init__(self) -> None:
         literals(self)
         not_negative(self, "host_cache_bytes", "write_back_every_steps")
         positive(self, "device_layers")
+        share = self.device_experts
+        check(0 < share <= 1, "tiers.device_experts", share, "must be greater than 0 and at most 1")
+        fetched = self.experts != "device" or share == 1
+        check(fetched, "tiers.device_experts", share, "must be 1 with tiers.experts = 'device', where all of them are")
         if "auto" not in (self.experts, self.optimizer):
             above = TIERS.index(self.optimizer) >= TIERS.index(self.experts)
             allowed = " or ".join(TIERS[TIERS.index(self.experts) :])

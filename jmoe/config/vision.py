@@ -233,6 +233,8 @@ class VisionTrainConfig(TrainConfig):
         for name in ("experts", "optimizer"):
             tier = getattr(self.tiers, name)
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
+        share = self.tiers.device_experts
+        check(share == 1, "tiers.device_experts", share, "must be 1 for images, whose tasks say what a device holds")
         every, constraint = self.elastic.replan_every_steps, "must be 0 with experts on other tiers than the device"
         check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
         wide = self.compute_dtype != "float16"

@@ -1,6 +1,7 @@
 """The experts of a MoE layer, and the dense feed-forward layer, which is one expert for every token.
 
-Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L local experts.
+Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L local experts,
+M of them.
 """
 
 import math
@@ -74,6 +75,7 @@ class Experts(_MLPParameters):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, **options: Any) -> None:
         super().__init__((num_experts,), hidden_size, intermediate_size, **options)
+        self.ids_M: jax.Array | None = nnx.data(None)  # experts whose weights these are, ascending; None: of all
 
     def __call__(
         self, x_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int, rows: RowMap | None = None
@@ -85,6 +87,8 @@ class Experts(_MLPParameters):
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...].astype(x_ND.dtype), self.w_down[...].astype(x_ND.dtype), *biases)
         slots = slots_per_expert(expected_rows, group_sizes_L.shape[0])
+        if self.ids_M is not None:  # others have no rows, so that these lie side by side as they do among all
+            group_sizes_L = jnp.take(group_sizes_L, self.ids_M, mode="fill", fill_value=0)
         return grouped_mlp(x_ND, group_sizes_L, weights, activation=self.activation, slots=slots, rows=rows)
 
 

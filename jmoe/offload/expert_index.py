@@ -71,6 +71,11 @@ class LocalExperts:
         first = sum(map(len, self.devices[:part]))
         return [(first + replica, row) for replica in range(len(self.devices[part]))]
 
+    def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the share of each part's experts of a layer that are chosen."""
+        shares: NDArray[np.float64] = chosen_P.reshape(len(self.devices), -1).mean(axis=1)
+        return shares
+
     def arranged(self, layer: int, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
         """Return what each device has of arrays of the layer's experts."""
         parts = zip(self.split(arrays), self.devices, strict=True)
@@ -123,6 +128,12 @@ class SlottedExperts(LocalExperts):
         """Return where an expert lies: (number among `all_devices`, slot there)."""
         slots = self.slot_RNE[:, layer, position].tolist()
         return [(device, slot) for device, slot in enumerate(slots) if slot >= 0]
+
+    def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the share of each device's experts of a layer that are chosen; 0 of a device without any."""
+        has_RE = self.slot_RNE[:, layer] >= 0
+        shares: NDArray[np.float64] = (has_RE & chosen_P).sum(axis=1) / np.maximum(has_RE.sum(axis=1), 1)
+        return shares
 
     def arranged(self, layer: int, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
         """Return what each device has of arrays of the layer's experts; 0 in slots without one."""

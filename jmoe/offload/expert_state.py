@@ -1,14 +1,17 @@
 """Experts in training, streamed over tiers: slots on the device for the layers in use, records below for the others.
 
-Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices. Experts are numbered
-here from 0 to P - 1, the first device's first. Each has up to three records (`ExpertIndex`): weights, moments, and a
-gradient that is not applied yet. One that is fetched is first brought up to the present step (`lazy_adamw.catch_up`).
+Legend: N MoE layers, E experts of a layer, P of them this process's, L on each of its devices, M rows of a slot there.
+Experts are numbered here from 0 to P - 1, the first device's first. Each has up to three records (`ExpertIndex`):
+weights, moments, and a gradient that is not applied yet. One that is fetched is first brought up to the present step
+(`lazy_adamw.catch_up`).
 
 Where several devices of a process have an expert (replicas of each other, or devices whose tasks share it) it has its
 records once. The first of them updates it, the others are sent the weights (`LocalExperts.places`).
 """
 
 import contextlib
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +35,15 @@ from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.lazy_adamw import Laziness, MissedSteps, catch_up, constants
+from jmoe.offload.slot_rows import ChosenRows, SlotRows, larger_room
+
+log = logging.getLogger(__name__)
 
 MAX_STEPS_BEHIND = 1024  # of an expert in a checkpoint
 Method = TypeVar("Method", bound=Callable[..., Any])
 ExpertArrays = dict[str, NDArray[np.float32]]
 ReadExperts = Callable[[int, NDArray[np.int64]], ExpertArrays]  # layer, experts -> arrays [experts, ...] by name
-DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device
+DeviceStacks = dict[str, jax.Array]  # [L, ...] each, on one device; [M, ...] with room for a part of the experts
 Slot = list[DeviceStacks]  # of each of this process's devices
 
 
@@ -47,6 +53,9 @@ class ExpertStats:
 
     updates: experts brought up to date. replayed_steps: steps without a gradient that were replayed for them.
     waited_s: of the main thread, for layers, for experts that nobody had foreseen, for gradients to be kept.
+    chosen_share: of a device's experts of a layer, those that a step's tokens choose, on average; most_chosen_share: of
+    the device, layer and step with most of them. room: the share that a slot has rows for. slot_bytes: of this
+    process's slots on its devices.
     """
 
     weights: TieredStats | None
@@ -55,6 +64,10 @@ class ExpertStats:
     updates: int
     replayed_steps: int
     waited_s: float
+    chosen_share: float
+    most_chosen_share: float
+    room: float
+    slot_bytes: int
 
     @property
     def stores(self) -> list[TieredStats]:
@@ -71,6 +84,14 @@ class RecordTiers:
 
     def all(self) -> list[TieredStore]:
         return [store for store in (self.weights, self.moments, self.gradients) if store is not None]
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """The room on a device: slots for so many layers, with rows for so many of its experts each; None: for all."""
+
+    layers: int
+    experts: int | None = None
 
 
 def record_layouts(shapes: Mapping[str, Sequence[int]], gradient_dtype: str) -> dict[str, RecordLayout]:
@@ -130,7 +151,7 @@ class ExpertState:
     expert has behind it, or a pass over the layers ended half-way. The last checkpoint is not touched by it.
 
     laziness: of the records as they are, and of the weights. initial: reads weights for slots that are never filled
-    from records.
+    from records. room: grows where a step chooses more experts (`make_room`); a slot has it from its next fetch on.
     """
 
     def __init__(
@@ -140,12 +161,12 @@ class ExpertState:
         optimizer: OptimizerConfig,
         index: ExpertIndex,
         shapes: Mapping[str, tuple[int, ...]],
-        num_slots: int,
+        room: DeviceRoom,
         laziness: Laziness,
         initial: ReadExperts | None = None,
         wait_limit_s: float = 600.0,
     ) -> None:
-        assert index.local is not None
+        assert index.local is not None and (room.experts is None or initial is None)
         self.stores, self.shapes, self.index, self.local = stores, dict(shapes), index, index.local
         num_local = self.local.experts.size
         self.now, self._history = laziness.step, laziness.history  # steps taken
@@ -160,14 +181,17 @@ class ExpertState:
         self._initial = initial
         self._failed: BaseException | None = None
         self._updates = self._replayed = 0
+        self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0  # of experts that are chosen
         self._waited_s = 0.0
         self._counters = threading.Lock()
         self._optimizer = optimizer
         dtype = stores.gradients.layout.fields[0].dtype
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-        num_slots = min(num_slots, index.num_layers)
+        num_slots = min(room.layers, index.num_layers)
         self._devices = self.local.all_devices
-        self._slots = [[self._empty(device) for device in self._devices] for _ in range(num_slots)]
+        self._room = room.experts
+        self._rows = [SlotRows(self.local, room.experts) for _ in range(num_slots)]
+        self._slots = [self._empty(room.experts) for _ in range(num_slots)]
         self._present = [np.zeros(num_local, np.bool_) for _ in self._slots]  # experts whose weights are in the slot
         self._layer_in: list[int | None] = [None for _ in self._slots]
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
@@ -176,9 +200,18 @@ class ExpertState:
         self._writing: list[Future[None]] = []
         self._ring = Ring(self._order, num_slots, self._load, wait_limit_s=wait_limit_s)
 
-    def _empty(self, device: jax.Device) -> DeviceStacks:
-        rows = self.local.per_device
-        return {name: jnp.zeros((rows, *shape), jnp.float32, device=device) for name, shape in self.shapes.items()}
+    @property
+    def _slot_bytes(self) -> int:
+        expert_bytes = sum(4 * math.prod(shape) for shape in self.shapes.values())
+        rows = sum(self.local.per_device if slot.room is None else slot.room for slot in self._rows)
+        return rows * len(self._devices) * expert_bytes
+
+    def _empty(self, room: int | None) -> Slot:
+        rows = self.local.per_device if room is None else room
+        return [
+            {name: jnp.zeros((rows, *shape), jnp.float32, device=device) for name, shape in self.shapes.items()}
+            for device in self._devices
+        ]
 
     def _records(self, layer: int, experts: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
         return self.index.records(layer, self.local.experts[experts])
@@ -209,6 +242,27 @@ class ExpertState:
         """End the pass before its last layer."""
         self._ring.restart(self._order)
 
+    @property
+    def room(self) -> int | None:
+        """Return the experts of a device that a slot has rows for; None: all."""
+        return self._room
+
+    @_guarded
+    def make_room(self, needed: int) -> None:
+        """Let slots have rows for so many experts of a device from their next fetch on, if they have fewer.
+
+        Every process has to call this with the same number, since the step's programs are compiled for the room.
+        """
+        per_device = self.local.per_device
+        if self._room is None or needed <= self._room:
+            return
+        self._room = larger_room(self._room, needed, per_device)
+        log.warning(
+            "tiers.device_experts is too small: a layer's tokens chose %d of a device's %d experts; there is room for "
+            "%d from now on, and the step is compiled anew",
+            *(needed, per_device, self._room),
+        )
+
     @_guarded
     def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
         """Return the weights of the pass's next layer; those chosen are there and up to date."""
@@ -225,9 +279,15 @@ class ExpertState:
         chosen_P = chosen_P & self.local.has(layer)
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
+        self._fit(slot)
         self._bring(layer, slot, np.flatnonzero(chosen_P))
         self._waited_s += time.perf_counter() - begun
         return self._slots[slot]
+
+    def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows]:
+        """Return, by device, which rows of the slot fetched last hold these experts, in arrays of `size`."""
+        parts = self._rows[self._fetched[1]].chosen(chosen_P, size)
+        return [part for part, replicas in zip(parts, self.local.devices, strict=True) for _ in replicas]
 
     @_guarded
     def release(self) -> None:
@@ -247,11 +307,22 @@ class ExpertState:
                 ]
                 self._present[slot][:] = True
             self._layer_in[slot] = layer
-        return self._bring(layer, slot, np.flatnonzero(self._chosen[layer]))
+        self._fit(slot)
+        foreseen = np.flatnonzero(self._chosen[layer])
+        return self._bring(layer, slot, next(self._rows[slot].waves(foreseen), foreseen))
+
+    def _fit(self, slot: int) -> None:
+        """Empty a slot that has not the room that slots now have."""
+        room = self._room
+        if self._rows[slot].room != room:
+            self._slots[slot] = []  # free before the new one is there
+            self._rows[slot], self._slots[slot] = SlotRows(self.local, room), self._empty(room)
+            self._present[slot][:] = False
 
     def _bring(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
-        """Put these experts' present weights into the slot; return the bytes fetched."""
+        """Put these experts' present weights into the slot, which has room for them; return the bytes fetched."""
         now, records = self.now, self._records(layer, experts)
+        self._present[slot][self._rows[slot].take(experts)] = False
         missing, stale = ~self._present[slot][experts], self._applied[records] < now
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
@@ -262,7 +333,7 @@ class ExpertState:
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
-                    stacks, places = self._slots[slot], self.local.places(layer, expert)
+                    stacks, places = self._slots[slot], self._rows[slot].places(layer, expert)
                     for d, row in places:
                         stacks[d] = _place(stacks[d], np.int32(row), record.on_device(self.shapes, self._devices[d]))
                     jax.block_until_ready([stacks[d] for d, _ in places])
@@ -279,7 +350,7 @@ class ExpertState:
         stores, names = self.stores, self.shapes
         start, pending = int(self._applied[index]), bool(self._pending[index])
         with contextlib.ExitStack() as held:  # all that may fail to come comes before anything changes
-            places = self.local.places(self.index.locate(index)[0], expert)
+            places = self._rows[slot].places(self.index.locate(index)[0], expert)
             device = self._devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
@@ -330,8 +401,16 @@ class ExpertState:
 
     @_guarded
     def keep(self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]) -> None:
-        """Take the gradients, by device, of a layer's chosen experts to their tier; return while they are written."""
-        experts = np.flatnonzero(chosen_P & self.local.has(layer))
+        """Take the gradients, by device, of a layer's chosen experts to their tier; return while they are written.
+
+        gradients: by expert, or, with room for some, of those chosen, in the order of `chosen_rows`.
+        """
+        chosen_P = chosen_P & self.local.has(layer)
+        experts, shares = np.flatnonzero(chosen_P), self.local.chosen_shares(layer, chosen_P)
+        with self._counters:
+            self._sum_of_shares += float(shares.sum())
+            self._num_shares += shares.size
+            self._most_chosen_share = max(self._most_chosen_share, float(shares.max()))
         self._kept[layer] = experts
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))
@@ -339,6 +418,10 @@ class ExpertState:
     @_guarded
     def _write_gradients(self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]) -> None:
         firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
+        if self._room is not None:  # [M, ...] in ascending order
+            devices = np.array([d for d, _ in firsts])
+            rows = np.arange(devices.size) - np.searchsorted(devices, devices)
+            firsts = list(zip(devices.tolist(), rows.tolist(), strict=True))
         on_host = {d: {name: np.asarray(g) for name, g in gradients[d].items()} for d in {d for d, _ in firsts}}
         for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
             with self.stores.gradients.get(index, writable=True, empty=True) as record:
@@ -396,7 +479,9 @@ class ExpertState:
             for layer, stale_P in enumerate(stale_NP):
                 acquired, slot = self._ring.acquire()
                 assert acquired == layer, (acquired, layer)
-                self._bring(layer, slot, np.flatnonzero(stale_P))
+                self._fit(slot)
+                for experts in self._rows[slot].waves(np.flatnonzero(stale_P)):
+                    self._bring(layer, slot, experts)
                 self._ring.release()
         self._ring.wait()  # for the layers that it fetches ahead
         self._history.forget_before(int(np.min(self._applied[own])))
@@ -469,6 +554,10 @@ class ExpertState:
                 self._updates,
                 self._replayed,
                 self._ring.stats().waited_s + self._waited_s,
+                self._sum_of_shares / max(self._num_shares, 1),
+                self._most_chosen_share,
+                1.0 if self._room is None else self._room / self.local.per_device,
+                self._slot_bytes,
             )
 
     def close(self) -> None:

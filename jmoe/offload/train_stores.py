@@ -4,6 +4,7 @@ Legend: E experts of a layer, P of them this process's.
 """
 
 import contextlib
+import math
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore, sealed
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.expert_state import ExpertArrays, ExpertState, ReadExperts, RecordTiers, record_layouts
+from jmoe.offload.expert_state import DeviceRoom, ExpertArrays, ExpertState, ReadExperts, RecordTiers, record_layouts
 from jmoe.offload.lazy_adamw import Laziness
 
 GRADIENTS = {"float32": "gradients", "bfloat16": "gradients-bfloat16"}  # folders: the dtype may change on resume
@@ -143,7 +144,7 @@ class ExpertStores:
             optimizer=self._config.optimizer,
             index=self._index,
             shapes=self._shapes,
-            num_slots=self._index.num_layers if resident else tiers.device_layers,
+            room=DeviceRoom(self._index.num_layers if resident else tiers.device_layers, self._experts_in_slots()),
             laziness=own,
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
@@ -153,6 +154,13 @@ class ExpertStores:
         self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
         self._written = {index: own.applied[index] for index in own.pending}
         return state
+
+    def _experts_in_slots(self) -> int | None:
+        """Return the experts of a device that a slot has rows for at first; None: all."""
+        assert self._index.local is not None
+        per_device = self._index.local.per_device
+        room = math.ceil(self._tiers.device_experts * per_device)
+        return None if room == per_device else room
 
     def _store(self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()) -> TieredStore:
         """Open one kind of records. written: in host memory, the records that their files fill."""

@@ -126,6 +126,7 @@ class StatePlacement:
     device_layers: int
     host_cache_bytes: int | None
     checkpoints: int  # whose records are kept on the tier nvme
+    device_experts: float = 1.0  # share of a device's experts of a layer that there is room for
 
     @property
     def streamed(self) -> bool:
@@ -156,6 +157,15 @@ class TrainingPlan:
         """Return bytes by which a tier is too small; empty if everything fits."""
         left = {tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE)) for tier in TIERS}
         return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
+
+    @property
+    def slot_experts(self) -> int:
+        """Return the experts of a layer that a device has room for: what is set, or what a step's tokens choose."""
+        experts = self.model.num_experts // self.model.num_devices
+        if self.placement.experts == "device":
+            return experts
+        room = math.ceil(self.placement.device_experts * experts)
+        return min(experts, max(room, math.ceil(self.model.active_experts)))
 
     @property
     def host_cache_bytes(self) -> int:
@@ -356,6 +366,9 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
         yield Change("tiers.gradients", gradients, model, replace(place, gradients=gradients))
     if place.streamed and place.experts != "device" and place.device_layers > 1:
         yield Change("tiers.device_layers", 1, model, replace(place, device_layers=1))
+    share = math.ceil(8 * model.active_experts * model.num_devices / model.num_experts) / 8
+    if place.streamed and place.experts != "device" and share < place.device_experts:
+        yield Change("tiers.device_experts", share, model, replace(place, device_experts=share))
     for share in (8, 16, 64):
         cache_bytes = _record_bytes(model, place) * model.device_parameters // share
         if cache_bytes:
@@ -443,6 +456,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         yield "device", "experts: gradients", 4 * model.device_parameters
         yield "device", "experts: in use", 2 * model.compute_bytes * layer
         return
+    layer = plan.slot_experts * model.expert_parameters
     slots = model.num_layers if place.experts == "device" else min(place.device_layers, model.num_layers)
     yield "device", "experts: weights", 4 * slots * layer
     # gradients of the layer that computes and of the one on its way to its tier; both in the dtype of the products too.

@@ -32,6 +32,7 @@ FREE = (
     "remat",
     "tiers.beta",
     "tiers.decay_every_steps",
+    "tiers.device_experts",
     "tiers.device_layers",
     "tiers.experts",
     "tiers.gradients",

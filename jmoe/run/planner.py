@@ -131,6 +131,7 @@ def _placement(config: TrainConfig, experts: Any, optimizer: Any) -> StatePlacem
         device_layers=tiers.device_layers,
         host_cache_bytes=tiers.host_cache_bytes or None,
         checkpoints=config.checkpoint.keep,
+        device_experts=tiers.device_experts,
     )
 
 
@@ -172,15 +173,20 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     model = trained_model(config)
     pairs = candidates(tiers.experts, tiers.optimizer)
     place = choose(model, machine(config), [_placement(config, *pair) for pair in pairs]).placement
-    chosen = dataclasses.replace(tiers, experts=place.experts, optimizer=place.optimizer)
+    room = 1.0 if place.experts == "device" else tiers.device_experts  # all of them are there
+    chosen = dataclasses.replace(tiers, experts=place.experts, optimizer=place.optimizer, device_experts=room)
     return dataclasses.replace(config, tiers=chosen)
+
+
+SHARES = ("chosen_share", "most_chosen_share", "room")  # of a device's experts of a layer, see `ExpertStats`
 
 
 def tier_counts(stats: ExpertStats) -> dict[str, float]:
     """Return what the tiers of this process have done since its start; hit_rate: only once experts were looked up."""
     stores = stats.stores
     hits, misses = (sum(getattr(store.cache, name) for store in stores) for name in ("hits", "misses"))
-    return _sums(stats) | {"waited_s": stats.waited_s} | ({"hit_rate": hits / (hits + misses)} if hits + misses else {})
+    counts = _sums(stats) | {name: getattr(stats, name) for name in ("waited_s", *SHARES)}
+    return counts | ({"hit_rate": hits / (hits + misses)} if hits + misses else {})
 
 
 def _sums(stats: ExpertStats) -> dict[str, float]:
@@ -189,19 +195,27 @@ def _sums(stats: ExpertStats) -> dict[str, float]:
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
         "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
         "host_bytes": sum(store.host.num_bytes for store in stores),
+        "slot_bytes": stats.slot_bytes,
         "updates": stats.updates,
         "replayed_steps": stats.replayed_steps,
     }
 
 
 def tier_totals(stats: ExpertStats) -> dict[str, float]:
-    """Return what the tiers of all processes have done together, and the longest wait; every process calls this."""
+    """Return what the tiers of all processes have done together, and the longest wait; every process calls this.
+
+    The share of the experts that is chosen is a mean, the others are the largest.
+    """
     sums = _sums(stats)
-    own = np.array([*sums.values(), stats.waited_s])
+    others = ("waited_s", *SHARES)
+    own = np.array([*sums.values(), *(getattr(stats, name) for name in others)])
     every = np.asarray(process_allgather(own.view(np.uint8))).reshape(-1, own.nbytes).view(own.dtype)  # JAX has 32 bits
-    return {name: int(total) for name, total in zip(sums, every.sum(axis=0), strict=False)} | {
-        "waited_s": float(every[:, -1].max())
-    }
+    of_others = dict(zip(others, every[:, len(sums) :].T, strict=True))
+    return (
+        {name: int(total) for name, total in zip(sums, every.sum(axis=0), strict=False)}
+        | {name: float(values.max()) for name, values in of_others.items()}
+        | {"chosen_share": float(of_others["chosen_share"].mean())}
+    )
 
 
 def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
@@ -220,5 +234,7 @@ def experts_line(totals: dict[str, float]) -> str:
     """Return what `tier_totals` has counted, as text."""
     return (
         f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read, {totals['nvme_written_bytes'] / 1e9:.2f} GB written\n"
-        f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps replayed"
+        f"experts: {totals['updates']} updates, {totals['replayed_steps']} missed steps replayed\n"
+        f"a layer's step chose {100 * totals['chosen_share']:.0f} % of a device's experts, at most "
+        f"{100 * totals['most_chosen_share']:.0f} %; room for {100 * totals['room']:.0f} %"
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from jmoe.mesh import ALL, EXPERT, split_over
 from jmoe.offload.expert_index import ExpertIndex, LocalExperts, SlottedExperts
 from jmoe.offload.expert_state import DeviceStacks, ExpertState, ExpertStats, ReadExperts, Slot
 from jmoe.offload.lazy_adamw import Laziness
+from jmoe.offload.slot_rows import ChosenRows
 from jmoe.offload.train_stores import ExpertStores
 
 
@@ -72,10 +74,29 @@ class StreamedExperts:
         sharding = NamedSharding(self.mesh, self._split)
         return {
             name: jax.make_array_from_single_device_arrays(
-                (self._rows, *array.shape[1:]), sharding, [stacks[name] for stacks in slot]
+                (self._rows // self._owned.per_device * array.shape[0], *array.shape[1:]),
+                sharding,
+                [stacks[name] for stacks in slot],
             )
             for name, array in slot[0].items()
         }
+
+    def _rows_of(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows | None:
+        """Return which rows of the slot fetched last hold these experts, of all devices; None: each has its own.
+
+        size: of the arrays of a device; 0: there is a row for each expert.
+        """
+        if not size:
+            return None
+        rows = self._opened.chosen_rows(chosen_P, size)
+        if self.mesh.size == 1:
+            return ChosenRows(*map(jnp.asarray, rows[0]))
+        sharding = NamedSharding(self.mesh, self._split)
+        whole = (size * self._rows // self._owned.per_device,)
+        parts = [jax.device_put(own, device) for own, device in zip(rows, self._owned.all_devices, strict=True)]
+        return ChosenRows(
+            *(jax.make_array_from_single_device_arrays(whole, sharding, list(own)) for own in zip(*parts, strict=True))
+        )
 
     def _mine(self, array: jax.Array) -> list[jax.Array]:
         """Return what an array has on each of this process's devices."""

@@ -1,8 +1,8 @@
 """A training step in parts, compiled each for itself, for a host that runs layer by layer.
 
 Legend: A accumulation steps, B batch, S sequence, T = B S tokens, D hidden, V vocabulary, E experts, L experts of a
-device, K choices a token, N layers of a kind, R devices, C elements of a device's part of a layer's flat buffer, G the
-same for gradients.
+device, M that its slot has room for, K choices a token, N layers of a kind, R devices, C elements of a device's part of
+a layer's flat buffer, G the same for gradients.
 
 On several devices a program is one `shard_map` over all of them. Beside its own work it gathers the dense parameters of
 the layer that runs next, and on the way back it sums the gradients of the layer before it, as `collectives.schedule`
@@ -38,6 +38,7 @@ from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, DATA, EXPERT, EXPERTS_PATH,
 from jmoe.models.block import Block, add_residual, causal
 from jmoe.models.decoder import STACKS
 from jmoe.models.functional import FunctionalModule
+from jmoe.offload.slot_rows import ChosenRows
 from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import StreamedGradients, squared_norms_local, streamed_on_shards_local
 from jmoe.training.reverse_scan import layer_of
@@ -71,6 +72,14 @@ class LayerParams(NamedTuple):
     unsharded_RC: jax.Array | None  # the layer's flat buffer
     router_bias: Any = None  # of all layers with experts
     experts: ExpertStacks | None = None  # this layer's; those that its tokens did not choose may be anything finite
+    chosen: ChosenRows | None = None  # None: `experts` has a row for each expert, in order
+
+    def of_chosen(self) -> tuple[ExpertStacks | None, jax.Array | None]:
+        """Return (arrays of the chosen experts [M, ...], which they are), or (arrays of all experts, None)."""
+        if self.chosen is None or self.experts is None:
+            return self.experts, None
+        take = lambda w: jnp.take(w, self.chosen.rows_M, axis=0, mode="clip")  # noqa: E731
+        return {name: take(w) for name, w in self.experts.items()}, self.chosen.ids_M
 
 
 class RoutedTokens(NamedTuple):
@@ -96,6 +105,7 @@ class PendingGradients(NamedTuple):
 
     rows_RG: jax.Array | None = None  # of its flat buffer
     experts: ExpertStacks | None = None  # where replicas have the same experts, to be summed over those
+    ids_M: jax.Array | None = None  # which experts these are, as `ChosenRows` has them
 
 
 class SummedGradients(NamedTuple):
@@ -103,7 +113,7 @@ class SummedGradients(NamedTuple):
 
     row_G: jax.Array | None = None  # this device's part of the flat buffer's
     experts: ExpertStacks | None = None  # as they are to be kept
-    square: jax.Array | None = None  # of this device's experts', [R]
+    square: jax.Array | None = None  # of each of this device's experts', [R, L]
 
 
 class NeighborWork(NamedTuple):
@@ -127,6 +137,7 @@ class GradAccumulator(NamedTuple):
     rows_RG: jax.Array | None  # None before the first step, or where there are none; so are experts
     rest: list[jax.Array]  # [R, N, ...], of all layers
     experts: ExpertStacks | None = None
+    ids_M: jax.Array | None = None  # which experts these are; None: all
 
 
 class ForBackward(NamedTuple):
@@ -143,7 +154,7 @@ class StepResults(NamedTuple):
     """The values that the parts of a step hand to its end. counts_NAE, dropped_N: of `LayerPrograms.totals`."""
 
     grads: StreamedGradients
-    expert_squares: Sequence[jax.Array]  # of each layer's experts' gradients
+    expert_squares: Sequence[jax.Array]  # of each layer's experts' gradients, [R, L]
     losses: Sequence[jax.Array]  # parts to add up
     stats: Sequence[Sequence[MoEStats]]  # [N][A]
     counts_NAE: jax.Array
@@ -200,9 +211,9 @@ def routed_tokens(x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatche
 
 
 def gradients_to_keep(experts: ExpertStacks, dtype: str) -> tuple[ExpertStacks, jax.Array]:
-    """Return (experts' gradients as they are to be kept, this device's sum of their squares [R])."""
-    square = sum((jnp.square(g).sum() for g in experts.values()), jnp.zeros((), jnp.float32))
-    return {name: g.astype(dtype) for name, g in experts.items()}, square[None]
+    """Return (experts' gradients as they are to be kept, each expert's sum of squares [L])."""
+    squares = [jnp.square(g).sum(axis=tuple(range(1, g.ndim))) for g in experts.values()]
+    return {name: g.astype(dtype) for name, g in experts.items()}, jnp.stack(squares).sum(axis=0)
 
 
 class LayerPrograms:
@@ -219,6 +230,7 @@ class LayerPrograms:
         self.dtype = model.dtype
         self._scan = model.reverse_scan(chunk_bytes)
         self._replicas = model.mesh.shape[DATA]
+        self._num_local = self.config.model.num_experts * self._replicas // self.mesh.size
         decoder: Any = nnx.eval_shape(model.build)
         self._experts = FunctionalModule(decoder.moe_layers.moe.experts)
         del decoder.moe_layers.moe.experts
@@ -240,7 +252,7 @@ class LayerPrograms:
         }
         dense = LayerParams(specs.get(STACKS["dense"]), replicated)
         experts: Any = split_over(EXPERT)
-        moe = LayerParams(specs[STACKS["moe"]], replicated, replicated, experts)
+        moe = LayerParams(specs[STACKS["moe"]], replicated, replicated, experts, ChosenRows(experts, experts))
         columns: Any = split_over(ALL, 1)
         work = NeighborWork(NextLayer(columns, replicated), split, replicated)
         overlapped = Overlapped(replicated, split)
@@ -257,6 +269,7 @@ class LayerPrograms:
         options = ["train", "full_capacity", "keeps"]
         self.route = make(self._route, moe, replicated, split, work, out=(split, split, replicated), static=options)
         self.add_experts = make(self._add_experts, moe, split, replicated, work, out=forward, static=["keeps"])
+        self.most_chosen = make(self._most_chosen, split, out=replicated)
         self.totals = make(self._totals, split, out=replicated)
         self.zeros = make(self._zeros, specs, outside, out=split)
         self.loss_gradients = make(self._loss_gradients, outside, split, split, split, replicated, out=split, donate=3)
@@ -342,11 +355,15 @@ class LayerPrograms:
         if pending.experts is None:
             return sums
         experts = unpack_gradients(experts_G, self._parts_of(pending.experts))
-        stored, square = self._to_keep(dict(zip(pending.experts, experts, strict=True)))
+        stored, square = self._to_keep(dict(zip(pending.experts, experts, strict=True)), pending.ids_M)
         return sums._replace(experts=stored, square=square)
 
-    def _to_keep(self, experts: ExpertStacks) -> tuple[ExpertStacks, jax.Array]:
-        return gradients_to_keep(experts, self.config.tiers.gradient_dtype)
+    def _to_keep(self, experts: ExpertStacks, ids_M: jax.Array | None) -> tuple[ExpertStacks, jax.Array]:
+        """Return (gradients as they are to be kept, their squares by expert [R, L]), which are added up later."""
+        kept, squares = gradients_to_keep(experts, self.config.tiers.gradient_dtype)
+        if ids_M is not None:  # the same sum, whatever there is room for
+            squares = jnp.zeros(self._num_local, jnp.float32).at[ids_M].set(squares, mode="drop")
+        return kept, squares[None]
 
     # Forward
 
@@ -433,16 +450,25 @@ class LayerPrograms:
     ) -> tuple[jax.Array, Any, Overlapped]:
         """Return (the layer's output, what it keeps, the neighbours' results)."""
         run = _with_residuals_if(keeps, self._run_experts, wanted=(0, 1, 2))
-        args = self._unsharded(params, layer), params.experts, routed
+        experts, ids_M = params.of_chosen()
+        args = self._unsharded(params, layer), experts, routed, ids_M
         (y_BSD, kept), overlapped = self._overlap(run, args, routed.x_BSD, work)
         return y_BSD, kept, overlapped
 
-    def _run_experts(self, params: Any, experts: ExpertStacks, routed: RoutedTokens) -> jax.Array:
+    def _run_experts(
+        self, params: Any, experts: ExpertStacks, routed: RoutedTokens, ids_M: jax.Array | None = None
+    ) -> jax.Array:
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), self._moe.bias)  # it has done its work
         block: Block = self._moe(self._model.cast(params), bias)
         assert block.moe is not None
-        block.moe.experts = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
+        block.moe.experts = mine = self._experts(self._model.cast({EXPERTS_PATH: experts})[EXPERTS_PATH])
+        mine.ids_M = ids_M
         return block.apply_experts(routed.x_BSD, routed.h_TD, routed.dispatched)
+
+    def _most_chosen(self, arrived: Sequence[jax.Array]) -> jax.Array:
+        """Return how many experts of a device rows arrived for, in any of these arrays, where they are most."""
+        most = (sum(arrived[1:], arrived[0]) > 0).sum(dtype=jnp.int32)
+        return lax.pmax(most, ALL) if self.mesh.size > 1 else most
 
     def _totals(self, stats: Sequence[Sequence[MoEStats]]) -> tuple[jax.Array, jax.Array]:
         """Return (assignments to each expert [N, A, E], those that found no row [N]) of all devices, from [N][A]."""
@@ -505,7 +531,8 @@ class LayerPrograms:
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [total.at[0, layer.number].add(g) for total, g in zip(sums.rest, rest, strict=True)]
-        return GradAccumulator(rows_RG, totals, dexperts)
+        ids_M = None if params.chosen is None or dexperts is None else params.chosen.ids_M
+        return GradAccumulator(rows_RG, totals, dexperts, ids_M)
 
     def _moe_gradients(
         self,
@@ -519,17 +546,19 @@ class LayerPrograms:
         full_capacity: bool,
         last: bool,
     ) -> tuple[jax.Array, GradAccumulator, Overlapped, jax.Array | None]:
-        """Return (dx, summed gradients, the neighbours' results, this device's sum of squares of the experts').
+        """Return (dx, summed gradients, the neighbours' results, this device's squares of the experts', [R, L]).
 
         inputs.kept: what `route` found and kept, and what `add_experts` kept. last: no accumulation step follows, so
         the experts' gradients are as they are to be kept, and their square is known, unless replicas are to add theirs.
         """
         counts_E, bias = counts_NAE[layer.number, layer.accumulation], layer_of(params.router_bias, layer.number)
+        experts, ids_M = params.of_chosen()
         losses = lambda stats: scaled(self._auxiliary(counts_E, stats), inputs.loss_scale)  # noqa: E731
 
         def pull(params: Any, experts: ExpertStacks, x_BSD: jax.Array, dy_BSD: jax.Array, kept: Any) -> Any:
             routed, of_route, of_experts = kept
-            dparams, dexperts, drouted = apply_vjp(of_experts, (params, experts, routed), dy_BSD)
+            args = (params, experts, routed, ids_M)
+            dparams, dexperts, drouted = apply_vjp(of_experts, args, dy_BSD)
             drouted = drouted._replace(stats=jax.grad(losses, allow_int=True)(routed.stats))
             dparams_before, dx_BSD = apply_vjp(of_route, (params, bias, layer, x_BSD), drouted)
             return jax.tree.map(jnp.add, dparams_before, dparams), dexperts, dx_BSD
@@ -537,20 +566,20 @@ class LayerPrograms:
         def run(idx: jax.Array, params: Any, experts: ExpertStacks, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
             route = partial(self._run_route, train=True, full_capacity=full_capacity, topk_idx_TK=idx)
             routed = route(params, bias, layer, x_BSD)
-            return self._run_experts(params, experts, routed), losses(routed.stats)
+            return self._run_experts(params, experts, routed, ids_M), losses(routed.stats)
 
         def again(params: Any, experts: ExpertStacks, x_BSD: jax.Array, dy_BSD: jax.Array, idx: jax.Array) -> Any:
             _, pull = jax.vjp(partial(run, idx), params, experts, x_BSD)
             return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
         function, rest = (again, inputs.topk_idx_TK) if inputs.kept is None else (pull, inputs.kept)
-        args = self._unsharded(params, layer), params.experts, inputs.x_BSD, inputs.dy_BSD, rest
+        args = self._unsharded(params, layer), experts, inputs.x_BSD, inputs.dy_BSD, rest
         (dparams, dexperts, dx_BSD), overlapped = self._overlap(function, args, inputs.dy_BSD, work)
         sums = self._accumulate(params, layer, sums, dparams, dexperts)
         if not last or self._replicas > 1:
             return dx_BSD, sums, overlapped, None
         assert sums.experts is not None
-        stored, square = self._to_keep(sums.experts)
+        stored, square = self._to_keep(sums.experts, sums.ids_M)
         return dx_BSD, sums._replace(experts=stored), overlapped, square
 
     def _auxiliary(self, counts_E: jax.Array, stats: MoEStats) -> jax.Array:
@@ -584,7 +613,7 @@ class LayerPrograms:
         metrics |= {"counts": step.counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": step.dropped_N}
         reduced = streamed_on_shards_local(self._model, state.params, step.grads)
         squares = squared_norms_local(reduced, self._model)
-        of_experts = jnp.stack([square[0] for square in step.expert_squares]) / self._replicas  # which all have it
+        of_experts = jnp.stack([square.sum() for square in step.expert_squares]) / self._replicas  # which all have it
         squares["moe_layers"] = squares["moe_layers"] + of_experts
         squares = over_devices(self.mesh.size, squares)
         return finish_step(self.config, state, reduced, squares, metrics, jnp.bool_(False))

@@ -66,6 +66,7 @@ class _PassedLayer:
     kept: list[Any] = field(default_factory=list)  # as its gradients' program takes it
     choices: list[jax.Array] = field(default_factory=list)  # only of a layer with experts, as is chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    room: int = 0  # experts of a device that its programs are given; 0: all
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,10 @@ class StreamedTrainer(StreamedExperts):
         run.stats.append([tokens.stats for tokens in routed])
         passed.choices = [tokens.topk_idx_TK for tokens in routed]
         passed.chosen_P = self._chosen([tokens.arrived_E for tokens in routed])
+        passed.room = self._room_for([tokens.arrived_E for tokens in routed])
         fetch = self._opened.fetch_more if first else partial(self._opened.fetch, place.number)
         params = params._replace(experts=self._joined(fetch(passed.chosen_P)))
+        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.room))
         ys = []
         for (tokens, of_route, gathered), layer, work in zip(each, layers, works, strict=True):
             work = work._replace(gathered=gathered)
@@ -284,6 +287,14 @@ class StreamedTrainer(StreamedExperts):
             ys.append(y)
             passed.kept.append((tokens, of_route, kept) if run.keeps else None)
         return jax.block_until_ready(ys)  # the slot may change then
+
+    def _room_for(self, arrived: Sequence[jax.Array]) -> int:
+        """Return how many experts of a device there is room for, once all of these are among them; 0: for all."""
+        experts = self._opened
+        if experts.room is None:
+            return 0
+        experts.make_room(int(self._done(self.programs.most_chosen(arrived))))
+        return experts.room
 
     # Backwards
 
@@ -305,7 +316,9 @@ class StreamedTrainer(StreamedExperts):
             if pending is not None:
                 self._take(pending, overlapped.summed, grads, squares)
             run.unsharded_RC = overlapped.unsharded_RC
-            pending = _PendingLayer(place, PendingGradients(sums.rows_RG, sums.experts), run.passed[i].chosen_P)
+            pending = _PendingLayer(
+                place, PendingGradients(sums.rows_RG, sums.experts, sums.ids_M), run.passed[i].chosen_P
+            )
             if square is not None:  # no replica has gradients of the same experts
                 squares.append(square)
             run.passed.pop()  # what it kept is needed no more
@@ -353,6 +366,7 @@ class StreamedTrainer(StreamedExperts):
         """
         experts, place, passed = self._opened, self._layers[i], run.passed[i]
         params = run.params("moe", self._joined(experts.fetch(place.number, passed.chosen_P)))
+        params = params._replace(chosen=self._rows_of(passed.chosen_P, passed.room))
         results, square = Overlapped(), None
         for a, (x, idx, kept) in enumerate(zip(passed.xs, passed.choices, passed.kept, strict=True)):
             layer = place.index._replace(step=run.state.step, accumulation=jnp.int32(a))
@@ -368,7 +382,7 @@ class StreamedTrainer(StreamedExperts):
             return sums, results, None
         assert sums.experts is not None
         self._keep(place.number, passed.chosen_P, sums.experts)
-        return sums._replace(experts=None), results, square
+        return sums._replace(experts=None, ids_M=None), results, square
 
     # Without gradients
 

@@ -324,7 +324,8 @@ class VisionLayerPrograms:
         if last:
             if self._replicas > 1:
                 dexperts = lax.psum(dexperts, DATA)
-            dexperts, square = gradients_to_keep(dexperts, self.config.tiers.gradient_dtype)
+            dexperts, squares = gradients_to_keep(dexperts, self.config.tiers.gradient_dtype)
+            square = squares.sum()[None]
         stack = self._added_to_layer(sums.stack, layer.number, dparams)
         return dx_BSD, dweights_TK, LayerSums(stack, dexperts), square
 

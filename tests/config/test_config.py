@@ -237,6 +237,19 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         wrong("tiers.optimizer", "device", "must be host or nvme"),
     ),
     (TiersConfig, {"experts": "nvme", "optimizer": "host"}, wrong("tiers.optimizer", "host", "must be nvme")),
+    *(
+        (
+            TiersConfig,
+            {"experts": "host", "optimizer": "host", "device_experts": share},
+            wrong("tiers.device_experts", share, "must be greater than 0 and at most 1"),
+        )
+        for share in (0.0, -0.5, 1.5, float("nan"))
+    ),
+    (
+        TiersConfig,
+        {"optimizer": "host", "device_experts": 0.5},
+        wrong("tiers.device_experts", 0.5, "must be 1 with tiers.experts = 'device'"),
+    ),
     (TiersConfig, {"experts": "disk"}, wrong("experts", "disk", "must be one of auto, device, host, nvme")),
     (TiersConfig, {"gradients": "device"}, wrong("gradients", "device", "must be one of host, nvme")),
     (TiersConfig, {"gradient_dtype": "float16"}, wrong("gradient_dtype", "float16", "must be one of")),

@@ -1,5 +1,6 @@
 """What a model in training needs on which tier, and how long a step takes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,32 @@ def test_bytes_by_tier() -> None:
     assert rows["device", "experts: weights"] == 4 * 2 * 64 * 10**6  # MoESys: 4 S / L for each layer there
     assert plan.lacking == {} and plan.advice() == []
     assert "it fits" in str(plan)
+
+
+def test_room_for_a_share_of_a_layers_experts() -> None:
+    """MoESys: 4 a S / L on the device; a step of few tokens chooses few experts, and the advice says how few."""
+
+    def slots(model: TrainedModel, share: float) -> int:
+        rows = plan_training(model, replace(NVME, device_experts=share), MACHINE).rows
+        return sum(size for tier, kind, size in rows if (tier, kind) == ("device", "experts: weights"))
+
+    few = replace(MODEL, step_tokens=16)
+    assert 16 < few.active_experts < 32  # of 64
+    assert slots(few, 1.0) == 4 * 2 * 64 * 10**6
+    assert slots(few, 0.5) == 4 * 2 * 32 * 10**6
+    chosen = math.ceil(few.active_experts)
+    assert slots(few, 0.1) == 4 * 2 * chosen * 10**6  # slots grow to what the tokens choose
+    assert slots(MODEL, 0.5) == slots(MODEL, 1.0)
+    in_use = {kind: size for _, kind, size in plan_training(few, replace(NVME, device_experts=0.5), MACHINE).rows}
+    assert in_use["experts: in use"] == (2 * 4 + 2 * 2) * 32 * 10**6
+    on_device = replace(NVME, experts="device", device_experts=0.5)  # all of them are there
+    assert plan_training(few, on_device, MACHINE).slot_experts == 64
+
+    tight = replace(MACHINE, device_bytes=1300 * 10**6)
+    (advice,) = plan_training(few, NVME, tight).advice()
+    assert "tiers.device_experts = 0.5" in advice
+    (advice,) = plan_training(MODEL, NVME, tight).advice()  # a step of so many tokens chooses all
+    assert "tiers.device_experts" not in advice
 
 
 def test_what_a_save_takes() -> None:

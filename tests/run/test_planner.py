@@ -27,15 +27,17 @@ def test_parameters_add_up(name: str) -> None:
 
 def test_auto_becomes_a_tier(tmp_path: Path) -> None:
     def run(**machine: int) -> TrainConfig:
-        tiers = TiersConfig(experts="auto", optimizer="auto", path=str(tmp_path / "not" / "there"))
+        path = str(tmp_path / "not" / "there")
+        tiers = TiersConfig(experts="auto", optimizer="auto", path=path, device_experts=0.5)
         return with_chosen_tiers(
             dataclasses.replace(TINY, remat="layer", tiers=tiers, machine=MachineConfig(**machine))
         )
 
     roomy = run(device_bytes=10**12)
-    assert roomy.tiers.on_device
+    assert roomy.tiers.on_device and roomy.tiers.device_experts == 1
     tight = run(device_bytes=100_000_000, host_bytes=10**12)
     assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
+    assert tight.tiers.device_experts == (1 if tight.tiers.experts == "device" else 0.5)
     assert training_plan(tight).lacking == {}
     with pytest.raises(ValueError, match="tiers = 'auto'"):
         run(device_bytes=10**6)
