@@ -41,7 +41,9 @@ def _logits(
     exp_CV = jnp.exp(logits_CV - top_C1)
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
     label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
-    label_logit_C = jnp.where(label_CV, logits_CV, 0).sum(axis=-1)
+    # of another device's part: 0; a negative index would count from the end
+    own_C = jnp.where(labels_C < 0, w_DV.shape[1], labels_C)
+    label_logit_C = jnp.take_along_axis(logits_CV, own_C[:, None], axis=-1, mode="fill", fill_value=0)[:, 0]
     if not axes:
         nll_C = (top_C1 + jnp.log(total_C1))[:, 0] - label_logit_C
         return exp_CV / total_C1, nll_C, label_CV

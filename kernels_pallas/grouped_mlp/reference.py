@@ -3,6 +3,7 @@
 Legend: N rows sorted by group, D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU), L groups (local experts).
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -30,7 +31,8 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
     `clamped_swiglu` (gpt-oss): gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up between -7 and 7.
     """
     if activation == "gelu":
-        return jax.nn.gelu(h, approximate=False)
+        # by erf: `jax.nn.gelu` takes erfc, which costs twice the time for digits that only tails below 1e-6 have
+        return 0.5 * h * (1.0 + lax.erf(h * math.sqrt(0.5)))
     return activate_gated(*jnp.split(h, 2, axis=-1), activation=activation)
 
 
