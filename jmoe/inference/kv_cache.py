@@ -15,7 +15,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from kernels_pallas.matmul import dot
-from kernels_pallas.native import cached_attention, takes_native
+from kernels_pallas.native import cached_attention, takes_native_attention
 from kernels_pallas.saved import bits
 
 BLOCK = 128
@@ -81,7 +81,7 @@ def write_and_attend(
     sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Return (`attend` for this step's tokens, the cache after `write`). new: their q_PCHd, k_PCGd and v_PCGe."""
-    if takes_native():
+    if takes_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
         caches = (cache.k_BGSd, cache.v_BGSe)
         out_PCHe, k_BGSd, v_BGSe = cached_attention(
             new, caches, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H

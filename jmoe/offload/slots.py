@@ -20,9 +20,10 @@ from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.record import Record
 from kernels_pallas.compressed import SCALES, format_of
 from kernels_pallas.grouped_mlp import MLPWeights
-from kernels_pallas.native import MAX_ROWS, SLOT_ARRAYS, SlotLayout, slot_mlp
+from kernels_pallas.native import MAX_ROWS, SLOT_ARRAYS, SlotLayout, multiplies_many_rows, slot_mlp
 
 TABLE_TILE_ROWS = 64
+MANY_ROWS_MULTIPLE = 16  # of an expert's sizes
 
 
 class NamedArrays(Protocol):
@@ -55,7 +56,7 @@ class ExpertSlots(ABC):
 class HostSlots(ExpertSlots):
     """Slots of the CPU backend: memory that XLA reads as arrays, and that a copy fills.
 
-    native: few tokens take one native operation, which finds its experts through the table; the host reads no choice.
+    native: a native operation, where there is one, finds its experts through the table; the host reads no choice.
     """
 
     def __init__(self, num_slots: int, fields: Fields, *, native: bool = False) -> None:
@@ -75,7 +76,8 @@ class HostSlots(ExpertSlots):
             np.copyto(memory, record[name])
 
     def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
-        if self.native is not None and self.native.takes(routed.h_TD.shape[0], routed.h_TD.dtype):
+        h_TD = routed.h_TD
+        if self.native is not None and self.native.multiplies(h_TD.shape[0], h_TD.shape[1], h_TD.dtype):
             return _native_mlp(self.native.layout, activation, routed.y_TD, *routed[:3], self.native.slots_MR, table_E)
         return bundled_mlp(routed, [self._stored[slot] for slot in table_E], activation)
 
@@ -103,7 +105,16 @@ class NativeSlots:
 
     def takes(self, num_tokens: int, dtype: Any) -> bool:
         """Return whether there are few enough tokens, of the weights' dtype; of compressed weights any."""
-        return self._is_known and num_tokens <= MAX_ROWS and self._dtype in (None, dtype)
+        return num_tokens <= MAX_ROWS and self._knows(dtype)
+
+    def multiplies(self, num_tokens: int, hidden_size: int, dtype: Any) -> bool:
+        """Return whether the experts' operation is native for so many tokens: few, or such as it is faster for."""
+        fits = hidden_size % MANY_ROWS_MULTIPLE == 0 and self.layout.hidden % MANY_ROWS_MULTIPLE == 0
+        many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
+        return self._knows(dtype) and (many or num_tokens <= MAX_ROWS)
+
+    def _knows(self, dtype: Any) -> bool:
+        return self._is_known and self._dtype in (None, dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

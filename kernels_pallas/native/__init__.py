@@ -11,8 +11,8 @@ from kernels_pallas.native.api import (
     top_k,
 )
 from kernels_pallas.native.finder import SlotFinder
-from kernels_pallas.native.library import NotBuiltError, load, sources_digest, take_built
-from kernels_pallas.native.scope import MAX_ROWS, native_operations, takes_native
+from kernels_pallas.native.library import NotBuiltError, load, multiplies_many_rows, sources_digest, take_built
+from kernels_pallas.native.scope import MAX_ROWS, native_operations, takes_native, takes_native_attention
 
 __all__ = [
     "MAX_ROWS",
@@ -24,11 +24,13 @@ __all__ = [
     "few_row_matmul",
     "find_slots",
     "load",
+    "multiplies_many_rows",
     "native_operations",
     "rms_norm",
     "slot_mlp",
     "sources_digest",
     "take_built",
     "takes_native",
+    "takes_native_attention",
     "top_k",
 ]

@@ -67,6 +67,8 @@ def slot_mlp(
     tokens: h_TD, float32 or bfloat16, as the weights where those are not compressed; idx_TK, int32, E or more for none;
     weights_TK and y_TD, float32.
     slots_MR: uint8, a slot of R bytes an expert; table_E: int32, an expert's slot.
+    For more than `MAX_ROWS` tokens of bfloat16 a matrix is widened once for all rows, where `multiplies_many_rows` says
+    so, and D and F are multiples of 16.
     """
     y = jax.ShapeDtypeStruct(tokens[3].shape, jnp.float32)
     call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})

@@ -1,9 +1,10 @@
-// Attention of a few new tokens over a KV cache that is written in place, and the best scores of a row.
+// Attention of new tokens over a KV cache that is written in place, and the best scores of a row.
 #include <limits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
+#include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -16,14 +17,9 @@ struct Shape {
   int64_t group() const { return H / G; }
 };
 
-// Q new tokens x heads of one key head of one row: softmax over positions [first, last], then values.
+// Writes the keys and values of a row's new tokens, of one key head, into the cache; returns the positions that it has.
 template <class T>
-void attend(
-    const Shape& s, const T* q, const int32_t* positions, const T* k_new, const T* v_new,
-    T* k_cache, T* v_cache, const float* sinks, int64_t window, float scale, T* out) {
-  // k_cache, v_cache: of this row and key head, [S, d] and [S, e]; q, out: of this row; k_new, v_new: of its tokens
-  thread_local std::vector<float> scratch;
-  const int64_t R = s.group();
+int64_t write(const Shape& s, const int32_t* positions, const T* k_new, const T* v_new, T* k_cache, T* v_cache) {
   int64_t longest = 0;
   for (int64_t c = 0; c < s.C; c++) {
     const int64_t at = positions[c];
@@ -32,6 +28,18 @@ void attend(
     std::memcpy(v_cache + at * s.e, v_new + c * s.G * s.e, s.e * sizeof(T));
     longest = std::max(longest, at + 1);
   }
+  return longest;
+}
+
+// Q new tokens x heads of one key head of one row: softmax over positions [first, last], then values.
+template <class T>
+void attend(
+    const Shape& s, const T* q, const int32_t* positions, const T* k_new, const T* v_new,
+    T* k_cache, T* v_cache, const float* sinks, int64_t window, float scale, T* out) {
+  // k_cache, v_cache: of this row and key head, [S, d] and [S, e]; q, out: of this row; k_new, v_new: of its tokens
+  thread_local std::vector<float> scratch;
+  const int64_t R = s.group();
+  const int64_t longest = write(s, positions, k_new, v_new, k_cache, v_cache);
   scratch.resize(longest + kLanes + s.d + s.e);
   float* weights = scratch.data();
   float* wide = weights + longest + kLanes;
@@ -74,6 +82,126 @@ void attend(
   }
 }
 
+constexpr int64_t kFewTokens = 32, kKeys = kStripColumns;
+constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
+const Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+float largest(const Floats& v) {
+  float top = v[0];
+  for (int i = 1; i < kLanes; i++) top = std::max(top, v[i]);
+  return top;
+}
+
+// Some of the new tokens of a row, with the heads of one key head, over keys in blocks with a running maximum; the cache
+// has been written. q, out: of the first of these tokens.
+void attend_in_blocks(
+    const Shape& s, int64_t tokens, const bfloat16* q, const int32_t* positions, const bfloat16* k_cache,
+    const bfloat16* v_cache, const float* sinks, int64_t window, float scale, bfloat16* out) {
+  struct Scratch {
+    std::vector<uint32_t> strip;
+    std::vector<float> scores, sums, top, total;
+    std::vector<bfloat16> weights;
+    std::vector<const bfloat16*> q_rows, w_rows;
+  };
+  static thread_local Scratch a;
+  const int64_t R = s.group(), rows = tokens * R, strips = (s.e + kStripColumns - 1) / kStripColumns;
+  int64_t first = s.S, end = 0;
+  for (int64_t c = 0; c < tokens; c++) {
+    if (positions[c] >= s.S) continue;
+    first = std::min<int64_t>(first, window < 0 ? 0 : std::max<int64_t>(0, positions[c] - window + 1));
+    end = std::max<int64_t>(end, positions[c] + 1);
+  }
+  a.strip.resize(std::max(s.d / 2, kKeys / 2) * kStripColumns);
+  a.scores.resize(rows * kKeys), a.weights.resize(rows * kKeys);
+  a.sums.assign(strips * rows * kStripColumns, 0.0f);
+  a.top.resize(rows), a.total.assign(rows, sinks ? 1.0f : 0.0f);
+  a.q_rows.resize(rows), a.w_rows.resize(rows);
+  for (int64_t r = 0; r < rows; r++) {
+    a.top[r] = sinks ? sinks[r % R] : kNone;
+    a.q_rows[r] = q + (r / R * s.H + r % R) * s.d;
+    a.w_rows[r] = a.weights.data() + r * kKeys;
+  }
+  for (int64_t begin = first / kKeys * kKeys; begin < end; begin += kKeys) {
+    const int64_t keys = std::min(kKeys, end - begin);
+    for (int64_t n = 0; n < kKeys; n++)
+      for (int64_t p = 0; p < s.d / 2; p++)
+        if (n < keys) std::memcpy(&a.strip[p * kKeys + n], k_cache + (begin + n) * s.d + 2 * p, 4);
+        else a.strip[p * kKeys + n] = 0;
+    multiply_rows(a.strip.data(), s.d / 2, kStripVectors, a.q_rows.data(), 0, rows, a.scores.data(), true);
+    for (int64_t r = 0; r < rows; r++) {
+      const int32_t at = positions[r / R];
+      float* score = a.scores.data() + r * kKeys;
+      Floats tops = splat(a.top[r]);
+      for (int64_t n = 0; n < kKeys; n += kLanes) {
+        const Ints key = kNumbers + int32_t(begin + n);
+        const Ints seen = (key <= at) & (key > int32_t(window < 0 ? -1 : at - window));
+        const Floats mine = seen ? load<Floats>(score + n) * scale : splat(kNone);
+        tops = mine > tops ? mine : tops;
+        store(score + n, mine);
+      }
+      const float top = largest(tops);
+      Floats total = splat(0);
+      for (int64_t n = 0; n < kKeys; n += kLanes) {
+        const Floats w = exp(load<Floats>(score + n) - top);
+        put(w, a.weights.data() + r * kKeys + n);
+        total += w;
+      }
+      const float kept = exp(splat(a.top[r] - top))[0];
+      if (kept != 1.0f)
+        for (int64_t i = 0; i < strips; i++) {
+          float* to = a.sums.data() + (i * rows + r) * kStripColumns;
+          for (int64_t n = 0; n < kStripColumns; n += kLanes) store(to + n, load<Floats>(to + n) * kept);
+        }
+      a.total[r] = a.total[r] * kept + sum(total);
+      a.top[r] = top;
+    }
+    for (int64_t i = 0; i < strips; i++) {
+      const int64_t vectors = std::min(kStripColumns, s.e - i * kStripColumns) / kLanes;
+      for (int64_t v = 0; v < vectors; v++) {
+        const int64_t column = i * kStripColumns + v * kLanes;
+        const Matrix<bfloat16> values{v_cache + begin * s.e, keys, s.e};
+        widen_vector(values, 0, keys / 2 * 2, column, a.strip.data() + v * kLanes);
+        if (keys % 2)  // what lies behind the last one is nothing, perhaps not even a number
+          store(&a.strip[keys / 2 * kStripColumns + v * kLanes],
+                words(load<Halves>(values.data + (keys - 1) * s.e + column)));
+      }
+      float* to = a.sums.data() + i * rows * kStripColumns;
+      multiply_rows(a.strip.data(), (keys + 1) / 2, vectors, a.w_rows.data(), 0, rows, to, false);
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    bfloat16* to = out + (r / R * s.H + r % R) * s.e;
+    const float part = positions[r / R] < s.S ? 1.0f / a.total[r] : 0.0f;  // padding: 0
+    for (int64_t n = 0; n < s.e; n += kLanes) {
+      const float* from = a.sums.data() + (n / kStripColumns * rows + r) * kStripColumns + n % kStripColumns;
+      put(part == 0.0f ? splat(0) : load<Floats>(from) * part, to + n);
+    }
+  }
+}
+
+// The same result for many tokens: the cache is written, then blocks of queries are tasks, the last first.
+void attention_of_many(
+    const Shape& s, const bfloat16* q, const bfloat16* k, const bfloat16* v, const int32_t* rows,
+    const int32_t* positions, const int32_t* window, const float* sinks, float scale, bfloat16* out, bfloat16* k_cache,
+    bfloat16* v_cache) {
+  const int64_t tokens = std::max<int64_t>(1, std::min<int64_t>(64, 128 / s.group()));
+  const int64_t blocks = (s.C + tokens - 1) / tokens;
+  Phase write_all(int(s.P * s.G), [&](int i) {
+    const int64_t p = i / s.G, g = i % s.G, row = rows[p];
+    write(s, positions + p * s.C, k + (p * s.C * s.G + g) * s.d, v + (p * s.C * s.G + g) * s.e,
+          k_cache + (row * s.G + g) * s.S * s.d, v_cache + (row * s.G + g) * s.S * s.e);
+  });
+  Phase attend_all(int(blocks * s.P * s.G), [&](int i) {
+    const int64_t p = i / s.G % s.P, g = i % s.G, row = rows[p], c = (blocks - 1 - i / (s.P * s.G)) * tokens;
+    attend_in_blocks(
+        s, std::min(tokens, s.C - c), q + ((p * s.C + c) * s.H + g * s.group()) * s.d, positions + p * s.C + c,
+        k_cache + (row * s.G + g) * s.S * s.d, v_cache + (row * s.G + g) * s.S * s.e,
+        sinks ? sinks + g * s.group() : nullptr, window ? *window : -1, scale,
+        out + ((p * s.C + c) * s.H + g * s.group()) * s.e);
+  });
+  Pool::get().run({&write_all, &attend_all});
+}
+
 template <class T>
 void attention(
     const Shape& s, const T* q, const T* k, const T* v, const int32_t* rows,
@@ -103,6 +231,13 @@ ffi::Error handle_attention(
   const int32_t* limit = window.element_count() ? window.typed_data() : nullptr;
   const float* sink = sinks.element_count() ? sinks.typed_data() : nullptr;
   auto call = [&]<class T>(T*) {
+    if constexpr (kManyRows && std::is_same_v<T, bfloat16>)
+      if (s.P * s.C > kFewTokens && s.d % 2 == 0 && s.e % kLanes == 0)
+        return attention_of_many(
+            s, static_cast<const T*>(q.untyped_data()), static_cast<const T*>(k.untyped_data()),
+            static_cast<const T*>(v.untyped_data()), rows.typed_data(), positions.typed_data(), limit, sink, scale,
+            static_cast<T*>(out->untyped_data()), static_cast<T*>(k_cache->untyped_data()),
+            static_cast<T*>(v_cache->untyped_data()));
     attention<T>(
         s, static_cast<const T*>(q.untyped_data()), static_cast<const T*>(k.untyped_data()),
         static_cast<const T*>(v.untyped_data()), rows.typed_data(), positions.typed_data(), limit, sink, scale,

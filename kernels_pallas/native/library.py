@@ -49,6 +49,12 @@ def load() -> Path:
     return path
 
 
+@cache
+def multiplies_many_rows() -> bool:
+    """Return whether products of many rows are native too: of bfloat16, where the processor has them (AVX512-BF16)."""
+    return bool(ctypes.CDLL(str(load())).jmoe_multiplies_many_rows())
+
+
 def build() -> Path:
     """Compile the library into its place, unless it is there; of several processes one does."""
     compiler = _compiler()

@@ -3,27 +3,38 @@
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
+
+import jax.numpy as jnp
+
+from kernels_pallas.native.library import multiplies_many_rows
 
 MAX_ROWS = 32  # more compute longer than their weights take to read: XLA's products are as fast
 
-_ACTIVE = ContextVar("native operations", default=False)
+_TOKENS = ContextVar("tokens of native operations", default=0)
 
 
 @contextlib.contextmanager
 def native_operations(num_tokens: int) -> Iterator[None]:
     """Let products, norms, top-k and attention over a KV cache be native while a function of few tokens is traced.
 
-    Nothing changes for more than `MAX_ROWS` tokens, or none. Whoever compiles a function once with and once without
-    this must tell the two apart, as by a static argument. The library must be loaded (`load`), and the program run on a
-    CPU. Native operations have no gradients.
+    Of more than `MAX_ROWS` tokens attention alone, where the processor multiplies many rows of bfloat16; for none
+    nothing changes. Whoever compiles a function once with and once without this must tell the two apart, as by a static
+    argument. The library must be loaded (`load`), and the program run on a CPU. Native operations have no gradients.
     """
-    token = _ACTIVE.set(0 < num_tokens <= MAX_ROWS)
+    token = _TOKENS.set(num_tokens)
     try:
         yield
     finally:
-        _ACTIVE.reset(token)
+        _TOKENS.reset(token)
 
 
 def takes_native() -> bool:
-    """Return whether the function being traced is to use native operations."""
-    return _ACTIVE.get()
+    """Return whether the function being traced is to use native operations for few tokens."""
+    return 0 < _TOKENS.get() <= MAX_ROWS
+
+
+def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
+    """Return whether it is to use native attention, with heads of these sizes."""
+    fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % 16 == 0
+    return takes_native() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())

@@ -1,11 +1,14 @@
-// The experts of a few tokens, out of slots: out = y + sum over a token's experts of weight * mlp(h), by ascending number.
+// The experts of tokens, out of slots: out = y + sum over a token's experts of weight * mlp(h), by ascending number.
 //
 // A slot is a run of bytes that holds one expert's arrays at given offsets; `table[expert]` is an expert's slot. Four
-// phases: up projections, an expert's slice a task; activations; down projections; then the sums, a token a task.
+// phases for a few tokens: up projections, an expert's slice a task; activations; down projections; then the sums, a token
+// a task. For many tokens three: a task is a strip of columns of an expert's matrix, and activations are part of the first.
+#include <memory>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
+#include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -13,6 +16,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr int64_t kFewTokens = 32;  // whose products read a matrix once, in its format
 constexpr int64_t kSwiglu = 0, kGelu = 1, kClamped = 2;
 constexpr float kLimit = 7.0f, kAlpha = 1.702f;  // of gpt-oss
 
@@ -94,15 +98,10 @@ struct Scratch {
   std::vector<float> x, up, down;
 };
 
-template <class T, class W>
-void slot_mlp(
-    const Shape& s, const T* h, const int32_t* idx, const float* weights, const float* y,
-    const uint8_t* slots, const int32_t* table, float* out) {
-  thread_local Scratch kept;
-  Scratch& a = kept;
-  const int64_t U = s.columns(), assignments = s.tokens * s.choices;
-  const int64_t d_stride = s.D + kPad, u_stride = U + kPad;
-  // rows sorted by expert, by counting
+// Gives each assignment a row, sorted by expert, and each expert in use its rows; returns the number of rows.
+int64_t sort_by_expert(
+    const Shape& s, const int32_t* idx, const uint8_t* slots, const int32_t* table, Scratch& a) {
+  const int64_t assignments = s.tokens * s.choices;
   a.count.assign(s.experts + 1, 0);
   for (int64_t i = 0; i < assignments; i++) a.count[std::min<int64_t>(idx[i], s.experts)]++;
   a.groups.clear();
@@ -124,6 +123,34 @@ void slot_mlp(
     a.place[i] = next[idx[i]]++;
     a.token[a.place[i]] = int32_t(i / s.choices);
   }
+  return rows;
+}
+
+// Calls add(row, choice) for each expert of a token, by ascending row, that is by ascending expert.
+template <class Add>
+void for_choices(const Shape& s, const Scratch& a, int64_t token, const Add& add) {
+  int64_t before = -1;
+  for (int64_t n = 0; n < s.choices; n++) {
+    int64_t row = -1, choice = 0;
+    for (int64_t k = 0; k < s.choices; k++) {
+      const int64_t place = a.place[token * s.choices + k];
+      if (place > before && (row < 0 || place < row)) row = place, choice = k;
+    }
+    if (row < 0) break;
+    before = row;
+    add(row, choice);
+  }
+}
+
+template <class T, class W>
+void slot_mlp(
+    const Shape& s, const T* h, const int32_t* idx, const float* weights, const float* y,
+    const uint8_t* slots, const int32_t* table, float* out) {
+  thread_local Scratch kept;
+  Scratch& a = kept;
+  const int64_t U = s.columns();
+  const int64_t d_stride = s.D + kPad, u_stride = U + kPad;
+  const int64_t rows = sort_by_expert(s, idx, slots, table, a);
   const int64_t groups = a.groups.size();
   const int64_t up_slices = slices_of(s.D, W::bytes(s.D, U)), down_slices = slices_of(s.F, W::bytes(s.F, s.D));
   a.x.resize(rows * d_stride);
@@ -178,15 +205,7 @@ void slot_mlp(
   Phase add(int(s.tokens), [=](int token) {
     float* to = out + token * s.D;
     if (to != y + token * s.D) std::memcpy(to, y + token * s.D, s.D * sizeof(float));
-    int64_t before = -1;
-    for (int64_t n = 0; n < s.choices; n++) {  // by ascending row, that is by ascending expert
-      int64_t row = -1, choice = 0;
-      for (int64_t k = 0; k < s.choices; k++) {
-        const int64_t place = scratch->place[token * s.choices + k];
-        if (place > before && (row < 0 || place < row)) row = place, choice = k;
-      }
-      if (row < 0) break;
-      before = row;
+    for_choices(s, *scratch, token, [&](int64_t row, int64_t choice) {
       const int32_t expert = idx[token * s.choices + choice];
       const uint8_t* slot = slots + int64_t(table[expert]) * s.slot_bytes;
       const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
@@ -198,9 +217,90 @@ void slot_mlp(
       for (; d + kLanes <= s.D; d += kLanes)
         store(to + d, load<Floats>(to + d) + rounded(load<Floats>(from + d) + bias.vector(d), type) * weight);
       for (; d < s.D; d++) to[d] = std::fma(weight, rounded(from[d] + bias.at(d), type), to[d]);
-    }
+    });
   });
   Pool::get().run({&project_up, &activate_rows, &project_down, &add});
+}
+
+// Some rows of an expert and a strip of columns: what a task of many tokens computes.
+struct Part {
+  const Group* group;
+  int64_t begin, count, column;
+};
+
+// Every strip of `width` columns for all groups, for at most kRowsATime rows each.
+std::vector<Part> parts_of(const std::vector<Group>& groups, int64_t columns, int64_t width) {
+  std::vector<Part> parts;
+  for (const Group& group : groups)
+    for (int64_t row = 0; row < group.count; row += kRowsATime)
+      for (int64_t column = 0; column < columns; column += width)
+        parts.push_back({&group, group.begin + row, std::min(kRowsATime, group.count - row), column});
+  return parts;
+}
+
+// The same for many tokens; D and F are multiples of 16.
+template <class W>
+void slot_mlp_of_many(
+    const Shape& s, const bfloat16* h, const int32_t* idx, const float* weights, const float* y, const uint8_t* slots,
+    const int32_t* table, float* out) {
+  constexpr int64_t kTokens = 16;  // of a task of the sums
+  const bfloat16* const type = nullptr;
+  const bool gated = s.activation != kGelu;
+  Scratch a;
+  const int64_t rows = sort_by_expert(s, idx, slots, table, a);
+  const std::unique_ptr<bfloat16[]> inner(new bfloat16[rows * s.F]), outputs(new bfloat16[rows * s.D]);
+  const int64_t width = gated ? kStripColumns / 2 : kStripColumns;
+  const std::vector<Part> up = parts_of(a.groups, s.F, width), down = parts_of(a.groups, s.D, kStripColumns);
+  alignas(64) static thread_local float sums[kRowsATime * kStripColumns];
+  static thread_local const bfloat16* x[kRowsATime];
+
+  Phase project_up(int(up.size()), [&](int i) {
+    const Part& part = up[i];
+    const uint8_t* slot = part.group->slot;
+    const int64_t vectors = (std::min(width, s.F - part.column)) / kLanes;
+    Strip strip{gated ? 2 * vectors : vectors, {}};
+    for (int64_t v = 0; v < vectors; v++) {
+      strip.at[v] = part.column + v * kLanes;
+      if (gated) strip.at[vectors + v] = s.F + strip.at[v];
+    }
+    for (int64_t r = 0; r < part.count; r++) x[r] = h + int64_t(a.token[part.begin + r]) * s.D;
+    product_with_strip(matrix<W>(slot, s.w_up, s.w_up_scales, s.D, s.columns()), strip, x, part.count, sums);
+    const Bias bias{s.b_up < 0 ? nullptr : slot + s.b_up, s.wide_biases};
+    for (int64_t r = 0; r < part.count; r++)
+      for (int64_t v = 0; v < vectors; v++) {
+        const float* from = sums + r * kStripColumns + v * kLanes;
+        const Floats gate = load<Floats>(from) + bias.vector(strip.at[v]);
+        Floats other = splat(0);
+        if (gated) other = load<Floats>(from + vectors * kLanes) + bias.vector(s.F + strip.at[v]);
+        const Floats value = activated(rounded(gate, type), rounded(other, type), s.activation);
+        put(value, inner.get() + (part.begin + r) * s.F + strip.at[v]);
+      }
+  });
+  Phase project_down(int(down.size()), [&](int i) {
+    const Part& part = down[i];
+    const uint8_t* slot = part.group->slot;
+    Strip strip{std::min(kStripColumns, s.D - part.column) / kLanes, {}};
+    for (int64_t v = 0; v < strip.count; v++) strip.at[v] = part.column + v * kLanes;
+    for (int64_t r = 0; r < part.count; r++) x[r] = inner.get() + (part.begin + r) * s.F;
+    product_with_strip(matrix<W>(slot, s.w_down, s.w_down_scales, s.F, s.D), strip, x, part.count, sums);
+    const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
+    for (int64_t r = 0; r < part.count; r++)
+      for (int64_t v = 0; v < strip.count; v++)
+        put(load<Floats>(sums + r * kStripColumns + v * kLanes) + bias.vector(strip.at[v]),
+            outputs.get() + (part.begin + r) * s.D + strip.at[v]);
+  });
+  Phase add(int((s.tokens + kTokens - 1) / kTokens), [&](int i) {
+    for (int64_t token = i * kTokens; token < std::min(s.tokens, (i + 1) * kTokens); token++) {
+      float* to = out + token * s.D;
+      if (to != y + token * s.D) std::memcpy(to, y + token * s.D, s.D * sizeof(float));
+      for_choices(s, a, token, [&](int64_t row, int64_t choice) {
+        const bfloat16* from = outputs.get() + row * s.D;
+        const float weight = weights[token * s.choices + choice];
+        for (int64_t d = 0; d < s.D; d += kLanes) store(to + d, load<Floats>(to + d) + floats(from + d) * weight);
+      });
+    }
+  });
+  Pool::get().run({&project_up, &project_down, &add});
 }
 
 ffi::Error handle(
@@ -212,6 +312,11 @@ ffi::Error handle(
                 slots.dimensions()[1], w_up, w_up_scales, w_down, w_down_scales, b_up, b_down, activation,
                 wide_biases};
   auto call = [&]<class T, class W>(const T*, const W*) {
+    if constexpr (kManyRows && std::is_same_v<T, bfloat16>)
+      if (s.tokens > kFewTokens && s.D % kLanes == 0 && s.F % kLanes == 0)
+        return slot_mlp_of_many<W>(
+            s, static_cast<const T*>(h.untyped_data()), idx.typed_data(), weights.typed_data(), y.typed_data(),
+            slots.typed_data(), table.typed_data(), out->typed_data());
     slot_mlp<T, W>(
         s, static_cast<const T*>(h.untyped_data()), idx.typed_data(), weights.typed_data(), y.typed_data(),
         slots.typed_data(), table.typed_data(), out->typed_data());
@@ -256,3 +361,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int64_t>("activation")
         .Attr<int64_t>("form")
         .Attr<bool>("wide_biases"));
+
+// Whether operations on many tokens are faster than XLA's on this processor: of bfloat16, sizes being multiples of 16.
+extern "C" int32_t jmoe_multiplies_many_rows() { return kManyRows; }

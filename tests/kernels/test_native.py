@@ -126,7 +126,7 @@ def test_top_k_breaks_ties_as_the_other_form() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 90])  # the last: in blocks, where bfloat16 is multiplied in pairs
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks: bool, window: int | None) -> None:
@@ -139,7 +139,8 @@ def test_attention_writes_the_cache_and_reads_it(dtype: Any, tokens: int, sinks:
     cache = KVCache(stored(jnp.asarray(k_cache, dtype)), stored(jnp.asarray(v_cache, dtype)))
     q, k, v = (drawn(rng, (3, tokens, n, dim), dtype)[0] for n, dim in ((h, d), (g, d), (g, e)))
     rows = jnp.asarray([2, 0, 1], jnp.int32)
-    positions = jnp.asarray([[20, 21, 22], [0, 1, s], [s, s, s]], jnp.int32)[:, :tokens]
+    to_its_end = np.append(np.arange(tokens - 1), s if tokens > 1 else 0)
+    positions = jnp.asarray([20 + np.arange(tokens), to_its_end, np.full(tokens, s)], jnp.int32)
     options: dict[str, Any] = {
         "scale": 0.2,
         "window": None if window is None else jnp.int32(window),
@@ -231,12 +232,34 @@ def test_experts_in_slots(dtype: Any, activation: str, biases: Any) -> None:
             assert_close(got, want, 3e-6 if dtype == jnp.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("kind", [*FORMATS.values(), None], ids=[*FORMATS, "bfloat16"])
+@pytest.mark.parametrize(("activation", "biases"), [("swiglu", None), ("clamped_swiglu", jnp.float32), ("gelu", None)])
+def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: Any) -> None:
+    """As XLA computes them: strips that are not full, matrices widened in parts, more rows than a task takes."""
+    sizes = [((96, 96, 3), 40), ((1088, 32, 3), 33), ((32, 96, 3), 300)] + [((80, 48, 3), 40)] * (kind is None)
+    for (d, f, experts), tokens in sizes:
+        (fast, plain), table_E = slots_of(jnp.bfloat16, activation, biases, (d, f, experts), kind)
+        assert fast.native is not None
+        assert fast.native.multiplies(tokens, d, jnp.bfloat16) == native.multiplies_many_rows()
+        rng = np.random.default_rng(tokens)
+        idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
+        idx[:, 0] = np.where(rng.random(tokens) < 0.95, 0, experts)  # most tokens choose one expert, some none
+        idx[:, 1] = np.where(idx[:, 1] == 0, 1, idx[:, 1])
+        h, weights = drawn(rng, (tokens, d), jnp.bfloat16)[0], jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+        y = rng.normal(size=(tokens, d)).astype(np.float32)
+        got, want = (
+            slots.mlp(ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation)
+            for slots in (fast, plain)
+        )
+        assert_close(got, want, 2e-2)
+
+
 def test_a_token_does_not_depend_on_the_others() -> None:
-    """Bit for bit: neither on tokens at the same experts nor on how many experts are in use."""
+    """Bit for bit: neither on tokens at the same experts nor on how many experts are in use, be they few or many."""
     (slots, _), table_E = slots_of(jnp.bfloat16, "swiglu", None, (256, 288, 6))
     rng = np.random.default_rng(0)
-    idx = np.stack([rng.permutation(6)[:3] for _ in range(20)]).astype(np.int32)
-    h, weights = drawn(rng, (20, 256), jnp.bfloat16)[0], jnp.asarray(rng.random((20, 3)), jnp.float32)
+    idx = np.stack([rng.permutation(6)[:3] for _ in range(90)]).astype(np.int32)
+    h, weights = drawn(rng, (90, 256), jnp.bfloat16)[0], jnp.asarray(rng.random((90, 3)), jnp.float32)
 
     def run(some: slice) -> np.ndarray:
         y = jnp.zeros((h[some].shape[0], 256))
@@ -244,6 +267,9 @@ def test_a_token_does_not_depend_on_the_others() -> None:
 
     alone = np.concatenate([run(slice(t, t + 1)) for t in range(20)])
     assert np.array_equal(run(slice(0, 20)), alone) and np.array_equal(run(slice(3, 9)), alone[3:9])
+    if native.multiplies_many_rows():
+        together = run(slice(0, 90))
+        assert np.array_equal(run(slice(0, 33)), together[:33]) and np.array_equal(run(slice(37, 77)), together[37:77])
 
 
 def test_many_threads_may_call_at_once() -> None:
