@@ -6,6 +6,8 @@ traffic  bytes of a step with half of the experts idle, beside those with all of
 write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
 expected  bytes of a step, and hits, if the cache expects nothing, what the last step used, or what the next one will
           (theoretical: the first run has told it)
+mapped   bytes that a step reads into host memory, with records on a disk and in files that are memory (/dev/shm)
+replicas  bytes of a step, and updates, with 1, 2 and 4 replicas of every expert in one process
 replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
 retention  tokens/s with experts in host memory over tokens/s with all of them on the device, by tokens of a step
 two_nodes  as step, in two processes with a limited link between them; needs root
@@ -33,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib import fio, report
-from benchmarks.offload import two_nodes
+from benchmarks.offload import copies, two_nodes
 from benchmarks.offload.session import (
     Session,
     StepCost,
@@ -228,6 +230,8 @@ def main() -> None:
         "traffic": measure_traffic,
         "write_back": measure_write_back,
         "expected": measure_expected,
+        "mapped": copies.measure_mapped,
+        "replicas": copies.measure_replicas,
         "replay": measure_replay,
         "retention": measure_retention,
         "two_nodes": two_nodes.measure,
@@ -239,7 +243,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40, help="of expected")
+    parser.add_argument("--steps", type=int, default=40, help="of expected, mapped, replicas")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention")
     two_nodes.add_options(parser)
     a = parser.parse_args()

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,11 +69,12 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = Non
 
 
 class StepCost(NamedTuple):
-    """What a step took; bytes are those of NVMe."""
+    """What a step took, and its loss; bytes are those of NVMe."""
 
     seconds: float
     read_bytes: int
     written_bytes: int
+    loss: float = math.nan
 
 
 class Session:
@@ -96,7 +98,7 @@ class Session:
         self.state, metrics = self.program.step(self.state, tokens)
         jax.block_until_ready((self.state, metrics))
         seconds, after = time.perf_counter() - begun, self.moved_bytes()
-        return StepCost(seconds, after[0] - before[0], after[1] - before[1])
+        return StepCost(seconds, after[0] - before[0], after[1] - before[1], float(metrics["loss"]))
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Return random tokens."""

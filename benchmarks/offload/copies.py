@@ -1,0 +1,55 @@
+"""Bytes that experts' records move: where their files are memory, and where replicas share them. Nothing is timed."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.lib import report
+from benchmarks.offload.session import Session, config_of
+from jmoe.config import MeshConfig
+from jmoe.memory.direct_io import io_of
+from jmoe.mesh import make_mesh
+
+MEMORY = Path("/dev/shm")  # a tmpfs
+
+
+def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train the same steps with records on a disk and in files that are memory; the losses are to be the same."""
+    rows, losses = [], []
+    with tempfile.TemporaryDirectory(prefix="jmoe-mapped-", dir=MEMORY) as memory:
+        for place in (folder, Path(memory)):
+            session = Session(config_of(a, place, experts="nvme", optimizer="nvme"))
+            losses.append([session.step(number).loss for number in range(a.steps)])
+            stats = session.program.expert_stats()
+            kinds = {"weights": stats.weights, "moments": stats.moments, "gradients": stats.gradients}
+            row: dict[str, Any] = {"files": io_of(place)}
+            row |= {f"{kind}_read_into_host_memory_a_step": s.nvme.num_bytes // a.steps for kind, s in kinds.items()}
+            row |= {f"{kind}_handed_out_a_step": s.host.num_bytes // a.steps for kind, s in kinds.items()}
+            rows.append(report.progress(row))
+            session.program.close()
+    return {"steps": a.steps, "same_losses": losses[0] == losses[1], "rows": rows}
+
+
+def measure_replicas(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train the same steps with 1, 2 and 4 replicas of every expert, each on a device of its own of one process."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    rows = []
+    for replicas in (1, 2, 4):
+        mesh = MeshConfig(replicas, 1, 1)
+        config = config_of(a, folder / str(replicas), mesh, experts="nvme", optimizer="nvme")
+        session = Session(config, make_mesh((replicas, 1, 1), jax.devices()[:replicas]))
+        steps = [session.step(number) for number in range(a.steps)]
+        stats = session.program.expert_stats()
+        row = {
+            "replicas": replicas,
+            "last_loss": round(steps[-1].loss, 4),
+            "read_bytes_a_step": sum(step.read_bytes for step in steps) // a.steps,
+            "written_bytes_a_step": sum(step.written_bytes for step in steps) // a.steps,
+            "updates_a_step": stats.updates // a.steps,
+        }
+        rows.append(report.progress(row))
+        session.program.close()
+    return {"steps": a.steps, "rows": rows}
