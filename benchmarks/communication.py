@@ -1,9 +1,10 @@
-"""Communication over a slow link between two nodes of some ranks each; the last line of output is one JSON object.
+"""Communication over a slow link between nodes of some ranks each; the last line of output is one JSON object.
 
     sudo python benchmarks/communication.py exchange             50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
     sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:560 --kinds flat dedup
     sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
     sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
+    sudo python benchmarks/communication.py levels --nodes 4     the same on four nodes that share the link
     sudo NPROC=4 python benchmarks/communication.py order        training steps: orders of collectives
     sudo NPROC=4 python benchmarks/communication.py ddp          the same, dense gradients all-reduced
     sudo python benchmarks/communication.py embedding            training steps with the embedding table in parts
@@ -25,6 +26,7 @@ import tempfile
 
 from benchmarks.comm import embedding, exchange, steps
 from benchmarks.lib import report
+from benchmarks.lib.linked_nodes import NODES
 from benchmarks.lib.ranks import NUM_NODES, add_rank_options, join, launch
 
 MEASUREMENTS = {"exchange": exchange, "embedding": embedding, **dict.fromkeys(steps.COMMANDS, steps)}
@@ -41,7 +43,8 @@ def parse() -> argparse.Namespace:
             "--rates", type=float, nargs="+", default=rates, help="Mbit/s, both directions together; 0: no link"
         )
         command.add_argument("--rounds", type=int, default=7)
-        command.add_argument("--ranks-per-node", type=int, default=1 if name in steps.TRACED else 2)
+        command.add_argument("--ranks-per-node", type=int, default=1 if name in steps.ORDERINGS else 2)
+        command.add_argument("--nodes", type=int, choices=range(2, len(NODES) + 1), default=NUM_NODES)
         command.add_argument("--cache-dir", help="keep compiled programs in this folder")
         add_rank_options(command)
     return parser.parse_args()
@@ -50,12 +53,12 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     a = parse()
     if a.rank is not None:
-        report.finish(MEASUREMENTS[a.command].measure(a, *join(a, a.ranks_per_node)))
+        report.finish(MEASUREMENTS[a.command].measure(a, *join(a, a.ranks_per_node, a.nodes)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for rate in a.rates for row in launch(rate, a.cache_dir or folder, a.ranks_per_node)]
+        rows = [row for rate in a.rates for row in launch(rate, a.cache_dir or folder, a.ranks_per_node, a.nodes)]
     options = report.options(a, "command", "rates", "rank", "port", "cache_dir")
-    result = {"benchmark": a.command, "nodes": NUM_NODES, "options": options, "rows": rows}
+    result = {"benchmark": a.command, "nodes": a.nodes, "options": options, "rows": rows}
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 
 

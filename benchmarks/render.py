@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.index import PLACES
+from benchmarks.paper.pictures import PICTURES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
@@ -121,6 +122,7 @@ def papers() -> Iterator[str]:
     yield "## the papers' tables and figures\n"
     yield "`python -m benchmarks.paper` lists them with their commands; `--all --quick` runs smoke tests of those that"
     yield "need neither root nor hours. Environments of the peers come from `benchmarks/peers/setup.py`.\n"
+    yield from (f"![figures of {name[7:-4]}, drawn from the committed results]({name})\n" for name in PICTURES)
     yield "| paper | shows | the paper has | here | not shown here |\n|---|---|---|---|---|"
     for place in PLACES:
         result = f" ([file](../benchmarks/results/{place.result}))" if place.result else ""

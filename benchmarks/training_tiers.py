@@ -1,7 +1,7 @@
 """Training with experts on tiers: python benchmarks/training_tiers.py WHAT
 
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
-         as many bytes a second by itself, does to a step that needs no disk
+         as many bytes a second by itself, does to a step that needs no disk; --disk-bytes-per-s limits the disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
 expected  bytes of a step, and hits, if the cache expects nothing, what the last step used, or what the next one will
@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib import fio, report
+from benchmarks.lib.slow_disk import SlowDisk
 from benchmarks.offload import copies, two_nodes
 from benchmarks.offload.session import (
     Session,
@@ -62,7 +63,7 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "host": config_of(a, folder, experts="host", optimizer="host", gradients="host"),
     }
     sessions = {name: Session(config) for name, config in kinds.items()}
-    if fio.is_here():
+    if fio.is_here() and not a.disk_bytes_per_s:
         sessions["host_beside_io"] = sessions["host"]
     read_rate, write_rate = disk_rates(sessions["ahead"].program.stores.layouts["moments"], folder / "rates", 3)
     seen: dict[str, list[StepCost]] = {name: [] for name in sessions}
@@ -80,10 +81,12 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     step_s = {name: median(step.seconds for step in steps) for name, steps in seen.items()}
     read_bytes = median(step.read_bytes for step in seen["ahead"])
     written_bytes = median(step.written_bytes for step in seen["ahead"])
-    disk_s = read_bytes / read_rate + written_bytes / write_rate
+    ways = read_bytes / read_rate, written_bytes / write_rate
+    disk_s = max(ways) if a.disk_bytes_per_s else sum(ways)  # a limit is one for reads and one for writes
     bound_s = max(step_s["host"], disk_s)
     result = {
         "step_s": step_s,
+        "all_step_s": {name: [round(step.seconds, 4) for step in steps] for name, steps in seen.items()},
         "disk_s": disk_s,
         "read_bytes": read_bytes,
         "written_bytes": written_bytes,
@@ -251,7 +254,9 @@ def main() -> None:
         report.finish(two_nodes.worker(a))
         return
     with tempfile.TemporaryDirectory(prefix="jmoe-training-tiers-", dir=a.folder) as folder:
-        report.finish(measures[a.what](a, Path(folder)) | report.where())
+        limit = a.disk_bytes_per_s if a.what == "step" else 0  # two_nodes sets its own
+        with SlowDisk(Path(folder), limit) if limit else nullcontext():
+            report.finish(measures[a.what](a, Path(folder)) | report.where())
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.comm import trace
+from benchmarks.lib.linked_nodes import LinkedNodes
 from benchmarks.lib.parts import run_part
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import moesys_table6, simulator
+from benchmarks.paper import moesys_table6, pictures, simulator
 from benchmarks.paper.index import PLACES, RESULTS, Place
 from tests.fakes import wait_for
 
@@ -28,7 +29,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 def test_every_benchmark_of_the_papers_is_in_the_index() -> None:
     words = " ".join(f"{place.command} {place.quick}" for place in PLACES)
-    scripts = {path.stem for path in (ROOT / "benchmarks" / "paper").glob("*.py")} - {"__main__", "index"}
+    scripts = {path.stem for path in (ROOT / "benchmarks" / "paper").glob("*.py")} - {"__main__", "index", "pictures"}
     assert {name for name in scripts if name not in words} == BESIDE_NO_PAPER
     assert len({place.name for place in PLACES}) == len(PLACES)
 
@@ -72,6 +73,46 @@ def test_idle_is_a_collective_without_computation() -> None:
     spans = [(0, 10, "loop"), (0, 3, "dot"), (1, 4, "add"), (2, 8, "sum"), (9, 10, "dot")]
     assert trace.idle_share([trace.Span(*span) for span in spans], ops) == pytest.approx(0.4)
     assert trace.idle_share([trace.Span(0, 4, "dot")], ops) == 0
+
+
+SCOPES = {
+    "up": "jit(step)/jvp()/while/body/moe/experts/dot_general",
+    "loss": "jit(step)/jvp(loss)/while/body/dot_general",
+    "back": "jit(step)/transpose(jvp())/while/body/moe/experts/dot_general",
+    "adamw": "jit(step)/optimizer/mul",
+}
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    """Each moment counts once, for an all-to-all before anything else; a loop counts as what runs inside it."""
+    ops = {name: trace.Op("fusion", scopes, [], 4, "main", 0) for name, scopes in SCOPES.items()}
+    kinds = {"sent": "all-to-all", "sum": "all-reduce", "loop": "while"}
+    ops |= {name: trace.Op(kind, "", [], 4, "main", 0) for name, kind in kinds.items()}
+    spans = [
+        (0, 9, "loop"),
+        (0, 2, "up"),
+        (1, 4, "sent"),
+        (4, 5, "loss"),
+        (5, 8, "back"),
+        (7, 9, "sum"),
+        (10, 12, "adamw"),
+    ]
+    found = [trace.Span(begin * 1e9, end * 1e9, name) for begin, end, name in spans]
+    parts = {"all_to_all": 3, "optimizer": 2, "backward": 3, "forward": 2, "other_collectives": 1, "idle": 1}
+    assert trace.parts_s(found, ops) == pytest.approx(parts)
+    assert sum(parts.values()) == 12
+    assert trace.layers_s(found, ops) == pytest.approx({"forward": 2, "backward": 3})  # the loss belongs to no layer
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_the_papers_figures_are_drawn_from_the_results(name: str, tmp_path: Path) -> None:
+    assert pictures.draw(name, tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / "docs" / name).is_file()
+
+
+def test_how_many_nodes_one_machine_makes() -> None:
+    with pytest.raises(ValueError, match="number = 5: must be from 2 to 4"):
+        LinkedNodes(100, 5)
 
 
 def test_a_smoke_test_that_fails_stops_nothing(

@@ -1,5 +1,6 @@
 """What compares us with other systems: figures of both sides, programs that fail, environments."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.peers import compared, decoding_speeds, last_object
-from benchmarks.peers import setup
+from benchmarks.peers import nvme_training, setup
 from benchmarks.peers.to_gguf import pairs_side_by_side
 from benchmarks.peers.training import Contestant
 
@@ -39,13 +40,40 @@ def test_a_program_of_a_peer() -> None:
             last_object([sys.executable, "-c", program])
 
 
-@pytest.mark.parametrize("program", ["deepspeed_training", "transformers_training", "transformers_side", "to_gguf"])
+@pytest.mark.parametrize(
+    "program", ["deepspeed_training", "nvme_training", "transformers_training", "transformers_side", "to_gguf"]
+)
 def test_programs_of_peers_explain_themselves_here(program: str) -> None:
     """Their environments are not this one: options are read before torch is looked for."""
     done = subprocess.run(
         [sys.executable, f"benchmarks/peers/{program}.py", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--offload", "/tmp"], "--offload: needs --zero 3"),
+        (["--zero", "3"], "--zero 3: needs --experts 0, DeepSpeed-MoE has no ZeRO-3"),
+    ],
+)
+def test_what_deepspeed_cannot_do(options: list[str], message: str) -> None:
+    command = [sys.executable, "benchmarks/peers/deepspeed_training.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:
+    """As many parameters as DeepSpeed's, and the bytes of its buffers."""
+    for side, tier in (("nvme", "nvme"), ("memory", "device")):
+        a = argparse.Namespace(side=side, tokens=256, buffers=20, folder=Path("records"))
+        made = nvme_training.config(a)
+        hidden, inner, vocab = 512, 12288, 1024
+        layer = 2 * hidden * inner + inner + 4 * hidden * hidden + 9 * hidden + hidden  # norms, biases, the router
+        assert made.model.num_parameters()[0] == 6 * layer + (2 * vocab + 256 + 2) * hidden
+        assert (made.tiers.experts, made.tiers.optimizer) == (tier, tier)
+        assert made.tiers.host_cache_bytes == (20 * 4 * hidden * inner if side == "nvme" else 0)
 
 
 def test_a_model_that_llama_cpp_is_not_given(tmp_path: Path) -> None:

@@ -22,17 +22,17 @@ KINDS = ("replicated", "zero3", "columns", "rows")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--vocab-size", type=int, default=50304)
-    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--tokens", type=int, default=256, help="of a rank in one step")
     parser.add_argument("--untied", action="store_true", help="a head of its own")
 
 
-def train_config(a: argparse.Namespace, kind: str, shape: tuple[int, ...]) -> Any:
+def train_config(a: argparse.Namespace, kind: str, hidden_size: int, shape: tuple[int, ...]) -> Any:
     from jmoe.config import CommConfig, MeshConfig, ModelConfig, TrainConfig
 
     model = ModelConfig(
         vocab_size=a.vocab_size,
-        hidden_size=a.hidden_size,
+        hidden_size=hidden_size,
         num_hidden_layers=1,
         num_experts=0,
         num_attention_heads=1,
@@ -92,9 +92,14 @@ class Run:
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
+    """Return one row for every hidden size and partition."""
+    return [row for hidden_size in a.hidden_sizes for row in measure_size(a, hidden_size, mesh, clock)]
+
+
+def measure_size(a: argparse.Namespace, hidden_size: int, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
     """Return one row for every partition."""
     shape = tuple(mesh.shape.values())
-    runs = {kind: Run(train_config(a, kind, shape), mesh) for kind in a.kinds}
+    runs = {kind: Run(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds}
     taken = {kind: Taken() for kind in runs}
     for _ in range(a.rounds):
         for kind, run in runs.items():
@@ -106,6 +111,7 @@ def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, An
     return [
         {
             "mbit_per_s": a.rates[0],
+            "hidden_size": hidden_size,
             "embedding": kind,
             **taken[kind].row(reference, taken[reference]),
             "formula_bytes": run.formula_bytes,

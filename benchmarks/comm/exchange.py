@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.ranks import NUM_NODES, Clock, Taken
+from benchmarks.lib.ranks import Clock, Taken
 from jmoe.config.cluster import LinksConfig
 from jmoe.planning.exchange import (
     ExchangeLoad,
@@ -108,7 +108,7 @@ def measure_shape(
 
     k, num_experts, num_tokens = shape
     args = draw(mesh, a.rank, shape)
-    layer = {"num_nodes": NUM_NODES, "devices_per_node": a.ranks_per_node}
+    layer = {"num_nodes": a.nodes, "devices_per_node": a.ranks_per_node}
     layer |= {"num_experts": num_experts, "num_experts_per_tok": k}
     plans = {kind: plan_exchange(kind, **layer) for kind in a.kinds}
     auto = plan_exchange("auto", **layer, load=ExchangeLoad(links, num_tokens, 2 * HIDDEN_SIZE, a.capacity_factor))

@@ -4,7 +4,11 @@ Every comparison runs one model with several `CommConfig`s in turn, from the sam
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
 the losses have to stay the same.
 
-order, ddp: one rank a node, steps traced on rank 0. `all_to_all_s`: in the mean, an exchange of the backward pass is
+parts_s: of a step, traced on rank 0, by what runs; where several things do, an all-to-all counts before the optimizer,
+that before the backward and the forward pass, and these before other collectives. forward_layer_s, backward_layer_s: of
+the layers' pass from its first operation to its last, over the number of layers.
+
+order, ddp: one rank a node. `all_to_all_s`: in the mean, an exchange of the backward pass is
 done so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`: all of a step, which
 `ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls in which rank 0 computed. `link_s`: what
 the link alone takes for the bytes of a step; a row with --rates 0 and the same --chunk-bytes says what the rest takes.
@@ -22,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comm import trace
-from benchmarks.lib.ranks import NUM_NODES, Clock, Taken
+from benchmarks.lib.ranks import Clock, Taken
 from benchmarks.lib.report import median, ratio
 from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.mesh import ACCUMULATED_BATCH
@@ -33,7 +37,7 @@ COMMANDS = {
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
     "ddp": "the same with dense parameters on every rank, their gradients all-reduced, as in Lina",
 }
-TRACED = ("order", "ddp")  # and of one rank a node
+ORDERINGS = ("order", "ddp")  # of one rank a node; their all-to-alls are looked at one by one
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
 ORDERS = ("ready", "none", "fixed", "priority", "chunks", "pipelined")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -82,7 +86,7 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, com
             router=RouterConfig(aux_loss_coef=0.01),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant"),
-        mesh=MeshConfig(1, NUM_NODES, a.ranks_per_node),
+        mesh=MeshConfig(1, a.nodes, a.ranks_per_node),
         comm=CommConfig(
             chunk_bytes=a.chunk_bytes or round(rate / 8 * 1e6 * 0.02),
             bucket_bytes=a.bucket_bytes,
@@ -144,6 +148,8 @@ class Run:
         self.ops = trace.operations(self.step.as_text())
         self.exchanges: list[list[trace.Exchange]] = []
         self.busy: list[float] = []
+        self.parts: list[dict[str, float]] = []
+        self.layers: list[dict[str, float]] = []
 
     @property
     def waits(self) -> list[float]:
@@ -154,20 +160,23 @@ class Run:
         self.state, self.metrics = self.step(self.state, self.tokens)
         return self.metrics
 
-    def round(self, clock: Clock, traced: bool) -> None:
-        """One step; traced on rank 0 where asked for."""
+    def round(self, clock: Clock, ordering: bool) -> None:
+        """One step, traced on rank 0."""
         import jax
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        traced = traced and jax.process_index() == 0
+        traced = jax.process_index() == 0
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=options) if traced else nullcontext():
                 self.taken.add(*clock(self))
             if traced:
                 found = [span for span in trace.spans(folder) if span.name in self.ops]  # others are the clock's
-                self.exchanges.append(trace.exchanges(found, self.ops))
-                self.busy.append(trace.busy_share(found, self.ops))
+                self.parts.append(trace.parts_s(found, self.ops))
+                self.layers.append(trace.layers_s(found, self.ops))
+                if ordering:
+                    self.exchanges.append(trace.exchanges(found, self.ops))
+                    self.busy.append(trace.busy_share(found, self.ops))
         self.losses.append(float(self.metrics["loss"]))
         assert self.metrics["ok"]
 
@@ -178,7 +187,7 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
         clock(run)
     for _ in range(a.rounds):
         for run in runs.values():
-            run.round(clock, traced=a.command in TRACED)
+            run.round(clock, ordering=a.command in ORDERINGS)
     references = dict.fromkeys((next(iter(runs)), *({"none"} & runs.keys())))
     rows = []
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")
@@ -189,11 +198,15 @@ def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[i
             "seconds": median(taken.seconds),
             **{f"ratio_to_{name}": ratio(runs[name].taken.seconds, taken.seconds) for name in references},
             "sent_bytes": round(median(taken.sent_bytes)),
-            "link_s": round(NUM_NODES * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4) if a.rates[0] else 0.0,
+            "link_s": round(a.nodes * median(taken.sent_bytes) * 8e-6 / a.rates[0], 4) if a.rates[0] else 0.0,
             "chunk_bytes": run.chunk_bytes,
             "loss": [round(run.losses[0], 4), round(run.losses[-1], 4)],
             "all_seconds": [round(s, 4) for s in taken.seconds],
         }
+        if run.parts:
+            row["parts_s"] = {name: median(step[name] for step in run.parts) for name in run.parts[0]}
+            for way in run.layers[0]:
+                row[f"{way}_layer_s"] = median(step[way] / row["layers"] for step in run.layers)
         if run.exchanges:
             seconds = [exchange.seconds for step in run.exchanges for exchange in step]
             row |= {

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 WHOLE = ("while", "conditional", "call")  # hold what is counted already
+PARTS = ("all_to_all", "optimizer", "backward", "forward", "other_collectives")  # of a step; else it is idle
 BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "s16": 2, "bf16": 2, "f16": 2}  # others: 4
 
 
@@ -137,6 +138,44 @@ def idle_share(found: list[Span], ops: dict[str, Op]) -> float:
     running = [span for span in found if ops[span.name].kind not in WHOLE]
     compute = [span for span in running if ops[span.name].kind not in COLLECTIVES]
     return (union_s(running, whole) - union_s(compute, whole)) / union_s(whole, whole)
+
+
+def part(op: Op) -> str:
+    """Return the part of a step that an operation belongs to, as `parts_s` names them."""
+    if op.kind == "all-to-all":
+        return "all_to_all"
+    if op.kind in COLLECTIVES:
+        return "other_collectives"
+    if "optimizer" in op.scopes:
+        return "optimizer"
+    return "backward" if "transpose(" in op.scopes else "forward"
+
+
+def parts_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
+    """Seconds of a step by its parts, which add up to it; where several run at once, the first of `PARTS` counts."""
+    changes = sorted(
+        (at, step, part(ops[span.name]))
+        for span in found
+        if ops[span.name].kind not in WHOLE
+        for at, step in ((span.begin_ns, 1), (span.end_ns, -1))
+    )
+    total, running = dict.fromkeys((*PARTS, "idle"), 0.0), dict.fromkeys(PARTS, 0)
+    for (at, step, name), (following, _, _) in itertools.pairwise(changes):
+        running[name] += step
+        counts = next((name for name in PARTS if running[name]), "idle")
+        total[counts] += (following - at) * 1e-9
+    return total
+
+
+def layers_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
+    """Seconds from the first operation of the layers to the end of the last, in the forward and the backward pass."""
+    inside = [span for span in found if re.search(r"\b(attention|moe|mlp)\b", ops[span.name].scopes)]
+    result = {}
+    for name, backward in (("forward", False), ("backward", True)):
+        of_pass = [span for span in inside if ("transpose(" in ops[span.name].scopes) == backward]
+        begin, end = min(s.begin_ns for s in of_pass), max(s.end_ns for s in of_pass)
+        result[name] = (end - begin) * 1e-9
+    return result
 
 
 def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib import report
-from benchmarks.lib.two_nodes import ADDRESSES
+from benchmarks.lib.linked_nodes import ADDRESSES
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.lockstep import led

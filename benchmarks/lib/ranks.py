@@ -1,4 +1,4 @@
-"""Processes of one JAX job: on this machine, or on two nodes with a limited link between them."""
+"""Processes of one JAX job: on this machine, or on nodes with a limited link between them."""
 
 import argparse
 import json
@@ -14,10 +14,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from benchmarks.lib.linked_nodes import ADDRESSES, LinkedNodes, sent_bytes
 from benchmarks.lib.report import median, progress, ratio
-from benchmarks.lib.two_nodes import ADDRESSES, NODES, TwoNodes, sent_bytes
 
-NUM_NODES = len(NODES)
+NUM_NODES = 2  # where nothing else is said
 
 
 def free_port() -> int:
@@ -52,20 +52,20 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
 
 
-def launch(mbit_per_s: float, cache_dir: str, ranks_per_node: int) -> list[dict[str, Any]]:
-    """Make two nodes (0 Mbit/s: none, no link), run this program as a rank of each, return the rows of rank 0."""
+def launch(mbit_per_s: float, cache_dir: str, ranks_per_node: int, num_nodes: int = NUM_NODES) -> list[dict[str, Any]]:
+    """Make the nodes (0 Mbit/s: none, no link), run this program as the ranks of each, return the rows of rank 0."""
     options = ("--rates", str(mbit_per_s), "--cache-dir", cache_dir)
-    rows: list[dict[str, Any]] = run_ranks(NUM_NODES * ranks_per_node, mbit_per_s, *options)
+    rows: list[dict[str, Any]] = run_ranks(num_nodes * ranks_per_node, mbit_per_s, *options, num_nodes=num_nodes)
     return [progress(row) for row in rows]
 
 
-def run_ranks(num_ranks: int, mbit_per_s: float, *options: str) -> Any:
-    """Run this program as so many ranks, the halves on two nodes (0 Mbit/s: all here); return what rank 0 printed."""
-    port, ranks = free_port(), []
-    with TwoNodes(mbit_per_s) if mbit_per_s else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
+def run_ranks(num_ranks: int, mbit_per_s: float, *options: str, num_nodes: int = NUM_NODES) -> Any:
+    """Run this program as so many ranks, spread over the nodes (0 Mbit/s: all here); return what rank 0 printed."""
+    port, ranks, linked = free_port(), [], LinkedNodes(mbit_per_s, num_nodes)
+    with linked if mbit_per_s else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
         for rank in range(num_ranks):
             command = rank_command(rank, port, *options)
-            command = nodes.inside(rank * NUM_NODES // num_ranks, command) if nodes else command
+            command = nodes.inside(rank * num_nodes // num_ranks, command) if nodes else command
             out: IO[str] | int = output if rank == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, stdout=out, text=True))
         codes = wait_for_all(ranks)
@@ -75,7 +75,7 @@ def run_ranks(num_ranks: int, mbit_per_s: float, *options: str) -> Any:
         return json.loads(output.read().splitlines()[-1])
 
 
-def join(a: argparse.Namespace, ranks_per_node: int) -> tuple[Any, "Clock"]:
+def join(a: argparse.Namespace, ranks_per_node: int, num_nodes: int = NUM_NODES) -> tuple[Any, "Clock"]:
     """Join the job as rank `a.rank` of those that `launch` started; return its mesh and a clock."""
     import jax
 
@@ -85,8 +85,8 @@ def join(a: argparse.Namespace, ranks_per_node: int) -> tuple[Any, "Clock"]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_compilation_cache_dir", a.cache_dir)
     address = ADDRESSES[0] if a.rates[0] else "127.0.0.1"
-    jax.distributed.initialize(f"{address}:{a.port}", NUM_NODES * ranks_per_node, a.rank)
-    mesh = make_mesh((1, NUM_NODES, ranks_per_node))
+    jax.distributed.initialize(f"{address}:{a.port}", num_nodes * ranks_per_node, a.rank)
+    mesh = make_mesh((1, num_nodes, ranks_per_node))
     clock = Clock(mesh, has_link=a.rates[0] > 0)
     clock.barrier()  # connects the ranks while none is busy: gloo waits no longer than 30 s
     return mesh, clock

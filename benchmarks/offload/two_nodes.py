@@ -1,10 +1,10 @@
 """`benchmarks.training_tiers two_nodes`: the step with both prefetches, over a slow link and from a disk.
 
-Two processes, each a node of its own (`benchmarks.lib.two_nodes`) with half of the experts. The steps that are compared
-take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything in host
-memory, which without a link limit is what computing alone takes. `disk_s` is what the disk, which both share, needs for
-a step's bytes at the rates measured: to read and then to write; with --disk-bytes-per-s, a limit for each, the longer
-of the two.
+Two processes, each a node of its own (`benchmarks.lib.linked_nodes`) with half of the experts. The steps that are
+compared take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything
+in host memory, which without a link limit is what computing alone takes. `disk_s` is what the disk, which both share,
+needs for a step's bytes at the rates measured: to read and then to write; with --disk-bytes-per-s, a limit for each,
+the longer of the two.
 """
 
 import argparse

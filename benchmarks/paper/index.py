@@ -143,8 +143,26 @@ def _guesses(result: Result) -> str:
 
 
 def _levels(result: Result) -> str:
-    rows = [row for row in result["rows"] if row["variant"] == "hierarchical" and row["mbit_per_s"] == 100.0]
-    return ", ".join(f"top-{row['top_k']} of {row['experts']}: {row['ratio_to_flat']:.2f} times" for row in rows)
+    parts = []
+    for nodes, rows in ((2, result["rows"]), (4, result["four_nodes"]["rows"])):
+        for row in (row for row in rows if row["variant"] == "hierarchical" and row["mbit_per_s"] == 100.0):
+            same = {name: row[name] for name in ("experts", "mbit_per_s")}
+            flat = _row(rows, variant="flat", **same)["parts_s"]["all_to_all"]
+            parts.append(
+                f"{nodes} nodes, top-{row['top_k']} of {row['experts']}: {row['ratio_to_flat']:.2f} times end to end, "
+                f"all-to-alls {1 - row['parts_s']['all_to_all'] / flat:.0%} shorter"
+            )
+    return "; ".join(parts)
+
+
+def _layer_times(result: Result) -> str:
+    parts = []
+    rows = result["layers"]["rows"]
+    for rate in sorted({row["mbit_per_s"] for row in rows}):
+        ready, chunks = (_row(rows, mbit_per_s=rate, variant=name) for name in ("ready", "chunks"))
+        ways = [f"{way} {ready[f'{way}_layer_s'] / chunks[f'{way}_layer_s']:.2f}" for way in ("forward", "backward")]
+        parts.append(f"{rate:g} Mbit/s: {', '.join(ways)}")
+    return "; ".join(parts)
 
 
 def _embedding(result: Result) -> str:
@@ -152,8 +170,9 @@ def _embedding(result: Result) -> str:
     for row in result["rows"]:
         if row["mbit_per_s"] > 0 and row["embedding"] != "replicated":
             speed, part = 1 / row["ratio_to_replicated"], row["table_part_of_replicated"]
-            parts.append(f"{row['embedding']} {speed:.1f} times as fast with {part:.2f} of the bytes")
-    return ", ".join(parts)
+            name = f"hidden {row['hidden_size']}, {row['embedding']}"
+            parts.append(f"{name}: {speed:.1f} times as fast with {part:.2f} of the bytes")
+    return "; ".join(parts)
 
 
 def _fusion(result: Result) -> str:
@@ -161,9 +180,21 @@ def _fusion(result: Result) -> str:
     return ", ".join(f"{row['ratio_to_one_by_one']:.2f} times at {row['mbit_per_s']:g} Mbit/s" for row in rows)
 
 
-def _deepspeed(result: Result) -> str:
-    rows = [row for row in result["deepspeed"] if row["system"] == "jmoe" and row["dtype"] == "bfloat16"]
-    return ", ".join(f"{row['ratio']:.2f} times, processes: {row['processes']}" for row in rows)
+def _beside_deepspeed(result: Result, model: str) -> str:
+    rows = [row for row in result[model] if row["system"] == "jmoe"]
+    return ", ".join(f"{row['ratio']:.2f} times in {row['processes']}" for row in rows)
+
+
+def _dense(result: Result) -> str:
+    return f"tokens/s over DeepSpeed's best, by processes: {_beside_deepspeed(result, 'dense')}"
+
+
+def _gpt_moe(result: Result) -> str:
+    models = [name for name in result if name.endswith(" experts")]
+    parts = [
+        f"{model}: {_beside_deepspeed(result, model)}" for model in sorted(models, key=lambda m: int(m.split()[0]))
+    ]
+    return f"tokens/s over DeepSpeed's best, by processes: {'; '.join(parts)}"
 
 
 def _ring(result: Result) -> str:
@@ -220,10 +251,6 @@ def _deployment(result: Result) -> str:
     )
 
 
-def _none(result: Result) -> str:
-    return "-"
-
-
 NOT_AT_HAND = "figures not at hand"
 ORDER = "sudo NPROC=4 python benchmarks/communication.py order"
 ORDER_QUICK = "benchmarks/communication.py order --rates 0 --rounds 1 --variants ready chunks"
@@ -235,11 +262,11 @@ PLACES = (
         "Table 1",
         "a dense model against a peer",
         NOT_AT_HAND,
-        "python benchmarks/training.py --experts 0",
-        None,
-        _none,
+        "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 0",
+        "training_peers_cpu.json",
+        _dense,
         quick="benchmarks/training.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
-        lacking="no peer has been run on a dense model here: only our side is measured",
+        lacking="the peer is DeepSpeed, not Megatron, which needs CUDA",
     ),
     Place(
         "moesys-table-2",
@@ -247,11 +274,11 @@ PLACES = (
         "Table 2",
         "GPT-MoE training against DeepSpeed-MoE",
         "1.28 times on one node, 1.33 on several; about 12 GB less a GPU",
-        "python benchmarks/alternate.py, with the commands in the file",
+        "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 8 16 32",
         "training_peers_cpu.json",
-        _deepspeed,
+        _gpt_moe,
         quick="benchmarks/training.py --layers 2 --batch 2 --warmup 1 --steps 3",
-        lacking="one shape, two processes at most; the peer's side comes from the file",
+        lacking="shapes scaled down, two processes at most; 16 and 32 experts have not been run",
     ),
     Place(
         "moesys-table-3",
@@ -271,13 +298,13 @@ PLACES = (
         "Table 4",
         "embedding partition",
         "22 to 48 % less memory, 1.04 to 1.156 times the tokens/s",
-        "sudo python benchmarks/communication.py embedding",
+        "sudo python benchmarks/communication.py embedding --rates 1000 --kinds replicated columns rows",
         "embedding_two_nodes_cpu.json",
         _embedding,
-        quick="benchmarks/communication.py embedding --rates 0 --rounds 1 --vocab-size 4096 --hidden-size 64 "
+        lacking="one hidden size in place of three; the others have not been run to their end",
+        quick="benchmarks/communication.py embedding --rates 0 --rounds 1 --vocab-size 4096 --hidden-sizes 64 "
         "--tokens 128",
         limit_s=240,
-        lacking="one vocabulary in place of nine rows",
     ),
     Place(
         "moesys-table-5",
@@ -320,13 +347,14 @@ PLACES = (
         "moesys-figure-10",
         "MoESys",
         "Figure 10",
-        "all-to-all in two levels against flat, 2 nodes measured, 4 simulated",
+        "all-to-all in two levels against flat, forward, backward and optimizer beside it; 2 and 4 nodes",
         "15.5 % less communication, 1.103 times end to end on 4 nodes",
-        "sudo python benchmarks/communication.py levels",
+        "sudo python benchmarks/communication.py levels --nodes 4",
         "levels_two_nodes_cpu.json",
         _levels,
-        quick="benchmarks/simulate_communication.py --nodes 2 4 --plot ''",
-        lacking="a step is not split into forward, backward and optimizer; 4 nodes are simulated",
+        quick="benchmarks/communication.py levels --rates 0 --rounds 1 --shapes 0",
+        limit_s=240,
+        lacking="two ranks a node",
     ),
     Place(
         "moesys-figure-12",
@@ -395,6 +423,17 @@ PLACES = (
         ORDER_FILE,
         _step_times,
         lacking="against our own step with what XLA would do; smoke test: lina-share",
+    ),
+    Place(
+        "lina-layer",
+        "Lina",
+        "section 7.2, forward and backward time of a layer",
+        "time of a layer in the order `ready` over its in chunks",
+        NOT_AT_HAND,
+        ORDER,
+        ORDER_FILE,
+        _layer_times,
+        lacking="smoke test: lina-share",
     ),
     Place(
         "lina-ablation",

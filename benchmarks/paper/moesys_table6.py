@@ -42,9 +42,9 @@ import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import EngineRank, run_rank, take_a_core
+from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.skewed_model import write_skewed, zipf
-from benchmarks.lib.two_nodes import sent_bytes
 from jmoe.config.engine import EngineConfig, EngineMesh
 
 ALL_CORES = "1+"

@@ -1,9 +1,11 @@
 """Training a GPT-MoE by DeepSpeed-MoE, run by its environment's Python; the last line is one JSON object.
 
     ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --dtype bfloat16 --zero 1
+    ENVIRONMENT/bin/python benchmarks/peers/deepspeed_training.py --experts 0 --dtype float32 --zero 3 --offload FOLDER
 
 As many gloo processes as `--processes`, on their shares of the cores. The shape, the tokens and the optimizer are those
-of `benchmarks/training.py --init torch`; --batch is per process. bfloat16 has float32 masters (ZeRO-1).
+of `benchmarks/training.py --init torch`; --batch is per process. bfloat16 has float32 masters (ZeRO-1). --offload:
+parameters and optimizer are on NVMe in this folder, beside --buffers buffers of the largest parameter's size in memory.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import socket
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 
@@ -31,11 +34,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=0)
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0)
+    parser.add_argument("--intermediate-size", type=int, help="default: four times the hidden size")
+    parser.add_argument("--offload", metavar="FOLDER", help="needs --zero 3")
+    parser.add_argument("--buffers", type=int, default=16, help="of parameters, in host memory")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    return parser.parse_args()
+    a = parser.parse_args()
+    if a.offload and a.zero != 3:
+        parser.error("--offload: needs --zero 3")
+    if a.zero == 3 and a.experts:
+        parser.error("--zero 3: needs --experts 0, DeepSpeed-MoE has no ZeRO-3")
+    a.intermediate_size = a.intermediate_size or 4 * a.hidden_size
+    return a
 
 
 def build(a: argparse.Namespace) -> Any:
@@ -48,7 +60,8 @@ def build(a: argparse.Namespace) -> Any:
     hidden = a.hidden_size
 
     def mlp() -> nn.Module:
-        return nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+        inner = a.intermediate_size
+        return nn.Sequential(nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
 
     def feed_forward() -> nn.Module:
         if not a.experts:
@@ -94,6 +107,15 @@ def build(a: argparse.Namespace) -> Any:
     return GPT()
 
 
+def offloading(a: argparse.Namespace) -> dict[str, Any]:
+    """Return what ZeRO-3 is told: every parameter is split at rest, and on NVMe if there is a folder."""
+    largest = a.hidden_size * max(a.intermediate_size, a.vocab_size)
+    if not a.offload:
+        return {}
+    place = {"device": "nvme", "nvme_path": a.offload, "buffer_count": a.buffers}
+    return {"offload_param": place | {"buffer_size": largest}, "offload_optimizer": place}
+
+
 def engine(a: argparse.Namespace) -> Any:
     """Return DeepSpeed's engine of the model with AdamW."""
     import deepspeed
@@ -103,13 +125,16 @@ def engine(a: argparse.Namespace) -> Any:
         "train_micro_batch_size_per_gpu": a.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": a.lr, "torch_adam": True}},
-        "zero_optimization": {"stage": a.zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": a.lr, "torch_adam": not a.offload}},
+        "zero_optimization": {"stage": a.zero} | (offloading(a) if a.zero == 3 else {}),
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "overlap_events": True},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": a.dtype == "bfloat16"},
         "steps_per_print": 10**9,
     }
-    model = build(a)
+    split = {"config_dict_or_path": config | {"train_batch_size": a.batch * a.processes}}
+    with deepspeed.zero.Init(**split) if a.zero == 3 else nullcontext():
+        model = build(a)
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if a.experts:
         params = split_params_into_different_moe_groups_for_optimizer([{"params": params, "name": "all"}])

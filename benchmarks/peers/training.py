@@ -4,10 +4,10 @@
 
 --deepspeed, --transformers: the Python of a peer's environment, as `setup.py` of this folder makes it; either may be
 left out. A round runs every contestant once, in processes of its own; the ratio is the median of the rounds' ratios to
-the peer's faster row. GPT-MoE is a model of 4 layers, hidden 256, 8 experts, top-1, with the same 2,048 tokens a step
-and weights drawn alike; in one process all cores compute, in two each has its own. dense: the same model without
-experts. The others are the configurations of this folder, 1,024 tokens a step; transformers' bfloat16 has no float32
-masters. peak_rss_mib: of each process.
+the peer's faster row. GPT-MoE is a model of 4 layers, hidden 256, --experts experts, top-1, with the same 2,048 tokens
+a step and weights drawn alike; in one process all cores compute, in two each has its own. 0 experts: a dense model. The
+others are the configurations of this folder, 1,024 tokens a step; transformers' bfloat16 has no float32 masters.
+peak_rss_mib: of each process.
 """
 
 if __name__ == "__main__":
@@ -91,13 +91,15 @@ def main() -> None:
     parser.add_argument("--transformers", help="Python of its environment")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--dense", action="store_true", help="the dense model beside DeepSpeed's too")
+    parser.add_argument("--experts", type=int, nargs="+", default=[8], help="of GPT-MoE; 0: dense layers")
     a = parser.parse_args()
+    if min(a.experts) < 0:
+        parser.error(f"--experts {min(a.experts)}: must be at least 0")
     if a.rounds < 1 or not (a.deepspeed or a.transformers):
         parser.error("--deepspeed or --transformers: must be given, and --rounds at least 1")
     sides: dict[str, list[Contestant]] = {}
     if a.deepspeed:
-        sides |= {"gpt_moe": gpt_moe(a.deepspeed, 8)} | ({"dense": gpt_moe(a.deepspeed, 0)} if a.dense else {})
+        sides |= {f"{number} experts" if number else "dense": gpt_moe(a.deepspeed, number) for number in a.experts}
     if a.transformers:
         sides |= {model: causal_lm(a.transformers, model) for model in MODELS}
     sides = {model: [side for side in both if side.dtype in a.dtypes] for model, both in sides.items()}

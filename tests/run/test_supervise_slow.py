@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.lib.two_nodes import ADDRESSES, NODES, TwoNodes
+from benchmarks.lib.linked_nodes import ADDRESSES, NODES, LinkedNodes
 from tests.processes import Child
 from tests.run.test_supervise import LAUNCHER
 from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, ranks_of, resumes, run_split, unfinished
@@ -205,9 +205,9 @@ def test_a_slow_rank_is_named_and_survived(
 def test_a_link_is_lost_for_half_a_minute(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Each rank is alone in its node: they say who is missing, and start again until the link is back."""
     run = tmp_path / "run"
-    hosts = [f"{node}={address}" for node, address in zip(NODES, ADDRESSES, strict=True)]
+    hosts = [f"{node}={address}" for node, address in zip(NODES[:2], ADDRESSES[:2], strict=True)]
     settings = ("--hosts", *hosts, "--launch", "ip netns exec {host}", "--max-backoff-s", "5")
-    with TwoNodes(1000):
+    with LinkedNodes(1000):
         supervisor = supervise(runs, start_python, run, settings, *SLOWER, "--distributed.start-timeout-s", 60)
         supervisor.wait_until(lambda: committed(run), 900)
         subprocess.run(["ip", "link", "set", f"{NODES[1]}v", "down"], check=True)

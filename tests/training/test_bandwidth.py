@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.config.cluster import read_links
+from jmoe.training import bandwidth
 from jmoe.training.bandwidth import links_of, measured_chunk_bytes, measured_links
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import MODEL, mesh_of, spread_over
@@ -36,17 +38,33 @@ def links(tmp_path: Path) -> str:
     return str(tmp_path / "links.toml")
 
 
-def test_measured_links() -> None:
+def test_measured_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "MOST_BYTES", 1 << 18)
     found = measured_links(mesh_of(2, 2, 2))
     for link in (found.inside, found.rail, found.leaf, found.spine):
         assert 0 < link.bytes_per_s < math.inf and link.latency_s > 0
     assert found.message_s >= 0 and found.nodes_per_leaf == 0
 
 
+@pytest.mark.parametrize("rate", [3e6, 1e9])
+def test_neither_buffers_nor_busy_cores_decide_a_rate(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A switch takes the first 8 KiB at once, and now and then a process waits 4 ms for its turn."""
+    turns = itertools.cycle([0.0, 4e-3, 1e-3])
+
+    def seconds(mesh: Any, move: Any, size: int) -> float:
+        return 1e-4 + next(turns) + max(0, 4 * size - 8192) / rate
+
+    monkeypatch.setattr(bandwidth, "_seconds", seconds)
+    found = bandwidth.measured_links(mesh_of(1, 2, 2))
+    for link in (found.inside, found.rail, found.leaf):
+        assert rate / 1.5 < link.bytes_per_s < rate * 1.5
+
+
 def test_a_run_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of several processes: the first start writes a file, the next one reads it; a damaged one is replaced."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("jmoe.training.bandwidth.multihost_utils", Alone)
+    monkeypatch.setattr(bandwidth, "multihost_utils", Alone)
+    monkeypatch.setattr(bandwidth, "MOST_BYTES", 1 << 12)
     config, mesh = dataclasses.replace(CONFIG, output_dir=str(tmp_path)), mesh_of(1, 2, 2)
     first = links_of(config, mesh)
     (kept,) = tmp_path.iterdir()

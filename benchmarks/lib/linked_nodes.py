@@ -1,9 +1,9 @@
-"""Two nodes on one machine: network namespaces joined by a bridge, with a limited link between them. Needs root.
+"""Nodes on one machine: network namespaces joined by a bridge, with a limited link between them. Needs root.
 
-Processes of one node talk over its loopback, which is fast; those of different nodes share the link. Its rate is that
-of both directions together. gloo tells a peer that it may send behind whatever it sends itself, so that two blocks
-which should pass each other often go one after the other; with a rate for each direction, chance would decide how much
-of the link lies idle.
+Processes of one node talk over its loopback, which is fast; those of different nodes share one link, however many
+nodes there are. Its rate is that of all directions together. gloo tells a peer that it may send behind whatever it
+sends itself, so that two blocks which should pass each other often go one after the other; with a rate for each
+direction, chance would decide how much of the link lies idle.
 """
 
 import fcntl
@@ -18,8 +18,8 @@ from types import TracebackType
 LOCK = Path(tempfile.gettempdir()) / "jmoebench.lock"
 BRIDGE = "jmoebench"
 PIPE = "jmoebenchpipe"  # what both directions go through
-NODES = ("jmoebench0", "jmoebench1")
-ADDRESSES = ("10.78.0.1", "10.78.0.2")
+NODES = tuple(f"jmoebench{i}" for i in range(4))
+ADDRESSES = tuple(f"10.78.0.{i + 1}" for i in range(4))
 INTERFACE = "eth0"  # of the link, inside each node
 # What waits for the link is limited by its senders' buffers, so nothing is ever dropped, and nothing is sent again
 # because its acknowledgement waits too.
@@ -38,15 +38,20 @@ def sent_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-class TwoNodes:
-    """`with TwoNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`; waits while others have them."""
+class LinkedNodes:
+    """`with LinkedNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`; waits while others have them.
 
-    def __init__(self, mbit_per_s: float) -> None:
-        self.mbit_per_s = mbit_per_s
+    number: of nodes, two to four.
+    """
 
-    def __enter__(self) -> "TwoNodes":
+    def __init__(self, mbit_per_s: float, number: int = 2) -> None:
+        if not 2 <= number <= len(NODES):
+            raise ValueError(f"number = {number}: must be from 2 to {len(NODES)}")
+        self.mbit_per_s, self.number = mbit_per_s, number
+
+    def __enter__(self) -> "LinkedNodes":
         if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-            raise OSError("two nodes on one machine need root and iproute2 (the commands ip and tc)")
+            raise OSError("nodes on one machine need root and iproute2 (the commands ip and tc)")
         self._lock = LOCK.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._down()
@@ -54,7 +59,7 @@ class TwoNodes:
         _run("ip", "link", "add", PIPE, "up", "type", "ifb")
         limit = ("rate", f"{self.mbit_per_s}mbit", "burst", "128kb", "limit", "64mb")
         _run("tc", "qdisc", "add", "dev", PIPE, "root", "tbf", *limit)
-        for node, address in zip(NODES, ADDRESSES):
+        for node, address in zip(NODES[: self.number], ADDRESSES, strict=False):
             port = f"{node}v"
             _run("ip", "netns", "add", node)
             _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", node)

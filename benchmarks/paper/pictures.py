@@ -1,0 +1,179 @@
+"""The papers' figures, drawn from the committed results: python -m benchmarks.paper.pictures.
+
+Writes docs/papers_moesys.png and docs/papers_lina.png. Titles name the figures whose place they take; what a paper
+has is in `python -m benchmarks.paper`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.paper.index import RESULTS
+
+DOCS = RESULTS.parents[1] / "docs"
+Result = dict[str, Any]
+Rows = list[dict[str, Any]]
+COLORS = {
+    "forward": "tab:blue",
+    "backward": "tab:cyan",
+    "optimizer": "tab:green",
+    "all_to_all": "tab:red",
+    "other_collectives": "tab:orange",
+    "idle": "lightgray",
+}
+
+
+def _bars(axes: Axes, groups: dict[str, dict[str, float]], label: str) -> None:
+    """Draw a group of bars for each name: of {group: {bar: height}}."""
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    width = 0.8 / len(names)
+    for j, name in enumerate(names):
+        at = [i + (j - (len(names) - 1) / 2) * width for i in range(len(groups))]
+        axes.bar(at, [bars.get(name, 0.0) for bars in groups.values()], width, label=name)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_ylabel(label)
+    axes.legend(fontsize=7)
+
+
+def _speeds(rows: Rows, ratio: str, group: Callable[[dict[str, Any]], str], bar: str) -> dict[str, dict[str, float]]:
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        groups.setdefault(group(row), {})[row[bar]] = row[ratio]
+    return groups
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return f"{row['mbit_per_s']:g} Mbit/s" if row["mbit_per_s"] else "no link"
+
+
+def levels(axes: Axes, result: Result) -> None:
+    """Draw what a step's time goes to, flat and in two levels, on two and four nodes."""
+    axes.set_title("MoESys, Figure 10: parts of a step, 100 Mbit/s (measured)", fontsize=9)
+    rows = [(2, row) for row in result["rows"]] + [(4, row) for row in result["four_nodes"]["rows"]]
+    rows = [(nodes, row) for nodes, row in rows if row["mbit_per_s"] == 100]
+    for i, (_, row) in enumerate(rows):
+        bottom = 0.0
+        for part, color in COLORS.items():
+            axes.bar(i, row["parts_s"][part], 0.7, bottom, color=color, label=None if i else part.replace("_", " "))
+            bottom += row["parts_s"][part]
+    names = [f"{nodes} nodes\n{row['top_k']} of {row['experts']}\n{row['variant']}" for nodes, row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=6)
+    axes.set_ylabel("s")
+    axes.legend(fontsize=7)
+
+
+def fusion(axes: Axes, result: Result) -> None:
+    """Draw speeds of a step with fused communication and levels, crosswise."""
+    axes.set_title("MoESys, Table 5 and Figure 11: fused and in two levels, crosswise", fontsize=9)
+    _bars(axes, _speeds(result["rows"], "ratio_to_one_by_one", _rate, "variant"), "speed, one by one = 1")
+
+
+def ring(axes: Axes, result: Result) -> None:
+    """Draw the speed of a ring of slots over that of resident weights."""
+    axes.set_title("MoESys, Figure 12: prefill through a ring of half the layers", fontsize=9)
+    _bars(axes, {row["experts"]: row["speed_of_resident"] for row in result["rows"]}, "speed, resident = 1")
+
+
+def embedding(axes: Axes, result: Result) -> None:
+    """Draw the speed of a step with the embedding in parts."""
+    axes.set_title("MoESys, Table 4: speed with the embedding in parts", fontsize=9)
+    rows = [row | {"speed": 1 / row["ratio_to_replicated"]} for row in result["rows"] if row["mbit_per_s"]]
+    _bars(axes, _speeds(rows, "speed", lambda row: f"hidden {row['hidden_size']}", "embedding"), "replicated = 1")
+    axes.set_yscale("log")
+
+
+def step_times(axes: Axes, result: Result) -> None:
+    """Draw the speed of a step in each order of collectives."""
+    axes.set_title("Lina, section 7.2: speed of a step, each means by itself", fontsize=9)
+    _bars(axes, _speeds(result["rows"], "ratio_to_ready", _rate, "variant"), "speed, ready = 1")
+    axes.set_ylim(0.8, None)
+
+
+def all_to_alls(axes: Axes, result: Result) -> None:
+    """Draw how much sooner the all-to-alls of a backward pass are done."""
+    axes.set_title("Lina, section 7.2: all-to-alls of the backward pass, how much sooner", fontsize=9)
+    _bars(axes, _speeds(result["rows"], "ratio_all_to_alls_to_ready", _rate, "variant"), "ready = 1")
+
+
+def layers(axes: Axes, result: Result) -> None:
+    """Draw the time of a layer, forward and backward."""
+    axes.set_title("Lina, section 7.2: time of a layer, forward (dark) and backward (light)", fontsize=9)
+    rows = result["layers"]["rows"]
+    for way, shift, alpha in (("forward", -0.2, 1.0), ("backward", 0.2, 0.5)):
+        axes.bar([i + shift for i in range(len(rows))], [row[f"{way}_layer_s"] for row in rows], 0.4, alpha=alpha)
+    names = [f"{row['variant']}\n{row['mbit_per_s']:g}" for row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=6, rotation=45)
+    axes.set_ylabel("s")
+
+
+def partition_sizes(axes: Axes, result: Result) -> None:
+    """Draw the speed of a step by the size of a chunk."""
+    axes.set_title("Lina, section 7.2: partition size", fontsize=9)
+    for name in ("chunk_sweep", "chunk_sweep_50"):
+        rows = [row for row in result[name]["rows"] if row["variant"] == "chunks"]
+        points = sorted((row["chunk_bytes"] / 1e6, row["ratio_to_ready"]) for row in rows)
+        axes.plot(*zip(*points, strict=True), "o-", label=_rate(rows[0]))
+    axes.set(xlabel="MB of a chunk", ylabel="speed, ready = 1", xscale="log")
+    axes.legend(fontsize=7)
+
+
+def paths(axes: Axes, result: Result) -> None:
+    """Draw how often the experts of the next layer are guessed right."""
+    axes.set_title("Lina, Table 5 and Figure 9: guesses of the next layer's experts", fontsize=9)
+    rows = {
+        row["estimator"]: {"among 2": row["among_2"], "among 4": row["among_4"]} for row in result["text"]["accuracy"]
+    }
+    _bars(axes, rows, "right")
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def inference(axes: Axes, result: Result) -> None:
+    """Draw how much sooner batches are done where experts are placed by popularity."""
+    axes.set_title("Lina, Figures 16 to 19: time of a batch with even placement over its", fontsize=9)
+    rows = [row for row in result["trained"]["batches"] if row["text"] == "Python"]
+    groups = {row["contestant"].replace(", ", "\n"): {"median": row["ratio"], "p95": row["ratio_p95"]} for row in rows}
+    _bars(axes, groups, "even = 1")
+    axes.tick_params(axis="x", labelsize=6)
+
+
+PICTURES: dict[str, tuple[tuple[Callable[[Axes, Result], None], str], ...]] = {
+    "papers_moesys.png": (
+        (levels, "levels_two_nodes_cpu.json"),
+        (fusion, "fusion_two_nodes_cpu.json"),
+        (embedding, "embedding_two_nodes_cpu.json"),
+        (ring, "ring_prefill_cpu.json"),
+    ),
+    "papers_lina.png": (
+        (step_times, "order_two_nodes_cpu.json"),
+        (all_to_alls, "order_two_nodes_cpu.json"),
+        (layers, "order_two_nodes_cpu.json"),
+        (partition_sizes, "order_two_nodes_cpu.json"),
+        (paths, "popularity_cpu.json"),
+        (inference, "lina_inference_two_nodes_cpu.json"),
+    ),
+}
+
+
+def draw(name: str, folder: Path) -> Path:
+    """Draw one picture into the folder; return its path."""
+    drawn = PICTURES[name]
+    figure = Figure(figsize=(12, 3.6 * len(drawn) / 2), layout="constrained")
+    for axes, (panel, result) in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
+        panel(axes, json.loads((RESULTS / result).read_text()))
+        axes.grid(axis="y", alpha=0.3)
+    path = folder / name
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def main() -> None:
+    for name in PICTURES:
+        print(draw(name, DOCS))
+
+
+if __name__ == "__main__":
+    main()
