@@ -65,8 +65,10 @@ def _shares(result: Result) -> str:
 
 def _step_times(result: Result) -> str:
     rates = sorted({row["mbit_per_s"] for row in result["rows"]})
-    steps = [_orders(result, rate, "ratio_to_ready")["chunks"] for rate in rates]
+    newest = _row(result["layers"]["rows"], variant="chunks")
+    steps = [_orders(result, rate, "ratio_to_ready")["chunks"] for rate in rates] + [newest["ratio_to_ready"]]
     sooner = [_orders(result, rate, "ratio_all_to_alls_to_ready")["chunks"] for rate in rates]
+    sooner.append(newest["ratio_all_to_alls_to_ready"])
     return (
         f"{min(steps):.2f} to {max(steps):.2f} times, all-to-alls {min(sooner):.1f} to {max(sooner):.1f} times sooner"
     )
@@ -350,7 +352,7 @@ PLACES = (
         "all-to-all in two levels against flat, forward, backward and optimizer beside it; 2 and 4 nodes",
         "15.5 % less communication, 1.103 times end to end on 4 nodes",
         "sudo python benchmarks/communication.py levels --nodes 4",
-        "levels_two_nodes_cpu.json",
+        "levels_cpu.json",
         _levels,
         quick="benchmarks/communication.py levels --rates 0 --rounds 1 --shapes 0",
         limit_s=240,

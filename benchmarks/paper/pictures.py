@@ -142,7 +142,7 @@ def inference(axes: Axes, result: Result) -> None:
 
 PICTURES: dict[str, tuple[tuple[Callable[[Axes, Result], None], str], ...]] = {
     "papers_moesys.png": (
-        (levels, "levels_two_nodes_cpu.json"),
+        (levels, "levels_cpu.json"),
         (fusion, "fusion_two_nodes_cpu.json"),
         (embedding, "embedding_two_nodes_cpu.json"),
         (ring, "ring_prefill_cpu.json"),

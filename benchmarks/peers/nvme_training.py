@@ -57,16 +57,17 @@ def config(a: argparse.Namespace) -> TrainConfig:
         capacity_factor=1.0,
         router=RouterConfig(kind="switch", aux_loss_coef=0.0),
     )
-    on_nvme = a.side == "nvme"
-    place = dict.fromkeys(("experts", "optimizer", "gradients"), "nvme") if on_nvme else {}
-    cache_bytes = a.buffers * LARGEST if on_nvme else 0
+    tiers = TiersConfig()
+    if a.side == "nvme":
+        on_disk = {"experts": "nvme", "optimizer": "nvme", "gradients": "nvme"}
+        tiers = TiersConfig(path=str(a.folder), host_cache_bytes=a.buffers * LARGEST, **on_disk)
     return TrainConfig(
         model=model,
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0),
         batch_size=1,
         sequence_length=a.tokens,
         compute_dtype="float32",
-        tiers=TiersConfig(path=str(a.folder), host_cache_bytes=cache_bytes, **place) if on_nvme else TiersConfig(),
+        tiers=tiers,
     )
 
 

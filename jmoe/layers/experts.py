@@ -1,7 +1,7 @@
 """The experts of a MoE layer, and the dense feed-forward layer, which is one expert for every token.
 
 Legend: N rows sorted by expert, D hidden, F expert hidden, U = 2F (SwiGLU: gate, up) or F (GELU), L local experts,
-M of them.
+M of them whose weights are at hand.
 """
 
 import math

@@ -31,7 +31,7 @@ CANNOT_RUN = 127  # exit code: the command is not there, as of a shell
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What to run. environment: changes to that of this host; log: what the process writes is appended to it."""
+    """A command to run. environment: changes to that of this host; log: the file that its output is appended to."""
 
     command: list[str]
     folder: str

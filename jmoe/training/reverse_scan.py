@@ -88,7 +88,7 @@ def _of_variables(grads: Any, state: Any) -> list[jax.Array]:
 
 
 class _LayerGradients(NamedTuple):
-    """What is still to be summed of a layer's gradients, by the devices that hold the same; or the sums.
+    """Gradients of a layer, still to be summed by the devices that hold the same; or the sums.
 
     rows: [R, G] of what is sharded over all devices, as a sum this device's [G]. everywhere, experts: flat, of what is
     on all devices and of what those with the same experts have.

@@ -83,7 +83,7 @@ class _ImagePass:
 
 @dataclass
 class _WayBack:
-    """What the way back changes: gradients of each micro-batch's hidden states, and sums of those of parameters.
+    """State of the backward pass: gradients of each micro-batch's hidden states, and sums of those of parameters.
 
     squares: of each layer's experts' gradients, by stack. dweights: gradients of the weights of each micro-batch's
     choices, in each layer routed by task, where paths are learned.

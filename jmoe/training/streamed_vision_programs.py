@@ -36,7 +36,7 @@ Choices = Mapping[str, jax.Array]  # of every token, as `Block.route` takes them
 
 
 class VisionLayer(NamedTuple):
-    """What a layer's program is given beside its inputs."""
+    """Parameters of a layer's program, which it takes beside its inputs."""
 
     stack: Any  # parameters of all layers of its kind, gathered; but the experts'
     number: jax.Array  # which of them, int32

@@ -1,4 +1,4 @@
-"""What the outputs of several image tasks cost, and how often they are right; the same whoever computes them.
+"""Losses and accuracies of the outputs of several image tasks; the same whichever devices compute them.
 
 Legend: R devices, M micro-batches, B images of a micro-batch, G of a step, Y outputs of all heads, C features of all
 embeddings, K classes of all tasks, A tasks.
@@ -26,7 +26,7 @@ Metrics = dict[str, Any]
 
 
 class Contrast(NamedTuple):
-    """What comparing all images of a step says of this device's, [M, B, ...] or [B, ...]."""
+    """Results for this device's images of comparing all images of a step, [M, B, ...] or [B, ...]."""
 
     gradient: jax.Array  # of the loss with respect to the embedding, [C]
     loss: jax.Array

@@ -28,11 +28,11 @@ class Trainer(Protocol):
 
     @property
     def config(self) -> TrainConfig:
-        """What the run is to be."""
+        """Return the configuration of the run."""
 
     @property
     def notes(self) -> list[str]:
-        """What was planned, and why."""
+        """Return sentences on what was planned, and why."""
 
     @property
     def progress(self) -> Callable[[], object] | None:

@@ -30,7 +30,8 @@ class SlotFinder:
 
     slot_of: int32, of each record, -1 for none; read while programs run, changed only in `bring`, or while none runs.
     bring: called in the thread with a layer and the distinct experts that its tokens chose, one of which at least has
-    no slot; when it returns all have one. What it raises ends the waiting program with an error, and all later ones.
+    no slot; when it returns all have one. It keeps what it raises, which
+    ends the waiting program with an error, and all later ones.
     wait_limit_s: a program waits no longer for it.
     """
 
@@ -61,10 +62,9 @@ class SlotFinder:
     def _answer(self) -> None:
         layer, experts_E = ctypes.c_int32(), (ctypes.c_int32 * self._num_experts)()
         while (count := _library().jmoe_finder_next(self.number, ctypes.byref(layer), experts_E)) >= 0:
-            failed = True
             try:
                 self._bring(layer.value, np.array(experts_E[:count], np.int32))
                 failed = False
-            except Exception:  # whoever brings keeps it for those who wait
-                pass
+            except Exception:  # `bring` keeps it, and whoever runs the program raises it
+                failed = True
             _library().jmoe_finder_end(self.number, failed)
