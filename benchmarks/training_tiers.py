@@ -4,10 +4,12 @@ step     seconds of a step with and without fetching ahead, beside max(computing
          as many bytes a second by itself, does to a step that needs no disk; --disk-bytes-per-s limits the disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
-expected  bytes of a step, and hits, if the cache expects nothing, what the last step used, or what the next one will
-          (theoretical: the first run has told it)
+expected  bytes of a step, and hits, if the cache expects nothing, what the last accumulation step's tokens chose, what
+          all of the last step's did (the product), or what the next one's will (theoretical: the first run has told it)
 mapped   bytes that a step reads into host memory, with records on a disk and in files that are memory (/dev/shm)
 replicas  bytes of a step, and updates, with 1, 2 and 4 replicas of every expert in one process
+room     bytes on the device, and seconds of a step, with room for all experts of a layer and for the share that a step
+         of text chooses (`tiers.device_experts`, MoESys' alpha); the losses are the same to the bit
 replay   seconds to replay 1, 10 and 100 missed steps of an expert, beside those to fetch it
 retention  tokens/s with experts in host memory over tokens/s with all of them on the device, by tokens of a step
 two_nodes  as step, in two processes with a limited link between them; needs root
@@ -23,7 +25,8 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +34,13 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib import fio, report
 from benchmarks.lib.slow_disk import SlowDisk
-from benchmarks.offload import copies, two_nodes
+from benchmarks.offload import copies, room, two_nodes
 from benchmarks.offload.session import (
     Session,
     StepCost,
@@ -50,6 +54,7 @@ from jmoe.config import RouterConfig
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
+from jmoe.training.streamed_experts import StreamedExperts
 from jmoe.training.trainer import make_trainer
 
 PERIODS = (0, 1, 4, 16)  # steps between two times of writing back
@@ -135,10 +140,12 @@ def measure_write_back(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps on text with three kinds of foresight; the first quarter of the steps does not count.
+    """Train the same steps on text with four kinds of foresight; the first quarter of the steps does not count.
 
     With the router of ordinary training, whose loss balances the experts.
     """
+    chosen_by_last = deque[NDArray[np.bool_]](maxlen=a.layers)  # [E] each: by tokens of the last accumulation step
+    chosen = StreamedExperts._chosen
     used = list[NDArray[np.int64]]()  # by the steps of the first run, in which the cache expects nothing
     steps_of = Counter[TieredStore]()
     expect = TieredStore.expect
@@ -148,14 +155,23 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if steps_of[store] > len(used):
             used.append(ids)
 
+    def noting(program: StreamedExperts, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
+        chosen_by_last.append(chosen(program, arrived[-1:]))
+        return chosen(program, arrived)
+
+    def last_part(store: TieredStore, ids: NDArray[np.int64]) -> None:
+        expect(store, np.flatnonzero(np.stack(chosen_by_last)))
+
     def next_step(store: TieredStore, ids: NDArray[np.int64]) -> None:
         steps_of[store] += 1
         expect(store, used[steps_of[store]] if steps_of[store] < len(used) else [])
 
     rows = []
-    for name, told in {"nothing": nothing, "last_step": expect, "next_step": next_step}.items():
-        with mock.patch.object(TieredStore, "expect", told):
+    told_by = {"nothing": nothing, "last_part": last_part, "last_step": expect, "next_step": next_step}
+    for name, told in told_by.items():
+        with mock.patch.object(TieredStore, "expect", told), mock.patch.object(StreamedExperts, "_chosen", noting):
             config = config_of(a, folder / name, experts="nvme", optimizer="nvme")
+            config = replace(config, gradient_accumulation_steps=a.accumulation_steps)
             session = TextSession(replace(config, model=replace(config.model, router=RouterConfig())))
             steps = [session.step(number) for number in range(a.steps)][a.steps // 4 :]
         cache = [store.cache for store in session.program.expert_stats().stores]
@@ -165,7 +181,8 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append(report.progress(row | {"hit_rate": round(hits / (hits + misses), 4)}))
         session.program.close()
     share = float(np.mean([np.unique(ids).size for ids in used])) / (a.layers * a.experts)
-    return {"steps": a.steps, "share_of_experts_a_step": round(share, 3), "rows": rows}
+    result = {"steps": a.steps, "accumulation_steps": a.accumulation_steps, "share_of_experts_a_step": round(share, 3)}
+    return result | {"rows": rows}
 
 
 def _when_nothing_moves(session: Session) -> int:
@@ -235,6 +252,7 @@ def main() -> None:
         "expected": measure_expected,
         "mapped": copies.measure_mapped,
         "replicas": copies.measure_replicas,
+        "room": room.measure,
         "replay": measure_replay,
         "retention": measure_retention,
         "two_nodes": two_nodes.measure,
@@ -247,6 +265,7 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.25, help="share of all records in host memory")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="of expected, mapped, replicas")
+    parser.add_argument("--accumulation-steps", type=int, default=1, help="of expected")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention")
     two_nodes.add_options(parser)
     a = parser.parse_args()

@@ -137,6 +137,21 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     assert ours == pytest.approx(expected, rel=1e-5, abs=0)
 
 
+@pytest.mark.slow
+def test_two_processes_make_room_for_as_many_experts(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
+    """Both have more slots as soon as one of them has no room for the experts that its layer's tokens chose."""
+    few_tokens = ("--model.num-experts", 256, "--model.num-experts-per-tok", 1, "--batch-size", 4)
+    spread = (*HOST, "--mesh.expert-inter", 2, *few_tokens, *LENGTH)
+    for name, share in (("all", 1.0), ("few", 0.01)):
+        run_split(runs, start_python, tmp_path / name, 2, 1, *spread, "--tiers.device-experts", share)
+    assert dict(losses(tmp_path / "few")) == pytest.approx(dict(losses(tmp_path / "all")), rel=1e-6, abs=0)
+    few = read_overview(tmp_path / "few").tiers
+    assert few is not None and few["chosen_share"] < few["most_chosen_share"] <= few["room"] < 1
+    for name in ("all", "few"):
+        logs = [(tmp_path / name / f"rank-2-{rank}").read_text() for rank in range(2)]
+        assert ["tiers.device_experts is too small" in log for log in logs] == 2 * [name == "few"]
+
+
 FAILING_DISK = """
 import errno, os, sys
 

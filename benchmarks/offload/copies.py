@@ -2,10 +2,13 @@
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.lib import report
 from benchmarks.offload.session import Session, config_of
@@ -34,22 +37,33 @@ def measure_mapped(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_replicas(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps with 1, 2 and 4 replicas of every expert, each on a device of its own of one process."""
+    """Train the same steps with 1, 2 and 4 replicas of every expert, each on a device of its own of one process.
+
+    loss_off_one: how far the losses are from those of one replica, as shares of them, at most: in the first step, in
+    the first ten and in all. Sums in another order are rounded in another way; the rest follows from that.
+    """
     jax.config.update("jax_num_cpu_devices", 4)
     rows = []
-    for replicas in (1, 2, 4):
-        mesh = MeshConfig(replicas, 1, 1)
-        config = config_of(a, folder / str(replicas), mesh, experts="nvme", optimizer="nvme")
-        session = Session(config, make_mesh((replicas, 1, 1), jax.devices()[:replicas]))
-        steps = [session.step(number) for number in range(a.steps)]
-        stats = session.program.expert_stats()
-        row = {
-            "replicas": replicas,
-            "last_loss": round(steps[-1].loss, 4),
-            "read_bytes_a_step": sum(step.read_bytes for step in steps) // a.steps,
-            "written_bytes_a_step": sum(step.written_bytes for step in steps) // a.steps,
-            "updates_a_step": stats.updates // a.steps,
-        }
-        rows.append(report.progress(row))
-        session.program.close()
+    for dtype in ("float32", "bfloat16"):
+        losses: dict[int, NDArray[np.float64]] = {}
+        for replicas in (1, 2, 4):
+            mesh = MeshConfig(replicas, 1, 1)
+            config = config_of(a, folder / f"{dtype}-{replicas}", mesh, experts="nvme", optimizer="nvme")
+            config = replace(config, compute_dtype=dtype)
+            session = Session(config, make_mesh((replicas, 1, 1), jax.devices()[:replicas]))
+            steps = [session.step(number) for number in range(a.steps)]
+            stats = session.program.expert_stats()
+            losses[replicas] = np.array([step.loss for step in steps])
+            off = np.abs(losses[replicas] / losses[1] - 1)
+            row = {
+                "compute_dtype": dtype,
+                "replicas": replicas,
+                "last_loss": round(steps[-1].loss, 4),
+                "loss_off_one": [float(f"{off[:number].max():.2g}") for number in (1, 10, a.steps)],
+                "read_bytes_a_step": sum(step.read_bytes for step in steps) // a.steps,
+                "written_bytes_a_step": sum(step.written_bytes for step in steps) // a.steps,
+                "updates_a_step": stats.updates // a.steps,
+            }
+            rows.append(report.progress(row))
+            session.program.close()
     return {"steps": a.steps, "rows": rows}

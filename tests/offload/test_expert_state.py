@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import jmoe.offload.expert_state
@@ -30,7 +32,7 @@ from jmoe.training.streamed_programs import LayerPrograms
 from jmoe.training.streamed_step import StreamedTrainer
 from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
-from tests.training.test_streamed_step import CONFIG, batch, held_out_batches
+from tests.training.test_streamed_step import CONFIG, E, N, batch, held_out_batches
 
 FIRST, SAVED, LAST = 2, 4, 5
 WORDS = "an injected fault"
@@ -227,3 +229,31 @@ def check_that_it_stays(training: Training) -> None:
     ):
         with pytest.raises(OSError, match=WORDS):
             call()
+
+
+def test_the_cache_is_told_what_the_next_step_will_probably_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts that tokens of the step chose, of all its accumulation steps; nothing where it is not taken."""
+    told, expect = list[tuple[TieredStore, set[int]]](), TieredStore.expect
+
+    def noting(store: TieredStore, indices: Any) -> None:
+        told.append((store, set(np.asarray(indices).tolist())))
+        expect(store, indices)
+
+    monkeypatch.setattr(TieredStore, "expect", noting)
+    tiers = TiersConfig("nvme", "nvme", "nvme", path=str(tmp_path), host_cache_bytes=120_000)
+    config = dataclasses.replace(CONFIG, tiers=tiers, gradient_accumulation_steps=2)
+    with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, 1))) as program:
+        state = program.init()
+        for step in range(2):
+            told.clear()
+            state, metrics = program.step(state, batch(config, step))
+            chosen = set(np.flatnonzero(np.asarray(metrics["counts"]) > 0).tolist())
+            assert 0 < len(chosen) < N * E
+            stores = program.expert_stats().stores
+            assert len(told) == len(stores) == 3 and all(records == chosen for _, records in told)
+        told.clear()
+        broken = dataclasses.replace(state, params=jax.tree.map(lambda w: w * np.nan, state.params))
+        _, metrics = program.step(broken, batch(config, 2))
+        assert not metrics["ok"] and told == []

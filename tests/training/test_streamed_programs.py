@@ -31,6 +31,7 @@ SPREAD = dataclasses.replace(
 )
 
 REPLICAS = dataclasses.replace(SPREAD, mesh=MeshConfig(2, 1, 2))
+ONE_CHOICE = dataclasses.replace(CONFIG, batch_size=4)  # of an expert by a token, so that some stay idle and catch up
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -75,6 +76,27 @@ def test_meshes_with_replicas(shape: tuple[int, int, int], options: dict[str, An
     config = dataclasses.replace(SPREAD, batch_size=16, gradient_accumulation_steps=2)
     config = dataclasses.replace(config, mesh=MeshConfig(*shape), **options)
     same_training(train(config, HOST, steps=2), train(config, steps=2))
+
+
+@pytest.fixture(scope="module")
+def one_replica() -> Trained:
+    return train(ONE_CHOICE, HOST, steps=3)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_differ_from_one_by_the_order_of_sums_alone(replicas: int, one_replica: Trained) -> None:
+    """Every gradient, which AdamW's first moments hold, is that of one device to a millionth, and so are the updates.
+
+    A loss counted once a replica, buffers too small or an expert that catches up twice would show at once; rounding
+    shows in the last digits, until it turns a token's choice of experts.
+    """
+    ours = train(dataclasses.replace(ONE_CHOICE, mesh=MeshConfig(replicas, 1, 1)), HOST, steps=3)
+    same_training(ours, one_replica, losses_rtol=1e-6, metrics_rtol=1e-5)
+    moments = (jax.tree.leaves_with_path(trained.state.m) for trained in (ours, one_replica))
+    for (path, x), (_, y) in zip(*moments, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * np.max(np.abs(y)), err_msg=jax.tree_util.keystr(path))
+    updates = [(trained.stats.updates, trained.stats.replayed_steps) for trained in (ours, one_replica)]
+    assert updates[0] == updates[1] and updates[0][1] > 0
 
 
 def test_replicas_have_their_records_once(config: TrainConfig, on_host: Trained) -> None:

@@ -1,0 +1,86 @@
+"""Room on the device for all experts of a layer, or for the share that steps choose (`tiers.device_experts`)."""
+
+import argparse
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.lib import report
+from benchmarks.offload.session import TextSession, config_of
+from jmoe.config import TrainConfig
+
+WARM_UP = 8  # steps, in which programs are compiled and the share is measured
+
+
+def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train the same steps on text with both in alternation; the losses have to be the same to the bit."""
+
+    def config_with(share: float) -> TrainConfig:
+        tiers = {"experts": "host", "optimizer": "host", "gradients": "host", "device_experts": share}
+        return config_of(a, folder / str(share), **tiers)
+
+    sessions = {"all": TextSession(config_with(1.0))}
+    losses = {"all": [sessions["all"].step(number).loss for number in range(WARM_UP)]}
+    stats = sessions["all"].program.expert_stats()
+    share = math.ceil(8 * stats.most_chosen_share) / 8
+    sessions["chosen"] = TextSession(config_with(share))
+    losses["chosen"] = [sessions["chosen"].step(number).loss for number in range(WARM_UP)]
+    taken: dict[str, list[float]] = {name: [] for name in sessions}
+    for number in range(WARM_UP, WARM_UP + a.rounds):
+        for name, session in sessions.items():
+            cost = session.step(number)
+            taken[name].append(round(cost.seconds, 4))
+            losses[name].append(cost.loss)
+    assert losses["all"] == losses["chosen"], losses
+    stats = sessions["chosen"].program.expert_stats()
+    for session in sessions.values():
+        session.program.close()
+    del session
+    sessions.clear()
+    rows = [
+        {"room_for": name, "device_experts": room}
+        | device_bytes(config_with(room))
+        | {"step_s": report.median(taken[name]), "rounds_s": taken[name]}
+        for name, room in (("all", 1.0), ("chosen", share))
+    ]
+    return {
+        "tokens": a.batch_size * a.sequence_length,
+        "chosen_share": round(stats.chosen_share, 3),
+        "most_chosen_share": round(stats.most_chosen_share, 3),
+        "room_at_the_end": stats.room,
+        "steps_with_the_same_loss": len(losses["all"]),
+        "slot_bytes_against_all": round(rows[1]["slot_bytes"] / rows[0]["slot_bytes"], 3),
+        "device_bytes_against_all": round(rows[1]["device_bytes"] / rows[0]["device_bytes"], 3),
+        "step_s_against_all": report.ratio(taken["chosen"], taken["all"]),
+        "rows": [report.progress(row) for row in rows],
+    }
+
+
+def device_bytes(config: TrainConfig) -> dict[str, int]:
+    """Return the bytes of slots, and the most bytes on the device while a layer with experts runs, in two steps.
+
+    Those are all arrays that there are as a program begins, and what XLA says it needs for results and in between.
+    """
+    gc.collect()  # arrays of other sessions
+    session, peaks = TextSession(config), list[int]()
+
+    def noting(program: Any) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            needs = program.lower(*args, **options).compile().memory_analysis()
+            there = sum(array.nbytes for array in jax.live_arrays())
+            peaks.append(there + needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes)
+            return program(*args, **options)
+
+        return run
+
+    for name in ("add_experts", "moe_gradients"):
+        setattr(session.program.programs, name, noting(getattr(session.program.programs, name)))
+    for number in range(2):
+        session.step(number)
+    slot_bytes = session.program.expert_stats().slot_bytes
+    session.program.close()
+    return {"slot_bytes": slot_bytes, "device_bytes": max(peaks)}
