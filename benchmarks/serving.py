@@ -14,6 +14,9 @@ throughput beside its engine's, in turn:
     load='python benchmarks/serving.py --concurrency 32 --requests 256 --max-tokens 32 --ignore-eos'
     python benchmarks/alternate.py "$load --engine DIR --max-batch 32" \
         "$load --start DIR --max-batch 32 --max-waiting 200"
+
+Clients take time from an engine on the same cores. `--cores 1` gives the first core to the engine, or to the server
+with its engine, and the others to the clients.
 """
 
 import sys
@@ -28,6 +31,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -69,6 +73,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--request-timeout-s", type=float, default=600)
     parser.add_argument("--start-timeout-s", type=float, default=600)
+    parser.add_argument("--cores", type=int, help="of the server or engine; clients get the others")
     parser.add_argument("--seed", type=int, default=0)
     served = parser.add_mutually_exclusive_group()
     served.add_argument("--start", nargs=argparse.REMAINDER, metavar="MODEL_DIR")
@@ -79,6 +84,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("concurrency", a.concurrency > 0, "must be greater than 0"),
         ("rate", a.rate is None or a.rate > 0, "must be greater than 0"),
         ("disconnect-fraction", 0 <= a.disconnect_fraction <= 1, "must be between 0 and 1"),
+        ("cores", a.cores is None or 0 < a.cores < len(os.sched_getaffinity(0)), "must leave a core to the clients"),
+        ("cores", a.cores is None or a.start or a.engine, "needs --start or --engine"),
         ("start", a.start != [], "needs a model folder"),
         ("engine", a.engine != [], "needs a model folder"),
         ("engine", a.engine is None or not (a.chat or a.rate or a.disconnect_fraction), "takes whole prompts at once"),
@@ -301,13 +308,16 @@ async def memory_of(server: subprocess.Popen[bytes] | None) -> AsyncIterator[lis
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[str], timeout_s: float) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`serve.py` on a free port, ready; SIGTERM at the end, which it must obey with exit status 0."""
+def started(
+    arguments: Sequence[str], timeout_s: float, cores: int | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`serve.py` on a free port and the first cores, ready; SIGTERM at the end, which must end it with status 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What the server prints goes to stderr: the last line of stdout is the result.
-    server = subprocess.Popen([sys.executable, SERVE, *arguments, "--port", str(port)], stdout=sys.stderr)
+    with on_cores(0, cores):
+        server = subprocess.Popen([sys.executable, SERVE, *arguments, "--port", str(port)], stdout=sys.stderr)
     url = f"http://127.0.0.1:{port}"
     try:
         asyncio.run(ready(url, server, timeout_s))
@@ -359,12 +369,24 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def on_cores(first: int, end: int | None) -> Iterator[None]:
+    """Run this thread, and what it starts meanwhile, on these of the cores that it has."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[first:end])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     a = arguments(argv)
     if a.engine:
-        result = engine_alone(a)
+        with on_cores(0, a.cores):
+            result = engine_alone(a)
     elif a.start:
-        with started(a.start, a.start_timeout_s) as (url, server):
+        with started(a.start, a.start_timeout_s, a.cores) as (url, server), on_cores(a.cores or 0, None):
             result = asyncio.run(measure(a, url, server))
     else:
         result = asyncio.run(measure(a, a.url, None))

@@ -1,6 +1,7 @@
 """The load generator, benchmarks/serving.py, against a small server that answers as jmoe's does."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,12 +119,34 @@ def test_server_that_does_not_start(
         load("--start", "some-model")
 
 
+def test_cores_are_split(
+    load: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1} if process == 0 else before)
+    bound: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(sorted(cores)))
+    (tmp_path / "serve.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(serving, "SERVE", tmp_path / "serve.py")
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        load("--cores", "1", "--start", "some-model")
+    assert bound == [[0], [0, 1]]  # while the server is started, and after
+    bound.clear()
+    with serving.on_cores(1, None):
+        assert bound == [[1]]
+    assert bound == [[1], [0, 1]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--requests", "0"], "--requests must be greater than 0"),
         (["--rate", "-1"], "--rate must be greater than 0"),
         (["--disconnect-fraction", "2"], "--disconnect-fraction must be between 0 and 1"),
+        (["--cores", "1"], "--cores needs --start or --engine"),
+        (["--cores", "0", "--start", "DIR"], "--cores must leave a core to the clients"),
         (["--start"], "--start needs a model folder"),
         (["--engine"], "--engine needs a model folder"),
         (["--chat", "--engine", "DIR"], "--engine takes whole prompts at once"),
