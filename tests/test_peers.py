@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lib.peers import compared, decoding_speeds, last_object
+from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
 from benchmarks.peers import nvme_training, setup
 from benchmarks.peers.to_gguf import pairs_side_by_side
 from benchmarks.peers.training import Contestant
@@ -20,6 +20,10 @@ def test_both_sides_of_a_row() -> None:
     assert row == {"one": {"jmoe": 9.0, "peer": 5.0, "ratio": 2.0, "rounds": [[8.0, 2.0], [9.0, 9.0], [10.0, 5.0]]}}
     side = {"decode_tokens_per_s": {"1": 3.0, "8": 4.0}, "long_prefill_tokens_per_s": 5.0}
     assert decoding_speeds(side) == {"one": 3.0, "eight": 4.0, "prefill_512": 5.0}
+
+
+def test_a_peer_counts_by_its_faster_run_figure_by_figure() -> None:
+    assert fastest([{"one": 2.0, "eight": 7.0}, {"one": 3.0, "eight": 5.0}]) == {"one": 3.0, "eight": 7.0}
 
 
 def test_a_training_row_is_against_the_peers_faster_arrangement() -> None:

@@ -25,6 +25,11 @@ def decoding_speeds(side: Mapping[str, Any]) -> dict[str, float]:
     return {"one": decoded["1"], "eight": decoded["8"], "prefill_512": side["long_prefill_tokens_per_s"]}
 
 
+def fastest(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the best of each figure, each a speed, of several runs."""
+    return {name: max(run[name] for run in runs) for name in runs[0]}
+
+
 def compared(rounds: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], peer: str) -> dict[str, Any]:
     """Return for each figure both sides' medians, the median of the rounds' ratios, and the rounds (ours, theirs)."""
     row = {}

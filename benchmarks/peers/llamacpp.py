@@ -3,8 +3,9 @@
     python benchmarks/peers/llamacpp.py --node FOLDER --pairs MODEL:wide:MODEL-bf16.gguf MODEL:int4:MODEL-q4_0.gguf
 
 --node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the format of its experts here
-(wide: bfloat16) and the same weights for llama.cpp. A round runs both sides of every pair, in processes of
-their own; medians, and of a round's ratios. bits: a weight's on either side, by the bytes of all weights.
+(wide: bfloat16) and the same weights for llama.cpp, which runs once with each number of `--threads`: the faster one
+counts, figure by figure. A round runs both sides of every pair, in processes of their own; medians, and of a round's
+ratios. bits: a weight's on either side, by the bytes of all weights.
 """
 
 if __name__ == "__main__":
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
-from benchmarks.lib.peers import compared, decoding_speeds, last_object
+from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HERE = Path(__file__).resolve().parent
@@ -34,34 +35,34 @@ def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
     return {"here": round(here, 2), "there": round(8 * Path(gguf).stat().st_size / weights, 2)}
 
 
+def llama_cpp(node: Path, gguf: str, threads: int) -> dict[str, float]:
+    """Return llama.cpp's speeds with so many threads."""
+    command = ["node", str(HERE / "llamacpp.mjs"), str(Path(gguf).resolve()), str(threads), "2"]
+    return decoding_speeds(last_object(command, node))
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--node", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", required=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
     a = parser.parse_args()
     rows = [dict(zip(("model", "experts", "gguf"), pair.split(":"), strict=True)) for pair in a.pairs]
-    rounds: list[list[tuple[dict[str, Any], dict[str, Any]]]] = [[] for _ in rows]
+    rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in rows]
     for _ in range(a.rounds):
         for row, both in zip(rows, rounds, strict=True):
             ours = f"{HERE.parent / 'decoding.py'} --model {row['model']} --expert-dtype {row['experts']} {SIZES}"
-            here = last_object([sys.executable, *ours.split()])
-            theirs = ["node", str(HERE / "llamacpp.mjs"), str(Path(row["gguf"]).resolve()), str(a.threads), "2"]
-            both.append((here, last_object(theirs, a.node)))
-            report.progress(
-                {"experts": row["experts"]} | {k: round(v, 1) for k, v in decoding_speeds(both[-1][0]).items()}
-            )
-            report.progress(
-                {"llama.cpp": row["gguf"]} | {k: round(v, 1) for k, v in decoding_speeds(both[-1][1]).items()}
-            )
+            here = decoding_speeds(last_object([sys.executable, *ours.split()]))
+            there = [llama_cpp(a.node, row["gguf"], threads) for threads in a.threads]
+            both.append((here, fastest(there)))
+            report.progress({"gguf": row["gguf"], "here": here} | dict(zip(map(str, a.threads), there, strict=True)))
     results = []
     for row, both in zip(rows, rounds, strict=True):
         result: dict[str, Any] = {"model": Path(row["model"]).name, "experts": row["experts"]}
         result["llama_cpp"] = Path(row["gguf"]).stem.rpartition("-")[2]
         result["bits"] = bits(row["model"], row["experts"], row["gguf"])
-        sides = [(decoding_speeds(here), decoding_speeds(there)) for here, there in both]
-        results.append(result | compared(sides, "llama.cpp"))
+        results.append(result | compared(both, "llama.cpp"))
     report.finish({"versions": report.versions("jax"), "rows": results})
 
 

@@ -6,9 +6,10 @@
 
 --node: the folder in which `llamacpp.mjs` was set up. A pair: a Hugging Face folder, the same weights for llama.cpp,
 and options of `benchmarks/oversized.py`. Both decode the same tokens of a text, one sequence, each in a process of its
-own under the limit; a round runs both sides of every pair, files dropped from the page cache before. By all steps, and
-by the median step, which leaves out the first reads of a model that fits. Medians of the rounds, and of a round's
-ratios. Needs root, for the limit: a memory cgroup.
+own under the limit, llama.cpp once with each number of `--threads`: the faster one counts, figure by figure. A round
+runs both sides of every pair, files dropped from the page cache before. By all steps, and by the median step, which
+leaves out the first reads of a model that fits. Medians of the rounds, and of a round's ratios. Needs root, for the
+limit: a memory cgroup.
 """
 
 if __name__ == "__main__":
@@ -31,6 +32,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.lib import report
+from benchmarks.lib.peers import fastest
 
 HERE = Path(__file__).resolve().parent
 CGROUPS = Path("/sys/fs/cgroup")
@@ -85,6 +87,7 @@ def main() -> None:
     parser.add_argument("--limit-mb", type=int, required=True)
     parser.add_argument("--pair", nargs=3, action="append", required=True, metavar=("MODEL", "GGUF", "OPTIONS"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
     a = parser.parse_args()
     limit, text = a.limit_mb * 2**20, a.text.resolve()
     rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in a.pair]
@@ -98,12 +101,15 @@ def main() -> None:
                 common = ["--model", model, "--text", str(text), "--prompt", str(PROMPT)]
                 ours = [str(HERE.parent / "oversized.py"), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
                 here = last_object([sys.executable, *ours], limit)
-                evict(Path(gguf))
                 theirs = [str(HERE / "oversized_llamacpp.mjs"), str(Path(gguf).resolve()), str(ids), str(PROMPT)]
-                there = last_object(["node", *theirs], limit, a.node)
-                rounds[n].append((speeds(here["seconds"]), speeds(there["seconds"])))
+                there = []
+                for threads in a.threads:
+                    evict(Path(gguf))
+                    run = last_object(["node", *theirs, str(threads)], limit, a.node)
+                    there.append(speeds(run["seconds"]))
+                rounds[n].append((speeds(here["seconds"]), fastest(there)))
                 details[n] = {k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")}
-                report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": rounds[n][-1][1]})
+                report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": there})
     rows: list[dict[str, Any]] = []
     for (model, gguf, options), both, detail in zip(a.pair, rounds, details, strict=True):
         row = {"model": Path(model).name, "llama_cpp": Path(gguf).stem.rpartition("-")[2], "options": options}

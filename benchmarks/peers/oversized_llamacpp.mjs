@@ -1,4 +1,4 @@
-// llama.cpp decoding the tokens of a text through node-llama-cpp: node oversized_llamacpp.mjs MODEL.gguf IDS.json PROMPT
+// llama.cpp decoding the tokens of a text through node-llama-cpp: node oversized_llamacpp.mjs MODEL.gguf IDS.json PROMPT THREADS
 //
 // Set up as `llamacpp.mjs` is. The weights are mapped. Each token of the text after the prompt is one step of one
 // sequence; the last line is one JSON object, with the seconds of every step.
@@ -8,8 +8,9 @@ import {pathToFileURL} from "node:url";
 
 const entry = createRequire(process.cwd() + "/").resolve("node-llama-cpp");
 const {getLlama, LlamaLogLevel} = await import(pathToFileURL(entry).href);
-const [, , modelPath, idsPath, promptText] = process.argv;
-const ids = JSON.parse(readFileSync(idsPath, "utf8")), prompt = Number(promptText), threads = 2;
+const [, , modelPath, idsPath, promptText, threadsText] = process.argv;
+const ids = JSON.parse(readFileSync(idsPath, "utf8")), prompt = Number(promptText);
+const threads = Number(threadsText);
 const llama = await getLlama({gpu: false, build: "never", logLevel: LlamaLogLevel.error, maxThreads: threads});
 const model = await llama.loadModel({modelPath, useMmap: true, gpuLayers: 0});
 const context = await model.createContext({contextSize: 256, batchSize: 64, threads});
