@@ -4,6 +4,7 @@ import argparse
 import gc
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ import jax
 
 from benchmarks.lib import report
 from benchmarks.offload.session import TextSession, config_of
-from jmoe.config import TrainConfig
+from jmoe.config import RouterConfig, TrainConfig
 
 WARM_UP = 8  # steps, in which programs are compiled and the share is measured
 
 
 def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the same steps on text with both in alternation; the losses have to be the same to the bit."""
+    """Train the same steps on text with both in alternation; the losses have to be the same to the bit.
+
+    With the router of ordinary training, whose loss balances the experts.
+    """
 
     def config_with(share: float) -> TrainConfig:
         tiers = {"experts": "host", "optimizer": "host", "gradients": "host", "device_experts": share}
-        return config_of(a, folder / str(share), **tiers)
+        config = config_of(a, folder / str(share), **tiers)
+        return replace(config, model=replace(config.model, router=RouterConfig()))
 
     sessions = {"all": TextSession(config_with(1.0))}
     losses = {"all": [sessions["all"].step(number).loss for number in range(WARM_UP)]}
