@@ -3,10 +3,11 @@
     python benchmarks/profile_step.py --batch 8 --init torch --capacity-factor 1.25   (options: training.py)
     python benchmarks/profile_step.py --hf-config benchmarks/peers/qwen3moe_64e.json --batch 4
 
-milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix products, copies
-(transposes, gathers of rows, concatenations), everything else (elementwise work and sums), and idle, when no operation
-runs. Where operations overlap, the time is that of the one that began first. large_product: what one product of
-4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the products of the model at that rate.
+milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix products, native
+operations (products and the elementwise work between them), copies (transposes, gathers of rows, concatenations),
+everything else (elementwise work and sums), and idle, when no operation runs. Where operations overlap, the time is of
+the one that began first. large_product: what one product of 4,096 x 1,024 x 4,096 reaches in the same process, in
+between; floor_ms: the products of the model at that rate.
 """
 
 if __name__ == "__main__":
@@ -43,6 +44,8 @@ def work(op: Op) -> str:
     """Return what an operation does."""
     if op.kind == "dot" or (op.kind == "fusion" and "dot_general" in op.scopes):
         return "products"
+    if op.kind == "custom-call":
+        return "native"
     return "copies" if op.kind in COPIES else "elementwise"
 
 
@@ -141,7 +144,7 @@ def main() -> int:
         "milliseconds": rows,
         "sums": {
             kind: round(sum(row.get(kind, 0.0) for row in rows.values()), 2)
-            for kind in ("products", "elementwise", "copies", "idle")
+            for kind in ("products", "native", "elementwise", "copies", "idle")
         },
         "longest": longest(found, ops, STEPS, 25),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ep", type=int, default=1, help="processes that share one set of experts")
     parser.add_argument("--capacity-factor", type=float, default=None, help="default: dropless")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="see `TrainConfig.native`")
     parser.add_argument("--hf-config", type=Path, help="config.json; replaces the shape options")
     parser.add_argument(
         "--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters"
@@ -105,6 +106,7 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
         batch_size=a.batch * a.processes,
         sequence_length=a.seq,
         compute_dtype=a.dtype,
+        native=a.native,
     )
 
 

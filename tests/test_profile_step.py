@@ -17,6 +17,7 @@ OPS = {
     "fusion.2": op("fusion", "jit(step)/jvp(loss)/while/body/dot_general"),
     "fusion.3": op("fusion", "jit(step)/optimizer/mul"),
     "copy.4": op("copy", ""),
+    "custom-call.6": op("custom-call", "jit(step)/transpose(jvp())/while/body/attention/jmoe_causal_attention"),
     "while.5": op("while", "jit(step)/jvp()/while"),
 }
 
@@ -27,11 +28,12 @@ def spans(*some: tuple[float, float, str]) -> list[Any]:
 
 def test_every_millisecond_counts_once() -> None:
     """An operation that begins under another counts from where that one ends; loops hold what is counted already."""
-    found = spans((1, 3, "dot.1"), (2, 5, "fusion.2"), (5, 6, "copy.4"), (0, 8, "while.5"), (7, 8, "fusion.3"))
+    operations = (1, 3, "dot.1"), (2, 5, "fusion.2"), (5, 6, "copy.4"), (7, 8, "fusion.3"), (8, 9, "custom-call.6")
+    found = spans((0, 9, "while.5"), *operations)
     rows = accounted(found, OPS, 1, 0.0, 10 * MS)
     assert rows == {
-        "idle": {"idle": 4.0},
-        "attention": {"products": 2.0},
+        "idle": {"idle": 3.0},
+        "attention": {"products": 2.0, "native": 1.0},
         "loss": {"products": 2.0},
         "other": {"copies": 1.0},
         "optimizer": {"elementwise": 1.0},

@@ -208,6 +208,9 @@ class TrainConfig:
     gradient_accumulation_steps: int = 1
     # master weights and optimizer state are always float32; with float16 the loss is scaled, see loss_scale
     compute_dtype: Dtype = "bfloat16"
+    # on a CPU with AVX512-BF16, parts of a step in bfloat16 with operations in C++, which are compiled once on each
+    # machine. auto: where there is a compiler; on: an error where they cannot be had; off: XLA's alone
+    native: Literal["auto", "on", "off"] = "auto"
     remat: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass
     seed: int = 0
     # a Hugging Face folder: its model, and its parameters at step 0, instead of what `model` says; of that only what
@@ -240,6 +243,8 @@ class TrainConfig:
             unset = getattr(self.loss_scale, name) is None or self.compute_dtype == "float16"
             constraint = f"must not be set with compute_dtype = {self.compute_dtype!r}: only float16 needs it"
             check_field(unset, self.loss_scale, f"loss_scale.{name}", constraint)
+        narrow = self.native != "on" or self.compute_dtype == "bfloat16"
+        check_field(narrow, self, "native", f"must be auto or off with compute_dtype = {self.compute_dtype!r}")
         if self.distil.teacher:
             wide = self.compute_dtype != "float16"
             check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher")

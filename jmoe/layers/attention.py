@@ -16,6 +16,7 @@ import numpy as np
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.norm import Norm
+from kernels_pallas import native
 from kernels_pallas.implementations import first_supported
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import saved, saved_residual
@@ -161,6 +162,24 @@ def blocked_attention(
     return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _native(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> jax.Array:
+    return _native_fwd(q_BSHd, k_BSGd, v_BSGd, scale)[0]
+
+
+def _native_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> Any:
+    o_BSHd, lse_BHS = native.causal_attention(q_BSHd, k_BSGd, v_BSGd, scale)
+    o_BSHd, lse_BHS = saved_residual(o_BSHd, "attention"), saved_residual(lse_BHS, "attention")
+    return o_BSHd, (q_BSHd, k_BSGd, v_BSGd, o_BSHd, lse_BHS)
+
+
+def _native_bwd(scale: float, residuals: Any, do_BSHd: jax.Array) -> Any:
+    return native.causal_attention_gradient(residuals[:3], residuals[3:], do_BSHd, scale)
+
+
+_native.defvjp(_native_fwd, _native_bwd)
+
+
 def causal_attention(
     q_BSHd: jax.Array,
     k_BSGd: jax.Array,
@@ -170,12 +189,16 @@ def causal_attention(
     sinks_H: jax.Array | None = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in two bytes, else blocked XLA.
+    """softmax(scale q k^T) v under a causal mask: cuDNN's flash attention on GPU in two bytes, native or blocked XLA.
 
     scale: None for d^-0.5. sinks_H: logits of a key without a value. window: int32 scalar, a query sees this many
     keys, itself included.
     """
-    plain = sinks_H is None and window is None and q_BSHd.shape[-1] == v_BSGd.shape[-1]
+    dims = q_BSHd.shape[-1], v_BSGd.shape[-1]
+    plain = sinks_H is None and window is None
+    if plain and native.trains_native(q_BSHd.dtype, k_BSGd.dtype, v_BSGd.dtype, multiples=dims):
+        return _native(q_BSHd, k_BSGd, v_BSGd, dims[0] ** -0.5 if scale is None else scale)
+    plain = plain and dims[0] == dims[1]
     if plain and jax.default_backend() == "gpu" and q_BSHd.dtype.itemsize == 2:  # cuDNN's kernel has no float32
         cudnn = partial(jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn")
         candidates = (("cudnn", cudnn), ("xla", partial(blocked_attention, scale=scale)))

@@ -85,7 +85,7 @@ class Experts(_MLPParameters):
         rows: x is [T, D], tokens that are not dispatched.
         """
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
-        weights = MLPWeights(self.w_up[...].astype(x_ND.dtype), self.w_down[...].astype(x_ND.dtype), *biases)
+        weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
         slots = slots_per_expert(expected_rows, group_sizes_L.shape[0])
         if self.ids_M is not None:  # others have no rows, so that these lie side by side as they do among all
             group_sizes_L = jnp.take(group_sizes_L, self.ids_M, mode="fill", fill_value=0)

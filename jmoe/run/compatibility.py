@@ -47,6 +47,7 @@ NOTED = {
     "compute_dtype": "losses will differ by rounding",
     "loss_scale.growth_steps": "from here on",
     "loss_scale.initial": "the checkpoint's own loss scale counts, if it has one",
+    "native": "losses will differ by rounding",
     "gradient_accumulation_steps": "losses will differ by rounding, balance losses are now taken over other groups",
     "optimizer.clip_norm": "from here on",
     "optimizer.final_learning_rate_fraction": "the schedule changes from here on",

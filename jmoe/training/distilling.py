@@ -4,7 +4,6 @@ Legend: A accumulation steps, B batch, S sequence, T = B S local tokens, D hidde
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,8 +48,7 @@ class DistillingTrainer(FusedTrainer):
                 return self._step_local(state_now, batch, full_capacity=full_capacity, teacher_head=head_HV)
 
             specs = (state, TaughtTokens(ACCUMULATED_BATCH, ACCUMULATED_BATCH), REPLICATED)
-            sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
-            return sharded(body, in_specs=specs, out_specs=(state, REPLICATED))(state_now, batch, head_HV)
+            return self.sharded(body, in_specs=specs, out_specs=(state, REPLICATED))(state_now, batch, head_HV)
 
         self._taught_step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
         self._place = NamedSharding(mesh, ACCUMULATED_BATCH)

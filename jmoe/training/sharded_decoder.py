@@ -30,6 +30,7 @@ from jmoe.mesh import (
 from jmoe.models.decoder import STACKS, Decoder, Execution, scan_layers
 from jmoe.planning.embedding import Vocabulary, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
+from jmoe.training.native import steps_are_native
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
@@ -61,6 +62,7 @@ class ShardedDecoder(ShardedModel):
         self.embedding = _plan_embedding(config, mesh)
         self.head = self.embedding.output_head
         super().__init__(config, mesh, self.embedding.split)
+        self.native = steps_are_native(config, mesh)  # for whoever compiles programs of it
 
     def build(self) -> Decoder:
         """Draw the decoder's parameters."""

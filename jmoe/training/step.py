@@ -25,6 +25,7 @@ from jmoe.models.decoder import STACKS
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
+from jmoe.training.native import with_native
 from jmoe.training.reverse_scan import ReverseScan
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, with_read_experts
@@ -58,8 +59,7 @@ class FusedTrainer:
         self.state_shape, self.saved_shape, self.full_shape = model.state_shape, model.saved_shape, model.saved_shape
         self.notes, self.save_state = model.notes, model.to_saved
         self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
-        state = model.state_specs
-        sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        state, sharded = model.state_specs, self.sharded
 
         def step(state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False) -> Any:
             body = partial(self._step_local, full_capacity=full_capacity)
@@ -72,6 +72,11 @@ class FusedTrainer:
         self.next_logits = jax.jit(
             sharded(self._logits_local, in_specs=(state, BATCH, REPLICATED), out_specs=REPLICATED)
         )
+
+    def sharded(self, body: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
+        """Return the function over all devices, traced with native operations where the run takes them."""
+        native_body = with_native(self.model.native, body)
+        return jax.shard_map(native_body, mesh=self.model.mesh, check_vma=False, **specs)
 
     # A step
 

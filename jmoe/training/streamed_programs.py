@@ -41,6 +41,7 @@ from jmoe.models.functional import FunctionalModule
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.optim.loss_scale import LossScale, scaled, unscaled
 from jmoe.training.gradient_reduction import StreamedGradients, squared_norms_local, streamed_on_shards_local
+from jmoe.training.native import with_native
 from jmoe.training.reverse_scan import layer_of
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, without_experts
@@ -242,9 +243,13 @@ class LayerPrograms:
         self._compile()
 
     def _compile(self) -> None:
-        specs, make = without_experts(self._model.specs), partial(compiled_on, self.mesh)
+        specs = without_experts(self._model.specs)
         replicated: Any = REPLICATED
         split: Any = BATCH  # of what differs between devices
+
+        def make(function: Callable[..., Any], *specs: Any, **options: Any) -> Callable[..., Any]:
+            return compiled_on(self.mesh, with_native(self._model.native, function), *specs, **options)
+
         outside = {
             name: specs[name] if name in self._model.embedding.split else jax.tree.map(lambda _: REPLICATED, shapes)
             for name, shapes in self._model.shapes.items()

@@ -1,6 +1,7 @@
-"""Native operations as JAX functions, for the CPU, without gradients. `load` must have been called.
+"""Native operations as JAX functions, for the CPU; gradients are functions of their own. `load` must have been called.
 
 Legend: T tokens or rows, K inner dimension or choices, N columns, D hidden, F expert hidden, E experts, M slots;
+L groups of rows, U = 2F (SwiGLU) or F (GELU);
 P rows of a step, C tokens a row, H query heads, G key heads, d and e dimensions of a key and of a value, B cache rows,
 S positions of a row.
 """
@@ -118,3 +119,67 @@ def top_k(scores_TE: jax.Array, k: int) -> jax.Array:
     """Return int32 [T, k]: columns of the k largest scores of each row, by falling score; ties: the lowest column."""
     call = jax.ffi.ffi_call("jmoe_top_k", jax.ShapeDtypeStruct((scores_TE.shape[0], k), jnp.int32))
     return call(scores_TE)
+
+
+def causal_attention(
+    q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return (softmax(scale q k^T) v under a causal mask [B, S, H, e], float32 [B, H, S] the logs of its sums).
+
+    All of bfloat16, with d and e multiples of 16.
+    """
+    b, s, h, _ = q_BSHd.shape
+    out = jax.ShapeDtypeStruct((b, s, h, v_BSGe.shape[3]), q_BSHd.dtype), jax.ShapeDtypeStruct((b, h, s), jnp.float32)
+    o_BSHe, lse_BHS = jax.ffi.ffi_call("jmoe_causal_attention", out)(q_BSHd, k_BSGd, v_BSGe, scale=np.float32(scale))
+    return o_BSHe, lse_BHS
+
+
+def causal_attention_gradient(
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
+    results: tuple[jax.Array, jax.Array],
+    do_BSHe: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of `causal_attention`'s three inputs, in bfloat16, from what it was given and returned."""
+    out = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+    call = jax.ffi.ffi_call("jmoe_causal_attention_gradient", out)
+    dq_BSHd, dk_BSGd, dv_BSGe = call(*inputs, *results, do_BSHe, scale=np.float32(scale))
+    return dq_BSHd, dk_BSGd, dv_BSGe
+
+
+GroupedRows = tuple[jax.Array, jax.Array | None, jax.Array]  # (x [T, D], the row of x of each row or None, sizes [L])
+MLPArrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]  # w_up, w_down, b_up, b_down
+
+
+def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.Array]:
+    """Return (each group's MLP of its rows [N, D], their pre-activations [N, U]); zeros beyond the groups' rows.
+
+    GELU if U is F, else SwiGLU. x and the weights are bfloat16, biases float32; D and F multiples of 16.
+    """
+    (x, src, sizes), (w_up, w_down, b_up, b_down) = rows, weights
+    num_rows, none = (x if src is None else src).shape[0], jnp.zeros(0, jnp.float32)
+    y, h = (jax.ShapeDtypeStruct((num_rows, size), x.dtype) for size in (x.shape[1], w_up.shape[2]))
+    workspace = jax.ShapeDtypeStruct(((w_up.size + w_down.size) // 2,), jnp.uint32)
+    src = jnp.zeros(0, jnp.int32) if src is None else src
+    biases = (none if b is None else b for b in (b_up, b_down))
+    call = jax.ffi.ffi_call("jmoe_grouped_mlp", (y, h, workspace))
+    y_ND, h_NU, _ = call(x, src, sizes, w_up, w_down, *biases)
+    return y_ND, h_NU
+
+
+def grouped_mlp_gradient(
+    rows: GroupedRows, weights: MLPArrays, h_NU: jax.Array, dy_ND: jax.Array
+) -> tuple[jax.Array, MLPArrays]:
+    """Return (dx [N, D], the weights' gradients in float32) of `grouped_mlp`, which returned `h_NU`."""
+    (x, src, sizes), (w_up, w_down, b_up, b_down) = rows, weights
+    groups, d, u = w_up.shape
+    f, num_rows = w_down.shape[1], dy_ND.shape[0]
+    pairs, blocks = num_rows // 2 + groups, num_rows // 96 + groups  # as `Workspace` in grouped_mlp.cc counts them
+    num_words = (w_up.size + w_down.size) // 2 + pairs * (2 * d + f + u) + blocks * u
+    wide = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in (w_up, w_down)]
+    biases = [jax.ShapeDtypeStruct((0,) if b is None else b.shape, jnp.float32) for b in (b_up, b_down)]
+    results = jax.ShapeDtypeStruct(dy_ND.shape, x.dtype), *wide, *biases, jax.ShapeDtypeStruct((num_words,), jnp.uint32)
+    src = jnp.zeros(0, jnp.int32) if src is None else src
+    call = jax.ffi.ffi_call("jmoe_grouped_mlp_gradient", results)
+    dx_ND, dw_up, dw_down, db_up, db_down, _ = call(x, src, sizes, w_up, w_down, h_NU, dy_ND)
+    return dx_ND, (dw_up, dw_down, None if b_up is None else db_up, None if b_down is None else db_down)

@@ -7,15 +7,27 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 
-OPERATIONS = ("jmoe_matmul", "jmoe_rms_norm", "jmoe_slot_mlp", "jmoe_find_slots", "jmoe_attention", "jmoe_top_k")
+OPERATIONS = (
+    "jmoe_matmul",
+    "jmoe_rms_norm",
+    "jmoe_slot_mlp",
+    "jmoe_find_slots",
+    "jmoe_attention",
+    "jmoe_top_k",
+    "jmoe_causal_attention",
+    "jmoe_causal_attention_gradient",
+    "jmoe_grouped_mlp",
+    "jmoe_grouped_mlp_gradient",
+)
 # contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
 BUILD_TIMEOUT_S = 300
 _SOURCES = Path(__file__).parent
 
@@ -118,13 +130,20 @@ def _processor() -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Write the library beside its place and rename it: an interrupted build leaves nothing that looks whole."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, _sources()), "-o", str(made)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise NotBuiltError(f"{compiler} took more than {BUILD_TIMEOUT_S} s") from error
-        if done.returncode:
-            raise NotBuiltError(f"{compiler} failed:\n{done.stderr[-2000:]}")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
+        made, options = Path(folder) / path.name, [*FLAGS, "-isystem", jax.ffi.include_dir()]
+        objects = {source: made.with_name(f"{source.stem}.o") for source in _sources()}
+        commands = [[compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()]
+        list(threads.map(_run, commands))
+        _run([compiler, *FLAGS, "-shared", *map(str, objects.values()), "-o", str(made)])
         made.rename(path)
+
+
+def _run(command: list[str]) -> None:
+    """Run the compiler; raises `NotBuiltError` with what it says."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NotBuiltError(f"{command[0]} took more than {BUILD_TIMEOUT_S} s") from error
+    if done.returncode:
+        raise NotBuiltError(f"{command[0]} failed:\n{done.stderr[-2000:]}")

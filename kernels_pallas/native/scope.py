@@ -1,4 +1,4 @@
-"""Where a trace may use the native operations."""
+"""Where a trace may use the native operations: those for few rows, and those for many, which have gradients."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from kernels_pallas.native.library import multiplies_many_rows
 MAX_ROWS = 32  # more compute longer than their weights take to read: XLA's products are as fast
 
 _TOKENS = ContextVar("tokens of native operations", default=0)
+_TRAINING = ContextVar("native operations of a training step", default=False)
 
 
 @contextlib.contextmanager
@@ -20,7 +21,7 @@ def native_operations(num_tokens: int) -> Iterator[None]:
 
     Of more than `MAX_ROWS` tokens attention alone, where the processor multiplies many rows of bfloat16; for none
     nothing changes. Whoever compiles a function once with and once without this must tell the two apart, as by a static
-    argument. The library must be loaded (`load`), and the program run on a CPU. Native operations have no gradients.
+    argument. The library must be loaded (`load`), and the program run on a CPU. These operations have no gradients.
     """
     token = _TOKENS.set(num_tokens)
     try:
@@ -38,3 +39,25 @@ def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
     """Return whether it is to use native attention, with heads of these sizes."""
     fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % 16 == 0
     return takes_native() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())
+
+
+@contextlib.contextmanager
+def native_training(wanted: bool) -> Iterator[None]:
+    """Let attention of whole sequences and experts, both with gradients, be native while a training step is traced.
+
+    wanted: only where `multiplies_many_rows` says that they can be; False changes nothing.
+    """
+    token = _TRAINING.set(wanted or _TRAINING.get())
+    try:
+        yield
+    finally:
+        _TRAINING.reset(token)
+
+
+def trains_native(*dtypes: Any, multiples: tuple[int, ...]) -> bool:
+    """Return whether the function being traced is to use those of a training step, on arrays of these dtypes.
+
+    multiples: sizes that have to be multiples of 16 for it.
+    """
+    fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(size % 16 == 0 for size in multiples)
+    return _TRAINING.get() and fits

@@ -8,6 +8,7 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#include "activations.h"
 #include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
@@ -17,8 +18,6 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kFewTokens = 32;  // whose products read a matrix once, in its format
-constexpr int64_t kSwiglu = 0, kGelu = 1, kClamped = 2;
-constexpr float kLimit = 7.0f, kAlpha = 1.702f;  // of gpt-oss
 
 struct Shape {
   int64_t tokens, choices, experts, D, F, slot_bytes;
@@ -27,29 +26,6 @@ struct Shape {
   bool wide_biases;
   int64_t columns() const { return activation == kGelu ? F : 2 * F; }
 };
-
-float activated(float gate, float up, int64_t kind) {
-  if (kind == kGelu) return 0.5f * gate * (1.0f + std::erf(gate * 0.70710678f));
-  if (kind == kClamped) {
-    gate = std::min(gate, kLimit);
-    up = std::max(-kLimit, std::min(up, kLimit)) + 1.0f;
-    return gate / (1.0f + std::exp(-kAlpha * gate)) * up;
-  }
-  return gate / (1.0f + std::exp(-gate)) * up;
-}
-
-Floats activated(Floats gate, Floats up, int64_t kind) {
-  if (kind == kGelu) {
-    for (int i = 0; i < kLanes; i++) gate[i] = activated(gate[i], 0.0f, kind);
-    return gate;
-  }
-  if (kind == kClamped) {
-    gate = gate > splat(kLimit) ? splat(kLimit) : gate;
-    up = up > splat(kLimit) ? splat(kLimit) : (up < splat(-kLimit) ? splat(-kLimit) : up);
-    return gate / (exp(gate * -kAlpha) + 1.0f) * (up + 1.0f);
-  }
-  return gate / (exp(-gate) + 1.0f) * up;
-}
 
 // A bias in a slot, float32 or bfloat16; null: zeros.
 struct Bias {
@@ -249,9 +225,9 @@ void slot_mlp_of_many(
   Scratch a;
   const int64_t rows = sort_by_expert(s, idx, slots, table, a);
   const std::unique_ptr<bfloat16[]> inner(new bfloat16[rows * s.F]), outputs(new bfloat16[rows * s.D]);
-  const int64_t width = gated ? kStripColumns / 2 : kStripColumns;
-  const std::vector<Part> up = parts_of(a.groups, s.F, width), down = parts_of(a.groups, s.D, kStripColumns);
-  alignas(64) static thread_local float sums[kRowsATime * kStripColumns];
+  const int64_t width = gated ? kPanel / 2 : kPanel;
+  const std::vector<Part> up = parts_of(a.groups, s.F, width), down = parts_of(a.groups, s.D, kPanel);
+  alignas(64) static thread_local float sums[kRowsATime * kPanel];
   static thread_local const bfloat16* x[kRowsATime];
 
   Phase project_up(int(up.size()), [&](int i) {
@@ -268,7 +244,7 @@ void slot_mlp_of_many(
     const Bias bias{s.b_up < 0 ? nullptr : slot + s.b_up, s.wide_biases};
     for (int64_t r = 0; r < part.count; r++)
       for (int64_t v = 0; v < vectors; v++) {
-        const float* from = sums + r * kStripColumns + v * kLanes;
+        const float* from = sums + r * kPanel + v * kLanes;
         const Floats gate = load<Floats>(from) + bias.vector(strip.at[v]);
         Floats other = splat(0);
         if (gated) other = load<Floats>(from + vectors * kLanes) + bias.vector(s.F + strip.at[v]);
@@ -279,14 +255,14 @@ void slot_mlp_of_many(
   Phase project_down(int(down.size()), [&](int i) {
     const Part& part = down[i];
     const uint8_t* slot = part.group->slot;
-    Strip strip{std::min(kStripColumns, s.D - part.column) / kLanes, {}};
+    Strip strip{std::min(kPanel, s.D - part.column) / kLanes, {}};
     for (int64_t v = 0; v < strip.count; v++) strip.at[v] = part.column + v * kLanes;
     for (int64_t r = 0; r < part.count; r++) x[r] = inner.get() + (part.begin + r) * s.F;
     product_with_strip(matrix<W>(slot, s.w_down, s.w_down_scales, s.F, s.D), strip, x, part.count, sums);
     const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
     for (int64_t r = 0; r < part.count; r++)
       for (int64_t v = 0; v < strip.count; v++)
-        put(load<Floats>(sums + r * kStripColumns + v * kLanes) + bias.vector(strip.at[v]),
+        put(load<Floats>(sums + r * kPanel + v * kLanes) + bias.vector(strip.at[v]),
             outputs.get() + (part.begin + r) * s.D + strip.at[v]);
   });
   Phase add(int((s.tokens + kTokens - 1) / kTokens), [&](int i) {

@@ -43,6 +43,16 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
         dataclasses.replace(EIGHT, mesh=MeshConfig(2, 1, 4), remat="layer", compute_dtype="bfloat16"),
         HOST,
     ),
+    # where the processor has them
+    "native operations": (
+        dataclasses.replace(
+            EIGHT,
+            model=dataclasses.replace(EIGHT.model, hidden_size=64, moe_intermediate_size=32),
+            mesh=MeshConfig(1, 2, 4),
+            compute_dtype="bfloat16",
+        ),
+        HOST,
+    ),
 }
 
 

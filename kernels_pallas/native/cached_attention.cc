@@ -82,7 +82,7 @@ void attend(
   }
 }
 
-constexpr int64_t kFewTokens = 32, kKeys = kStripColumns;
+constexpr int64_t kFewTokens = 32, kKeys = kPanel;
 constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
 const Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -104,16 +104,16 @@ void attend_in_blocks(
     std::vector<const bfloat16*> q_rows, w_rows;
   };
   static thread_local Scratch a;
-  const int64_t R = s.group(), rows = tokens * R, strips = (s.e + kStripColumns - 1) / kStripColumns;
+  const int64_t R = s.group(), rows = tokens * R, strips = (s.e + kPanel - 1) / kPanel;
   int64_t first = s.S, end = 0;
   for (int64_t c = 0; c < tokens; c++) {
     if (positions[c] >= s.S) continue;
     first = std::min<int64_t>(first, window < 0 ? 0 : std::max<int64_t>(0, positions[c] - window + 1));
     end = std::max<int64_t>(end, positions[c] + 1);
   }
-  a.strip.resize(std::max(s.d / 2, kKeys / 2) * kStripColumns);
+  a.strip.resize(std::max(s.d / 2, kKeys / 2) * kPanel);
   a.scores.resize(rows * kKeys), a.weights.resize(rows * kKeys);
-  a.sums.assign(strips * rows * kStripColumns, 0.0f);
+  a.sums.assign(strips * rows * kPanel, 0.0f);
   a.top.resize(rows), a.total.assign(rows, sinks ? 1.0f : 0.0f);
   a.q_rows.resize(rows), a.w_rows.resize(rows);
   for (int64_t r = 0; r < rows; r++) {
@@ -127,7 +127,8 @@ void attend_in_blocks(
       for (int64_t p = 0; p < s.d / 2; p++)
         if (n < keys) std::memcpy(&a.strip[p * kKeys + n], k_cache + (begin + n) * s.d + 2 * p, 4);
         else a.strip[p * kKeys + n] = 0;
-    multiply_rows(a.strip.data(), s.d / 2, kStripVectors, a.q_rows.data(), 0, rows, a.scores.data(), true);
+    const Panel packed_keys{a.strip.data(), kPanel, kPanelVectors};
+    multiply(Rows{a.q_rows.data(), 0}, rows, packed_keys, s.d / 2, a.scores.data(), kPanel);
     for (int64_t r = 0; r < rows; r++) {
       const int32_t at = positions[r / R];
       float* score = a.scores.data() + r * kKeys;
@@ -149,31 +150,32 @@ void attend_in_blocks(
       const float kept = exp(splat(a.top[r] - top))[0];
       if (kept != 1.0f)
         for (int64_t i = 0; i < strips; i++) {
-          float* to = a.sums.data() + (i * rows + r) * kStripColumns;
-          for (int64_t n = 0; n < kStripColumns; n += kLanes) store(to + n, load<Floats>(to + n) * kept);
+          float* to = a.sums.data() + (i * rows + r) * kPanel;
+          for (int64_t n = 0; n < kPanel; n += kLanes) store(to + n, load<Floats>(to + n) * kept);
         }
       a.total[r] = a.total[r] * kept + sum(total);
       a.top[r] = top;
     }
     for (int64_t i = 0; i < strips; i++) {
-      const int64_t vectors = std::min(kStripColumns, s.e - i * kStripColumns) / kLanes;
+      const int64_t vectors = std::min(kPanel, s.e - i * kPanel) / kLanes;
       for (int64_t v = 0; v < vectors; v++) {
-        const int64_t column = i * kStripColumns + v * kLanes;
+        const int64_t column = i * kPanel + v * kLanes;
         const Matrix<bfloat16> values{v_cache + begin * s.e, keys, s.e};
         widen_vector(values, 0, keys / 2 * 2, column, a.strip.data() + v * kLanes);
         if (keys % 2)  // what lies behind the last one is nothing, perhaps not even a number
-          store(&a.strip[keys / 2 * kStripColumns + v * kLanes],
+          store(&a.strip[keys / 2 * kPanel + v * kLanes],
                 words(load<Halves>(values.data + (keys - 1) * s.e + column)));
       }
-      float* to = a.sums.data() + i * rows * kStripColumns;
-      multiply_rows(a.strip.data(), (keys + 1) / 2, vectors, a.w_rows.data(), 0, rows, to, false);
+      float* to = a.sums.data() + i * rows * kPanel;
+      const Panel packed_values{a.strip.data(), kPanel, vectors};
+      multiply(Rows{a.w_rows.data(), 0}, rows, packed_values, (keys + 1) / 2, to, kPanel, true);
     }
   }
   for (int64_t r = 0; r < rows; r++) {
     bfloat16* to = out + (r / R * s.H + r % R) * s.e;
     const float part = positions[r / R] < s.S ? 1.0f / a.total[r] : 0.0f;  // padding: 0
     for (int64_t n = 0; n < s.e; n += kLanes) {
-      const float* from = a.sums.data() + (n / kStripColumns * rows + r) * kStripColumns + n % kStripColumns;
+      const float* from = a.sums.data() + (n / kPanel * rows + r) * kPanel + n % kPanel;
       put(part == 0.0f ? splat(0) : load<Floats>(from) * part, to + n);
     }
   }

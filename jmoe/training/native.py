@@ -1,0 +1,45 @@
+"""Whether a run's steps use native operations, see `TrainConfig.native`, and functions that are traced with them."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jmoe.config import TrainConfig
+from jmoe.config.checks import check
+from kernels_pallas import native
+
+log = logging.getLogger(__name__)
+
+
+def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
+    """Return whether a run's steps on `mesh` use native operations; builds them if need be.
+
+    Raises `ValueError` naming the field where they are asked for and cannot be had.
+    """
+    platform, wanted = mesh.devices.flat[0].platform, config.native
+    if wanted == "on":
+        check(platform == "cpu", "native", wanted, f"must be auto or off on a {platform}: the operations are a CPU's")
+    if wanted == "off" or platform != "cpu" or config.compute_dtype != "bfloat16":
+        return False
+    try:
+        why = None if native.multiplies_many_rows() else "the processor has no AVX512-BF16"
+    except native.NotBuiltError as error:
+        why = str(error)
+    check(why is None or wanted != "on", "native", wanted, f"cannot be had here: {why}")
+    if why is not None:
+        log.info("no native operations, steps are slower: %s", why)
+    return why is None
+
+
+def with_native(wanted: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose trace takes native operations where they are wanted."""
+
+    @functools.wraps(function)
+    def traced(*args: Any, **options: Any) -> Any:
+        with native.native_training(wanted):
+            return function(*args, **options)
+
+    return traced

@@ -1,0 +1,53 @@
+"""The grouped MLP by native operations, which take groups of any size as they are.
+
+Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU);
+T tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import native
+from kernels_pallas.grouped_mlp.reference import MLPWeights
+from kernels_pallas.saved import saved_residual
+from kernels_pallas.token_permute.api import RowMap, sum_rows
+
+
+def supports(x_ND: jax.Array, weights: MLPWeights, activation: str) -> bool:
+    """Return whether the function being traced may use it, and it knows the case."""
+    _, f, d = weights.w_down.shape
+    return activation in ("swiglu", "gelu") and native.trains_native(x_ND.dtype, multiples=(d, f))
+
+
+def _narrow(weights: MLPWeights) -> native.MLPArrays:
+    w_up, w_down = weights.w_up.astype(jnp.bfloat16), weights.w_down.astype(jnp.bfloat16)
+    b_up, b_down = (None if b is None else b.astype(jnp.float32) for b in (weights.b_up, weights.b_down))
+    return w_up, w_down, b_up, b_down
+
+
+@jax.custom_vjp
+def grouped_mlp(x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights) -> jax.Array:
+    """Compute `grouped_mlp.api` where `supports` says so. Weights may be float32, and their gradients are then too."""
+    return _forward(x, group_sizes_L, rows, weights)[0]
+
+
+def _forward(x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights) -> Any:
+    grouped = x, None if rows is None else rows.src_M, group_sizes_L
+    y_ND, h_NU = native.grouped_mlp(grouped, _narrow(weights))
+    return y_ND, (x, group_sizes_L, rows, weights, saved_residual(h_NU, "expert_up"))
+
+
+def _backward(residuals: Any, dy_ND: jax.Array) -> Any:
+    x, group_sizes_L, rows, weights, h_NU = residuals
+    grouped = x, None if rows is None else rows.src_M, group_sizes_L
+    dx_ND, gradients = native.grouped_mlp_gradient(grouped, _narrow(weights), h_NU, dy_ND)
+    dweights = jax.tree.map(lambda w, dw: dw.astype(w.dtype), weights, MLPWeights(*gradients))
+    if rows is None:
+        return dx_ND, None, None, dweights
+    dx_TD = sum_rows(dx_ND, rows.src_M, rows.slot_TK, rows.complete).astype(x.dtype)
+    return dx_TD, None, None, dweights
+
+
+grouped_mlp.defvjp(_forward, _backward)

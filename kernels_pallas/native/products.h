@@ -1,0 +1,166 @@
+// Products of many rows in bfloat16, added up in float32: AVX512-BF16 takes two neighbours of the inner dimension, a
+// *pair*, at once. The left operand is read as it lies, the right one in panels of packed pairs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+constexpr bool kManyRows = true;
+#else
+constexpr bool kManyRows = false;  // what follows compiles, and is not to be called
+#endif
+
+constexpr int64_t kPanelVectors = 4, kPanel = kPanelVectors * kLanes;  // columns of a right operand that lie together
+constexpr int64_t kTileRows = 6;  // 6 x 4 vectors of sums leave registers for a row of the panel
+
+// Left operands: `pair(m, p)` is pair p of row m, `from(m)` the rows from m on.
+
+// Of rows and pairs at even distances, in words.
+struct Left {
+  const uint32_t* data;
+  int64_t row, step;
+  uint32_t pair(int64_t m, int64_t p) const { return data[m * row + p * step]; }
+  Left from(int64_t m) const { return {data + m * row, row, step}; }
+};
+
+// Of rows anywhere, each from number `first` on.
+struct Rows {
+  const bfloat16* const* at;
+  int64_t first;
+  uint32_t pair(int64_t m, int64_t p) const {
+    uint32_t both;
+    std::memcpy(&both, at[m] + first + 2 * p, 4);
+    return both;
+  }
+  Rows from(int64_t m) const { return {at + m, first}; }
+};
+
+// Some columns of a right operand: of each pair so many vectors, `row` words apart.
+struct Panel {
+  const uint32_t* data;
+  int64_t row, vectors;
+};
+
+// A right operand [pairs, columns], panel by panel; of the last as many columns as there are, a multiple of 16.
+// first: the pair at which to begin.
+struct Right {
+  const uint32_t* data;
+  int64_t pairs, columns, first = 0;
+
+  int64_t width(int64_t n) const { return std::min(kPanel, columns - n); }
+  Panel panel(int64_t n) const { return {data + n * pairs + first * width(n), width(n), width(n) / kLanes}; }
+  // Where in such memory the word of a pair and a column is; the columns after it follow up to a multiple of 16.
+  static int64_t at(int64_t pairs, int64_t columns, int64_t pair, int64_t column) {
+    const int64_t n = column / kPanel * kPanel;
+    return n * pairs + pair * std::min(kPanel, columns - n) + column - n;
+  }
+};
+
+template <int R, int V, class L>
+inline void tile(const L& a, const Panel& b, int64_t pairs, float* c, int64_t c_row, bool add) {
+#if defined(__AVX512BF16__)
+  __m512 sums[R][V];
+  for (int m = 0; m < R; m++)
+    for (int v = 0; v < V; v++) sums[m][v] = add ? _mm512_loadu_ps(c + m * c_row + v * kLanes) : _mm512_setzero_ps();
+  for (int64_t p = 0; p < pairs; p++) {
+    __m512i right[V];
+    for (int v = 0; v < V; v++) right[v] = _mm512_loadu_si512(b.data + p * b.row + v * kLanes);
+    for (int m = 0; m < R; m++) {
+      const __m512bh left = (__m512bh)_mm512_set1_epi32(int32_t(a.pair(m, p)));
+      for (int v = 0; v < V; v++) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], left, (__m512bh)right[v]);
+    }
+  }
+  for (int m = 0; m < R; m++)
+    for (int v = 0; v < V; v++) _mm512_storeu_ps(c + m * c_row + v * kLanes, sums[m][v]);
+#endif
+}
+
+template <int V, class L>
+inline void tiles(const L& a, int64_t rows, const Panel& b, int64_t pairs, float* c, int64_t c_row, bool add) {
+  int64_t m = 0;
+  for (; m + kTileRows <= rows; m += kTileRows) tile<kTileRows, V>(a.from(m), b, pairs, c + m * c_row, c_row, add);
+  const L rest = a.from(m);
+  c += m * c_row;
+  switch (rows - m) {
+    case 5: return tile<5, V>(rest, b, pairs, c, c_row, add);
+    case 4: return tile<4, V>(rest, b, pairs, c, c_row, add);
+    case 3: return tile<3, V>(rest, b, pairs, c, c_row, add);
+    case 2: return tile<2, V>(rest, b, pairs, c, c_row, add);
+    case 1: return tile<1, V>(rest, b, pairs, c, c_row, add);
+  }
+}
+
+// c [rows, columns of the panel] = a b over so many pairs, or c += a b. Each is added up pair by pair, whatever others
+// there are.
+template <class L>
+inline void multiply(
+    const L& a, int64_t rows, const Panel& b, int64_t pairs, float* c, int64_t c_row, bool add = false) {
+  switch (b.vectors) {
+    case 4: return tiles<4>(a, rows, b, pairs, c, c_row, add);
+    case 3: return tiles<3>(a, rows, b, pairs, c, c_row, add);
+    case 2: return tiles<2>(a, rows, b, pairs, c, c_row, add);
+    case 1: return tiles<1>(a, rows, b, pairs, c, c_row, add);
+  }
+}
+
+// The same for all columns.
+inline void multiply(
+    const Left& a, int64_t rows, const Right& b, int64_t pairs, float* c, int64_t c_row, bool add = false) {
+  for (int64_t n = 0; n < b.columns; n += kPanel) multiply(a, rows, b.panel(n), pairs, c + n, c_row, add);
+}
+
+inline const uint32_t* as_words(const bfloat16* x) { return reinterpret_cast<const uint32_t*>(x); }
+
+// A float rounded to bfloat16, in the lower half of a word
+inline Words narrow(const Floats& x) {
+#if defined(__AVX512BF16__)
+  return words((Halves)_mm512_cvtneps_pbh((__m512)x));
+#else
+  return (Words)rounded(x, (const bfloat16*)nullptr) >> 16;
+#endif
+}
+
+// Two rows as pairs of an inner dimension; no odd one: zeros
+inline Words paired(const bfloat16* even, const bfloat16* odd) {
+  return words(load<Halves>(even)) | (odd ? words(load<Halves>(odd)) << 16 : Words{});
+}
+
+// Write the matrix [rows, columns], whose rows are `stride` apart, as a right operand with its rows as inner dimension;
+// rows from `rows` on are zero.
+inline void pack_rows(const bfloat16* from, int64_t stride, int64_t rows, int64_t columns, int64_t pairs, uint32_t* to) {
+  for (int64_t p = 0; p < pairs; p++)  // rows are read from end to end: a panel's alone would be a short piece of each
+    for (int64_t n = 0; n < columns; n += kLanes) {
+      const bfloat16* at = from + 2 * p * stride + n;
+      Words both{};
+      if (2 * p < rows) both = paired(at, 2 * p + 1 < rows ? at + stride : nullptr);
+      store(to + Right::at(pairs, columns, p, n), both);
+    }
+}
+
+// The same with its columns, an even number, as inner dimension: row r is column r of the operand; rows from `rows` up
+// to `columns` are zero.
+inline void pack_transposed(
+    const bfloat16* from, int64_t stride, int64_t rows, int64_t inner, int64_t columns, uint32_t* to) {
+  for (int64_t n = 0; n < columns; n += kPanel) {
+    const int64_t width = std::min(kPanel, columns - n);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const int64_t left = std::clamp<int64_t>(rows - n - i, 0, kLanes);
+      const uint32_t* at = as_words(from + (n + i) * stride);
+#if defined(__AVX512F__)
+      const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+      const __m512i steps = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(int32_t(stride / 2)));
+      const __mmask16 mask = __mmask16((1u << left) - 1);
+      for (int64_t p = 0; p < inner / 2; p++)
+        _mm512_storeu_si512(
+            to + p * width + i, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, steps, at + p, 4));
+#else
+      for (int64_t p = 0; p < inner / 2; p++)
+        for (int64_t j = 0; j < kLanes; j++) to[p * width + i + j] = j < left ? at[j * (stride / 2) + p] : 0;
+#endif
+    }
+    to += inner / 2 * width;
+  }
+}
