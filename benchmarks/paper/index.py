@@ -185,6 +185,16 @@ def _embedding(result: Result) -> str:
     return "; ".join(parts)
 
 
+def _room(result: Result) -> str:
+    room = result["room"]
+    slots, device, step = (room[f"{name}_against_all"] for name in ("slot_bytes", "device_bytes", "step_s"))
+    return (
+        f"steps of {room['tokens']} tokens choose {room['chosen_share']:.2f} of a layer's experts, at most "
+        f"{room['most_chosen_share']:.2f}: slots take {slots:.2f} of room for all, the device {device:.2f}, a step "
+        f"{step:.2f} of the time, with the same losses to the bit"
+    )
+
+
 def _float16(result: Result) -> str:
     curves = result["float16"]
     differ = [curves[f"{name}_differs_at_most_percent"] for name in ("float16", "bfloat16")]
@@ -270,6 +280,10 @@ def _deployment(result: Result) -> str:
     )
 
 
+ROOM = (
+    "python benchmarks/training_tiers.py room --hidden-size 256 --intermediate-size 256 --experts 64 --top-k 1 "
+    "--batch-size 1 --sequence-length 64 --rounds 9"
+)
 NOT_AT_HAND = "figures not at hand"
 ORDER = "sudo NPROC=4 python benchmarks/communication.py order"
 ORDER_QUICK = "benchmarks/communication.py order --rates 0 --rounds 1 --variants ready chunks"
@@ -384,6 +398,18 @@ PLACES = (
         "python benchmarks/paper/fig12.py --model DIR --batch 8 --prompt 512 --compressed int4",
         "ring_prefill_cpu.json",
         _ring,
+    ),
+    Place(
+        "moesys-alpha",
+        "MoESys",
+        "section 3.2, bytes of the device",
+        "slots for the share of a layer's experts that a step activates (4 alpha S / L), against slots for all",
+        "no figures",
+        ROOM,
+        "training_tiers_cpu.json",
+        _room,
+        quick="benchmarks/training_tiers.py room --hidden-size 64 --intermediate-size 64 --layers 2 --top-k 1 "
+        "--batch-size 1 --sequence-length 16 --rounds 1",
     ),
     Place(
         "float16",
