@@ -195,6 +195,14 @@ def _room(result: Result) -> str:
     )
 
 
+def _second_expert(result: Result) -> str:
+    curves = result["second_expert"]
+    return (
+        f"means of {result['losses_of_a_mean']} losses differ by {curves['random_differs_at_most_percent']:.2g} % at "
+        f"most; {curves['steps']} steps of `tiny`"
+    )
+
+
 def _float16(result: Result) -> str:
     curves = result["float16"]
     differ = [curves[f"{name}_differs_at_most_percent"] for name in ("float16", "bfloat16")]
@@ -412,6 +420,18 @@ PLACES = (
         "--batch-size 1 --sequence-length 16 --rounds 1",
     ),
     Place(
+        "second-expert",
+        "SE-MoE, MoESys",
+        "GShard's gating, with which both train",
+        "a token goes to its second expert as often as that one's weight says, against always",
+        "no figures",
+        "python benchmarks/curves.py second_expert",
+        "curves_cpu.json",
+        _second_expert,
+        quick="benchmarks/curves.py second_expert --steps 4 --mean 2",
+        limit_s=240,
+    ),
+    Place(
         "float16",
         "SE-MoE, MoESys",
         "training in float16",
@@ -420,8 +440,7 @@ PLACES = (
         "python benchmarks/curves.py float16",
         "curves_cpu.json",
         _float16,
-        quick="benchmarks/curves.py float16 --steps 4 --mean 2",
-        limit_s=240,
+        lacking="smoke test: second-expert",
     ),
     Place(
         "moesys-ufo",
