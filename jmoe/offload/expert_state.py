@@ -410,7 +410,7 @@ class ExpertState:
         with self._counters:
             self._sum_of_shares += float(shares.sum())
             self._num_shares += shares.size
-            self._most_chosen_share = max(self._most_chosen_share, float(shares.max()))
+            self._most_chosen_share = max(self._most_chosen_share, float(np.max(shares)))
         self._kept[layer] = experts
         self._wait_for_writer(pending=1)
         self._writing.append(self._writer.submit(self._write_gradients, layer, experts, gradients))

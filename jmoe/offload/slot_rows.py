@@ -49,7 +49,7 @@ class SlotRows:
             return
         device_of = experts // self._local.per_device
         wave = (np.arange(experts.size) - np.searchsorted(device_of, device_of)) // self.room
-        for number in range(int(wave.max(initial=-1)) + 1):
+        for number in range(int(np.max(wave, initial=-1)) + 1):
             yield experts[wave == number]
 
     def take(self, experts: NDArray[np.int64]) -> list[int]:
