@@ -55,7 +55,7 @@ class Steps:
 
         costs: list[StepCost] = []
         seconds, sent = clock(lambda: costs.append(self.session.step(number)))
-        mine = np.array([sent, *costs[0][1:]], np.float32)
+        mine = np.array([sent, costs[0].read_bytes, costs[0].written_bytes], np.float32)
         sent, read, written = process_allgather(mine).reshape(NUM_NODES, 3).sum(axis=0)
         if counts:
             self.sent.append(int(sent))
