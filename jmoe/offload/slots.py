@@ -20,10 +20,9 @@ from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.record import Record
 from kernels_pallas.compressed import SCALES, format_of
 from kernels_pallas.grouped_mlp import MLPWeights
-from kernels_pallas.native import MAX_ROWS, SLOT_ARRAYS, SlotLayout, multiplies_many_rows, slot_mlp
+from kernels_pallas.native import MAX_ROWS, SIZE_MULTIPLE, SLOT_ARRAYS, SlotLayout, multiplies_many_rows, slot_mlp
 
 TABLE_TILE_ROWS = 64
-MANY_ROWS_MULTIPLE = 16  # of an expert's sizes
 
 
 class NamedArrays(Protocol):
@@ -109,7 +108,7 @@ class NativeSlots:
 
     def multiplies(self, num_tokens: int, hidden_size: int, dtype: Any) -> bool:
         """Return whether the experts' operation is native for so many tokens: few, or such as it is faster for."""
-        fits = hidden_size % MANY_ROWS_MULTIPLE == 0 and self.layout.hidden % MANY_ROWS_MULTIPLE == 0
+        fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
         many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
         return self._knows(dtype) and (many or num_tokens <= MAX_ROWS)
 

@@ -38,7 +38,7 @@ EVALUATION_IMAGES = 128  # at once, on all devices together, or one a device
 
 @dataclass
 class IdleTime:
-    """What the steps of one layout took: their seconds, and those in which this process's processors computed.
+    """Sum the seconds of one layout's steps, and those in which this process's processors computed.
 
     Those of a host that computes nothing itself, beside accelerators, say nothing: nan.
     """

@@ -296,7 +296,7 @@ class Epilogue:
 
 
 def _loaded(ref: Any, layout: Any) -> jax.Array:
-    """What lies in `ref`, in `layout`; read as it comes, for `ref` may begin anywhere."""
+    """Load `ref` in `layout`, unoptimized, for it may begin anywhere."""
     load: Any = plgpu.load
     index = (None,) if "idx" in inspect.signature(load).parameters else ()  # JAX before 0.12 asks for one
     value: jax.Array = load(ref, *index, layout=layout, optimized=False)

@@ -21,6 +21,7 @@ from kernels_pallas.native.finder import SlotFinder
 from kernels_pallas.native.library import NotBuiltError, load, multiplies_many_rows, sources_digest, take_built
 from kernels_pallas.native.scope import (
     MAX_ROWS,
+    SIZE_MULTIPLE,
     native_operations,
     native_training,
     takes_native,
@@ -30,6 +31,7 @@ from kernels_pallas.native.scope import (
 
 __all__ = [
     "MAX_ROWS",
+    "SIZE_MULTIPLE",
     "SLOT_ARRAYS",
     "MLPArrays",
     "NotBuiltError",

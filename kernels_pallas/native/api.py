@@ -147,23 +147,25 @@ def causal_attention_gradient(
     return dq_BSHd, dk_BSGd, dv_BSGe
 
 
-GroupedRows = tuple[jax.Array, jax.Array | None, jax.Array]  # (x [T, D], the row of x of each row or None, sizes [L])
-MLPArrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]  # w_up, w_down, b_up, b_down
+# (x_TD, the row of x_TD of each of N rows or None where x_TD has these rows, sizes_L)
+GroupedRows = tuple[jax.Array, jax.Array | None, jax.Array]
+# (w_up_LDU, w_down_LFD, b_up_LU or None, b_down_LD or None)
+MLPArrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
 
 def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.Array]:
     """Return (each group's MLP of its rows [N, D], their pre-activations [N, U]); zeros beyond the groups' rows.
 
-    GELU if U is F, else SwiGLU. x and the weights are bfloat16, biases float32; D and F multiples of 16.
+    GELU if U is F, else SwiGLU. x_TD and the weights are bfloat16, biases float32; D and F multiples of 16.
     """
-    (x, src, sizes), (w_up, w_down, b_up, b_down) = rows, weights
-    num_rows, none = (x if src is None else src).shape[0], jnp.zeros(0, jnp.float32)
-    y, h = (jax.ShapeDtypeStruct((num_rows, size), x.dtype) for size in (x.shape[1], w_up.shape[2]))
-    workspace = jax.ShapeDtypeStruct(((w_up.size + w_down.size) // 2,), jnp.uint32)
-    src = jnp.zeros(0, jnp.int32) if src is None else src
-    biases = (none if b is None else b for b in (b_up, b_down))
+    (x_TD, src_N, sizes_L), (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = rows, weights
+    num_rows, none = (x_TD if src_N is None else src_N).shape[0], jnp.zeros(0, jnp.float32)
+    y, h = (jax.ShapeDtypeStruct((num_rows, size), x_TD.dtype) for size in (x_TD.shape[1], w_up_LDU.shape[2]))
+    workspace = jax.ShapeDtypeStruct(((w_up_LDU.size + w_down_LFD.size) // 2,), jnp.uint32)
+    src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
+    biases = (none if b is None else b for b in (b_up_LU, b_down_LD))
     call = jax.ffi.ffi_call("jmoe_grouped_mlp", (y, h, workspace))
-    y_ND, h_NU, _ = call(x, src, sizes, w_up, w_down, *biases)
+    y_ND, h_NU, _ = call(x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, *biases)
     return y_ND, h_NU
 
 
@@ -171,15 +173,27 @@ def grouped_mlp_gradient(
     rows: GroupedRows, weights: MLPArrays, h_NU: jax.Array, dy_ND: jax.Array
 ) -> tuple[jax.Array, MLPArrays]:
     """Return (dx [N, D], the weights' gradients in float32) of `grouped_mlp`, which returned `h_NU`."""
-    (x, src, sizes), (w_up, w_down, b_up, b_down) = rows, weights
-    groups, d, u = w_up.shape
-    f, num_rows = w_down.shape[1], dy_ND.shape[0]
+    (x_TD, src_N, sizes_L), (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = rows, weights
+    groups, d, u = w_up_LDU.shape
+    f, num_rows = w_down_LFD.shape[1], dy_ND.shape[0]
     pairs, blocks = num_rows // 2 + groups, num_rows // 96 + groups  # as `Workspace` in grouped_mlp.cc counts them
-    num_words = (w_up.size + w_down.size) // 2 + pairs * (2 * d + f + u) + blocks * u
-    wide = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in (w_up, w_down)]
-    biases = [jax.ShapeDtypeStruct((0,) if b is None else b.shape, jnp.float32) for b in (b_up, b_down)]
-    results = jax.ShapeDtypeStruct(dy_ND.shape, x.dtype), *wide, *biases, jax.ShapeDtypeStruct((num_words,), jnp.uint32)
-    src = jnp.zeros(0, jnp.int32) if src is None else src
+    num_words = (w_up_LDU.size + w_down_LFD.size) // 2 + pairs * (2 * d + f + u) + blocks * u
+    wide = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in (w_up_LDU, w_down_LFD)]
+    biases = [jax.ShapeDtypeStruct((0,) if b is None else b.shape, jnp.float32) for b in (b_up_LU, b_down_LD)]
+    results = (
+        jax.ShapeDtypeStruct(dy_ND.shape, x_TD.dtype),
+        *wide,
+        *biases,
+        jax.ShapeDtypeStruct((num_words,), jnp.uint32),
+    )
+    src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
     call = jax.ffi.ffi_call("jmoe_grouped_mlp_gradient", results)
-    dx_ND, dw_up, dw_down, db_up, db_down, _ = call(x, src, sizes, w_up, w_down, h_NU, dy_ND)
-    return dx_ND, (dw_up, dw_down, None if b_up is None else db_up, None if b_down is None else db_down)
+    dx_ND, dw_up_LDU, dw_down_LFD, db_up_LU, db_down_LD, _ = call(
+        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, h_NU, dy_ND
+    )
+    return dx_ND, (
+        dw_up_LDU,
+        dw_down_LFD,
+        None if b_up_LU is None else db_up_LU,
+        None if b_down_LD is None else db_down_LD,
+    )

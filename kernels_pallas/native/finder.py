@@ -30,8 +30,8 @@ class SlotFinder:
 
     slot_of: int32, of each record, -1 for none; read while programs run, changed only in `bring`, or while none runs.
     bring: called in the thread with a layer and the distinct experts that its tokens chose, one of which at least has
-    no slot; when it returns all have one. It keeps what it raises, which
-    ends the waiting program with an error, and all later ones.
+    no slot; when it returns all have one. What it raises it also keeps, for the waiting program, and all later ones,
+    end with an error that does not say why.
     wait_limit_s: a program waits no longer for it.
     """
 

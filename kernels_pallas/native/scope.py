@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.native.library import multiplies_many_rows
 
+SIZE_MULTIPLE = 16  # of the sizes of matrices and values that native products of many rows take
 MAX_ROWS = 32  # more compute longer than their weights take to read: XLA's products are as fast
 
 _TOKENS = ContextVar("tokens of native operations", default=0)
@@ -37,7 +38,7 @@ def takes_native() -> bool:
 
 def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
     """Return whether it is to use native attention, with heads of these sizes."""
-    fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % 16 == 0
+    fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % SIZE_MULTIPLE == 0
     return takes_native() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())
 
 
@@ -57,7 +58,7 @@ def native_training(wanted: bool) -> Iterator[None]:
 def trains_native(*dtypes: Any, multiples: tuple[int, ...]) -> bool:
     """Return whether the function being traced is to use those of a training step, on arrays of these dtypes.
 
-    multiples: sizes that have to be multiples of 16 for it.
+    multiples: sizes that have to be multiples of `SIZE_MULTIPLE` for it.
     """
-    fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(size % 16 == 0 for size in multiples)
+    fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(size % SIZE_MULTIPLE == 0 for size in multiples)
     return _TRAINING.get() and fits
