@@ -105,5 +105,6 @@ def server(shared_server: HttpProcess) -> HttpProcess:
 
 
 @pytest.fixture(scope="module")
-def client(server: HttpProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+def client(server: HttpProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0) as client:
+        yield client

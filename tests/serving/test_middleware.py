@@ -37,11 +37,14 @@ def client(server: HttpProcess) -> Iterator[httpx.Client]:
 
 def test_keys(server: HttpProcess) -> None:
     for key in KEYS:
-        models = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).models
-        (model,) = models.list()
-        assert model.id == "org/tiny" and models.retrieve("org/tiny") == model
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="second-keY", max_retries=0).models.list()
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as known:
+            (model,) = known.models.list()
+            assert model.id == "org/tiny" and known.models.retrieve("org/tiny") == model
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="second-keY", max_retries=0) as unknown,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        unknown.models.list()
     for headers in ({}, {"authorization": KEYS[1]}, {"authorization": f"Basic {KEYS[1]}"}, {"authorization": "Bearer"}):
         for path in ("/v1/models", "/metrics", "/live", "/openapi.json", "/nothing"):
             response = httpx.get(server.url + path, headers=headers)
@@ -135,11 +138,11 @@ def test_a_request_that_takes_too_long(serve: Callable[..., HttpProcess]) -> Non
     server, body = serve(*LONG, "--request-timeout-s", 4), {"prompt": "x"} | ENDLESS
     whole = server.post("/v1/completions", **body)
     assert whole.status_code == 504 and whole.json()["error"]["type"] == "timeout_error"
-    base = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
-    stream = base.completions.create(model="tiny-moe", prompt="x", stream=True, extra_body=ENDLESS)
-    assert next(stream).choices
-    with pytest.raises(openai.APIError, match=r"^the request took longer than 4 s$"):
-        list(stream)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+        stream = client.completions.create(model="tiny-moe", prompt="x", stream=True, extra_body=ENDLESS)
+        assert next(stream).choices
+        with pytest.raises(openai.APIError, match=r"^the request took longer than 4 s$"):
+            list(stream)
     server.until("/live", is_idle)
 
 
