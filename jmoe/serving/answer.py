@@ -20,7 +20,6 @@ from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, Genera
 from jmoe.serving.service import Service
 
 PING_S = 15
-SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has gone
 # Many clients end a line wherever `str.splitlines` does. JSON escapes the others of its ends by itself.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # no schema fits a stream
@@ -101,10 +100,13 @@ class Answer(ABC, Generic[Body, Delta]):
 
 
 class _EventStream(EventSourceResponse):
-    """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end."""
+    """Server-sent events: the chunks, the usage if asked for, `[DONE]`. An error is an event, then the end.
+
+    A client that takes nothing for too long is left to its `Connection`.
+    """
 
     def __init__(self, answer: Answer[Any, Any]) -> None:
-        super().__init__(_events(answer), ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n")
+        super().__init__(_events(answer), ping=PING_S, sep="\n")
         self._generation = answer.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fakes import wait_for
-from tests.http_servers import LIMIT_S, LONG, HttpProcess
+from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess, is_idle
 
 TIMEOUT_S = 2  # of headers, bodies and answers
 MAX_CONNECTIONS = 64
@@ -301,6 +301,17 @@ def test_a_client_that_takes_no_answer(server: HttpProcess) -> None:
         time.sleep(TIMEOUT_S)
         until_closed(server, most=8)
     watch.check()
+
+
+def test_a_stream_that_nobody_takes(server: HttpProcess) -> None:
+    """Its sequences, which would be drawn for an hour, end with its connection."""
+    content = json.dumps({"prompt": "x", "stream": True, "logprobs": 5} | ENDLESS).encode()
+    head = POST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content)
+    with connect(server, buffer_bytes=4096) as client:
+        client.sendall(head + content)
+        server.until("/live", lambda response: not is_idle(response))
+        server.until("/live", is_idle)
+    until_closed(server)
 
 
 def test_requests_without_waiting_for_answers(server: HttpProcess) -> None:
