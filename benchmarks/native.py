@@ -42,6 +42,7 @@ INNER, COLUMNS = 2048, 4096
 EXPERTS = {
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
     "8 experts of 512 x 768, 2 a token": (512, 768, 8, 2),
+    "32 experts of 2048 x 768, 8 a token": (2048, 768, 32, 8),  # their sizes are those of Qwen3-30B-A3B
 }
 Call = Callable[[], Any]
 
