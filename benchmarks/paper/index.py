@@ -318,8 +318,8 @@ PLACES = (
         "training_peers_cpu.json",
         _dense,
         quick="benchmarks/training.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
-        lacking="the peer is DeepSpeed: Megatron-Core 0.16.1 ends in `model_parallel_cuda_manual_seed(1)` with `Found no "
-        "NVIDIA driver on your system`",
+        lacking="the peer is DeepSpeed: Megatron-Core 0.16.1 ends in `model_parallel_cuda_manual_seed(1)` with `Found "
+        "no NVIDIA driver on your system`",
     ),
     Place(
         "moesys-table-2",
@@ -569,7 +569,7 @@ PLACES = (
         "--chunk-bytes 1500000",
         ORDER_FILE,
         _cutting,
-        lacking="a chunk wakes four threads on two cores, and steps alternate between 1.4 and 2.2 s: less than this shows",
+        lacking="a chunk wakes four threads on two cores; steps alternate between 1.4 and 2.2 s, more than cutting costs",
     ),
     Place(
         "lina-packing",
