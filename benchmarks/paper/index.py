@@ -569,7 +569,7 @@ PLACES = (
         "--chunk-bytes 1500000",
         ORDER_FILE,
         _cutting,
-        lacking="a chunk wakes four threads on two cores; steps alternate between 1.4 and 2.2 s, more than cutting costs",
+        lacking="each chunk wakes four threads on two cores; steps alternate between 1.4 and 2.2 s, more than it costs",
     ),
     Place(
         "lina-packing",
