@@ -27,7 +27,7 @@ help:
 	@echo 'make test-all   lint and all tests, the slow ones too'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make bench      time a training step'
-	@echo 'make gpu        everything a GPU has to show, in nine minutes; ARGS=--cpu tries it at toy sizes'
+	@echo 'make gpu        everything a GPU has to show, in nine minutes at most; ARGS=--cpu tries it at toy sizes'
 	@echo 'make docs       write docs/benchmarks.md from benchmarks/results'
 	@echo 'make kernels-aot  compile what `make gpu` runs for an H200 without one (EXTRA=cuda13 for the libraries)'
 
