@@ -31,7 +31,8 @@ inline void store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
-// Bytes and halves as numbers, and table[index % 16] for each: single instructions that compilers do not find by themselves.
+// Bytes and halves as numbers, table[index % 16] for each, and 8-bit floats of four bits of exponent and three of mantissa
+// (NaN is not known): instructions that compilers do not find by themselves.
 #if defined(__AVX512F__)
 inline Words words(const Bytes& x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
 inline Words words(const Halves& x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
@@ -39,6 +40,10 @@ inline Halves halves(const Words& x) { return (Halves)_mm512_cvtepi32_epi16((__m
 inline Floats floats(const Chars& x) { return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x)); }
 inline Floats look_up(const Floats& table, const Words& index) {
   return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+}
+inline Floats e4m3(const Bytes& x) {  // as halves, whose exponent has a bias larger by 8, they are 1/256 of themselves
+  const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7);  // the sign in both upper bits
+  return (Floats)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbfff)))) * 256.0f;
 }
 #else
 inline Words words(const Bytes& x) { return __builtin_convertvector(x, Words); }
@@ -50,18 +55,6 @@ inline Floats look_up(const Floats& table, const Words& index) {
   for (int i = 0; i < kLanes; i++) y[i] = table[index[i] & 15];
   return y;
 }
-#endif
-
-inline Floats splat(float x) { return Floats{} + x; }
-
-// 8-bit floats of four bits of exponent and three of mantissa; NaN is not known. As bits of half precision, whose exponent
-// is larger by 8, they are 1/256 of themselves, tiny ones too.
-#if defined(__AVX512F__) && defined(__AVX512VL__) && defined(__AVX512BW__)
-inline Floats e4m3(const Bytes& x) {
-  const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7);  // the sign in both upper bits
-  return (Floats)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbfff)))) * 256.0f;
-}
-#else
 inline Floats e4m3(const Bytes& x) {
   const Words all = words(x), magnitude = all & 0x7f;
   const Floats normal = (Floats)((magnitude << 20) + (120u << 23));
@@ -70,6 +63,8 @@ inline Floats e4m3(const Bytes& x) {
   return (Floats)(y | (all >> 7 << 31));
 }
 #endif
+
+inline Floats splat(float x) { return Floats{} + x; }
 
 struct bfloat16 {
   uint16_t bits;

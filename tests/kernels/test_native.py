@@ -210,6 +210,29 @@ def test_compressed_experts_in_slots(dtype: Any, kind: Format) -> None:
             assert_close(got, want, 3e-6 if dtype == jnp.float32 else 2e-2)
 
 
+def test_all_values_of_8_bits() -> None:
+    """Every float of 8 bits that is a number, the tiny ones and both zeros too, as widened by XLA."""
+    d, f, kind = 256, 128, FORMATS["fp8"]
+    fields = {
+        n: field
+        for name, shape in (("w_up", (d, 2 * f)), ("w_down", (f, d)))
+        for n, field in kind.fields(name, shape).items()
+    }
+    codes = np.asarray([code for code in range(256) if code & 127 != 127], np.uint8)
+    record = {
+        name: np.full(shape, 0.01, stored) if name.endswith(SCALES) else np.resize(codes, shape).view(stored)
+        for name, (shape, stored) in fields.items()
+    }
+    both = [HostSlots(1, fields, native=is_native) for is_native in (True, False)]
+    h_TD, ones_TK = drawn(np.random.default_rng(0), (2, d), jnp.float32)[0], jnp.ones((2, 1))
+    outputs = []
+    for slots in both:
+        slots.write(0, record)
+        tokens = ExpertInputs(h_TD, jnp.zeros((2, 1), jnp.int32), ones_TK, jnp.zeros((2, d)))
+        outputs.append(slots.mlp(tokens, np.zeros(1, np.int32), "swiglu"))
+    assert_close(*outputs, 3e-6)
+
+
 @dtypes
 @pytest.mark.parametrize(
     ("activation", "biases"),
