@@ -111,6 +111,7 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("merged"))
 
 
+@pytest.mark.slow
 def test_servers_that_start_at_once(trained: Path, runs: TrainRuns, start_python: Start, tmp_path: Path) -> None:
     """Three of one run: one merges it, the others wait for that, and none fails."""
     output_dir = copied(trained, tmp_path)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
+from jmoe.inference.ahead import StepAhead, warm_up_ahead
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.kv_cache import empty_caches
@@ -27,9 +28,9 @@ from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner, mesh_caches
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner, Runner
-from jmoe.inference.sampler import NOT_FINITE, Draw, Sampler
+from jmoe.inference.sampler import NOT_FINITE, Draw, Draws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
-from jmoe.inference.scheduler import ChunkGroup, Scheduler, SchedulerStats
+from jmoe.inference.scheduler import Chunk, ChunkGroup, Scheduler, SchedulerStats, StepPlan, bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
@@ -145,6 +146,7 @@ class Engine(Closing):
         self.max_seq_len = self._scheduler.max_seq_len
         self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
+        self._ahead: StepAhead | None = None
         tokenizer = model.folder / "tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._warm_up()
@@ -255,10 +257,7 @@ class Engine(Closing):
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
-        hidden = self._runner.forward([self._runner.tokens(group) for group in groups])
-        draws: dict[Sequence, Draw] = {}
-        for group, after in zip(groups, hidden, strict=True):
-            draws |= self._draw(group, after)
+        draws = self._run(plan, groups)
         sampled = plan.sampled
         for sequence in sampled:  # one whose logits are no numbers ends; the others are not concerned
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
@@ -322,7 +321,30 @@ class Engine(Closing):
 
     # Parts of a step
 
-    def _draw(self, group: ChunkGroup, hidden: Any) -> dict[Sequence, Draw]:
+    def _run(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
+        """Run the groups of a plan, and begin the next step before its tokens are read, where that can be."""
+        ahead, self._ahead = self._ahead, None
+        taken = None if ahead is None else ahead.take(plan.decode)
+        drawing: list[tuple[list[Chunk], Draws]] = []
+        batches: list[Any] = []
+        if ahead is not None and taken is not None:  # else what it computed is computed again
+            decode, ran = taken
+            groups = [decode, *groups[1:]]
+            batches.append(ran)
+            drawing.append((list(decode.chunks), self._sampler.begin(ahead.logits_PV, list(decode.chunks))))
+        num_taken = len(batches)
+        batches += [self._runner.tokens(group) for group in groups[num_taken:]]
+        hidden = self._runner.forward(batches)
+        for group, after in zip(groups[num_taken:], hidden[num_taken:], strict=True):
+            drawing += self._begin_draw(group, after)
+        runner = self._model.on_one
+        if runner is not None and runner.runs_ahead and not plan.prefill:
+            going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
+            if going_on and bucket(len(going_on), self._scheduler.decode_buckets) == groups[0].num_rows:
+                self._ahead = StepAhead.begin(runner, groups[0], drawing[0][1].tokens_B, going_on)
+        return {c.sequence: draw for last, draws in drawing for c, draw in zip(last, draws.read(), strict=True)}
+
+    def _begin_draw(self, group: ChunkGroup, hidden: Any) -> list[tuple[list[Chunk], Draws]]:
         """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts."""
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
@@ -332,11 +354,10 @@ class Engine(Closing):
                 sequence.is_finite &= all(math.isfinite(lp.logprob) for lp in logprobs)
         last = [chunk for chunk in group.chunks if chunk.is_last]
         if not last:
-            return {}
+            return []
         at_P = np.zeros(group.num_rows, np.int32)
         at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-        draws = self._sampler.draw(self._runner.logits(hidden, at_P), last)
-        return {chunk.sequence: draw for chunk, draw in zip(last, draws, strict=True)}
+        return [(last, self._sampler.begin(self._runner.logits(hidden, at_P), last))]
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":
@@ -367,6 +388,7 @@ class Engine(Closing):
                 logits_PV = self._runner.logits(hidden, np.zeros(num_rows, np.int32))
             if width == 1:  # what follows knows of logits alone
                 self._sampler.warm_up(logits_PV)
+                warm_up_ahead(self.max_batch, num_rows)
         self._runner.copy_row(0, 0)
         self._runner.copy_row(0, self.max_batch - 1)  # on several devices: from one to another
 

@@ -35,11 +35,33 @@ Arrays = tuple[jax.Array, ...]  # of a module
 
 
 class TokenBatch(NamedTuple):
-    """The tokens of one program, as arrays of the host: rows of the cache, each with C tokens; position S: padding."""
+    """The tokens of one program: rows of the cache, each with C tokens; position S: padding.
+
+    Arrays of the host; of a step that runs ahead the tokens are on the device, as [P], with C = 1.
+    """
 
     tokens_PC: Any
     rows_P: Any
     positions_PC: Any
+
+
+class BatchChoices(NamedTuple):
+    """What a batch's tokens chose: int32 [T, K] of each layer with experts; E, like padding, for tokens in `lost`."""
+
+    layers: list[jax.Array]
+    lost: tuple[int, ...] = ()
+
+
+class Ran(NamedTuple):
+    """What a batch's programs gave; x is that after the last layer."""
+
+    x_PCD: jax.Array
+    choices: BatchChoices
+
+
+def _flat(g: TokenBatch) -> Any:
+    """Return the tokens as [P C], the shape of those that were drawn."""
+    return g.tokens_PC if g.tokens_PC.ndim == 1 else g.tokens_PC.reshape(-1)
 
 
 class Hidden(NamedTuple):
@@ -139,6 +161,7 @@ def embed_local(
     layers: WholeLayers = WHOLE,
 ) -> Hidden:
     """Return the first layer's input."""
+    tokens_PC = tokens_PC.reshape(positions_PC.shape)
     x_PCD = structure.merge(arrays).embed(tokens_PC, layers.own(positions_PC), dtype, layers.lookup)
     return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))
 
@@ -259,7 +282,7 @@ class ModelRunner:
         self.native = native
         self.config, self.residency, self.dtype, self.estimator = config, residency, dtype, estimator
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
-        self.recent_choices: deque[list[list[jax.Array]]] = deque(maxlen=RECENT_STEPS)  # steps, layers, groups
+        self.recent_choices: deque[list[BatchChoices]] = deque(maxlen=RECENT_STEPS)  # of a step's batches
         self.caches = list(caches)
         self.ends = split(ends)  # what embeds tokens, and what makes logits
         self._layers = [split(layer) for layer in layers]
@@ -288,19 +311,27 @@ class ModelRunner:
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return jax.device_put(x_PCD, jax.devices()[0])
 
-    def forward(self, groups: Sequence[TokenBatch]) -> list[jax.Array]:
-        """Return hidden states [P, C, D] of every batch.
+    def forward(self, groups: Sequence[TokenBatch | Ran]) -> list[jax.Array]:
+        """Return hidden states [P, C, D] of every batch, also of those that `begin` has run already.
 
         Those of few tokens run several layers a program, one after the other; for the others, layer by layer, a layer
         is acquired once. So a batch's programs, and its bits, do not depend on the others.
         """
-        slots = self.residency.slots.native if self.asks_nothing else None
-        few = [slots is not None and slots.takes(g.positions_PC.size, self.dtype) for g in groups]
-        programs = [self._run_programs(group) if is_few else None for group, is_few in zip(groups, few, strict=True)]
-        others = iter([] if all(few) else self.run_layers([group for group, is_few in zip(groups, few) if not is_few]))
+        programs = [group if isinstance(group, Ran) else self._run_programs(group) for group in groups]
+        left = [g for g, done in zip(groups, programs, strict=True) if done is None and isinstance(g, TokenBatch)]
+        others = iter(self.run_layers(left) if left else [])
         xs, choices = zip(*(done or next(others) for done in programs), strict=True)
-        self.recent_choices.append([list(layer) for layer in zip(*choices, strict=True)])
+        self.recent_choices.append(list(choices))
         return list(xs)
+
+    def begin(self, batch: TokenBatch) -> Ran:
+        """Run a batch that counts as a step's only when `forward` is given the result."""
+        return self._run_programs(batch) or self.run_layers([batch])[0]
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Return whether programs of the next step can follow this one's with nothing asked of the host."""
+        return self.residency.tables_NE is not None
 
     @property
     def asks_nothing(self) -> bool:
@@ -308,9 +339,9 @@ class ModelRunner:
         finds = self.residency.finder is not None and self.estimator is None
         return self.native and (finds or self.residency.tables_NE is not None)
 
-    def run_layers(self, groups: Sequence[TokenBatch]) -> list[tuple[jax.Array, list[jax.Array]]]:
-        """Return hidden states [P, C, D] of every batch, and what each layer's tokens chose; a layer at a time."""
-        groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
+    def run_layers(self, groups: Sequence[TokenBatch]) -> list[Ran]:
+        """Run every batch, a layer at a time."""
+        groups = [TokenBatch(*jax.device_put((_flat(g), *g[1:]), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
@@ -333,12 +364,14 @@ class ModelRunner:
                     of_group.append(r.idx_TK)
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
-        return [(_add_alone(x), of_group) for x, of_group in zip(xs, choices, strict=True)]
+        return [Ran(_add_alone(x), BatchChoices(of_group)) for x, of_group in zip(xs, choices, strict=True)]
 
-    def _run_programs(self, g: TokenBatch) -> tuple[jax.Array, list[jax.Array]]:
-        """Do what `run_layers` does for one batch, several layers a program."""
+    def _run_programs(self, g: TokenBatch) -> Ran | None:
+        """Do what `run_layers` does for one batch of few tokens, several layers a program; None: it takes no others."""
         slots, tables_NE, finder = self.residency.slots.native, self.residency.tables_NE, self.residency.finder
-        assert slots is not None
+        if slots is None or not self.asks_nothing or not slots.takes(g.positions_PC.size, self.dtype):
+            return None
+        g = g._replace(tokens_PC=jax.device_put(_flat(g), jax.devices()[0]))  # where the step before leaves them
         embed, embed_arrays = self.ends
         x: Any = embed_arrays
         size = LAYERS_A_PROGRAM
@@ -357,7 +390,7 @@ class ModelRunner:
                 chosen += choices
             if finder is not None:  # it must not be changed while they run
                 jax.block_until_ready(x)
-        return x, chosen
+        return Ran(x, BatchChoices(chosen))
 
     def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""
@@ -390,19 +423,27 @@ class ModelRunner:
         """
         experts = self.config.num_experts
         use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
-        for layers in jax.device_get(list(self.recent_choices)):
-            for layer, indices in enumerate(layers):
-                for idx_TK in indices:
-                    use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
+        for step in list(self.recent_choices):
+            for layer, idx_TK in enumerate(self._read(step)):
+                use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_NE[:, :-1]
 
     def last_choices(self) -> list[np.ndarray]:
         """Return int32 [T, K] of each layer, what the tokens of the last step chose; E for padding. Reads the device.
 
-        Every layer has the tokens of all groups in the same order.
+        Every layer has the tokens of all batches in the same order.
         """
-        layers: list[list[np.ndarray]] = jax.device_get(self.recent_choices[-1]) if self.recent_choices else []
-        return [np.concatenate(indices) for indices in layers]
+        return self._read(self.recent_choices[-1]) if self.recent_choices else []
+
+    def _read(self, step: list[BatchChoices]) -> list[np.ndarray]:
+        layers: list[np.ndarray] = []
+        for of_batches in zip(*(jax.device_get(choices.layers) for choices in step), strict=True):
+            layers.append(np.concatenate(of_batches))
+            first = 0
+            for choices, idx_TK in zip(step, of_batches, strict=True):
+                layers[-1][[first + row for row in choices.lost]] = self.config.num_experts
+                first += len(idx_TK)
+        return layers
 
     def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:

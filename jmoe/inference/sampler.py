@@ -463,6 +463,19 @@ class Draw(NamedTuple):
     logprob: TokenLogprob | None
 
 
+class Draws(NamedTuple):
+    """Tokens being drawn. tokens_B: of the chunks first; wanted: the log-probabilities of each, None for none."""
+
+    tokens_B: jax.Array
+    logprobs: Logprobs | None
+    wanted: list[int | None]
+
+    def read(self) -> list[Draw]:
+        """Wait for them."""
+        tokens = np.asarray(self.tokens_B).tolist()[: len(self.wanted)]
+        return [Draw(*pair) for pair in zip(tokens, _token_logprobs(tokens, self.logprobs, self.wanted), strict=True)]
+
+
 class Sampler:
     """Draws tokens for chunks of sequences, and keeps on the device what penalties need to know of the cache's rows."""
 
@@ -482,10 +495,14 @@ class Sampler:
 
     def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> list[Draw]:
         """Draw a token after each chunk, from the first rows of the logits."""
+        return self.begin(logits_BV, chunks).read()
+
+    def begin(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
+        """Let the device draw, without a wait for the tokens."""
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
         if not constrained and all(sequence.sampling.plain_greedy for sequence in sequences):
-            return [Draw(token, None) for token in self.greedy(logits_BV).tolist()[: len(chunks)]]
+            return Draws(_greedy(logits_BV), None, [None] * len(chunks))
         size = self._max_batch  # one shape, and so one program, for every number of sequences
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
         params = self._batch_params(sequences, constrained)
@@ -500,8 +517,7 @@ class Sampler:
         tokens_B, logprobs, self._state = _sample(
             logits_BV, params, self._state, rows_B, positions_B, allowed_BW, with_logprobs=with_logprobs
         )
-        tokens = np.asarray(tokens_B).tolist()[: len(chunks)]
-        return [Draw(*pair) for pair in zip(tokens, _token_logprobs(tokens, logprobs, wanted), strict=True)]
+        return Draws(tokens_B, logprobs, wanted)
 
     def prompt_logprobs(self, chunk: Chunk, logits_CV: jax.Array) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt's tokens that follow those of a chunk."""

@@ -230,6 +230,11 @@ class Scheduler:
                 finished.append(sequence)
         return finished
 
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Return whether the token under way of a sequence past its prompt may not be its last."""
+        length, most = len(sequence.output_token_ids) + 1, sequence.sampling.max_new_tokens
+        return sequence.status == "decode" and length < most and sequence.num_tokens + 1 < self.max_seq_len
+
     @property
     def has_unfinished(self) -> bool:
         """Whether `schedule` would return a plan that is not empty."""

@@ -394,7 +394,8 @@ class Checkpoints:
         }
         if self._records is not None:
             handlers[ITEM] = RecordsHandler()
-        logging.getLogger("absl").addFilter(_is_news)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_news)
         if getattr(sys.unraisablehook, "func", None) is not _report_unraisable:
             sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
         self._manager = ocp.CheckpointManager(
@@ -518,9 +519,14 @@ class Checkpoints:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether to log what Orbax logs: not the tracebacks of errors that the next call raises."""
+    """Return whether to log what Orbax and its event loop log: not the tracebacks of errors that the next call raises.
+
+    Of the arrays that cannot be written the first is raised; asyncio reports every later one as an error of a task.
+    """
     raised = record.exc_info is not None and record.filename in ("async_checkpointer.py", "checkpoint_manager.py")
-    return not raised and "_SignalingThread.run() raised an exception" not in record.getMessage()
+    message = record.getMessage()
+    later = message.startswith("Task exception was never retrieved") and "/orbax/checkpoint/" in message
+    return not raised and not later and "_SignalingThread.run() raised an exception" not in message
 
 
 def _report_unraisable(report: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs) -> None:

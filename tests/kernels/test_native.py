@@ -414,6 +414,7 @@ def run_module(cache: Path, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_it_is_built_once(tmp_path: Path) -> None:
     """By whoever comes first, of several at once; a later start takes what is there."""
     fast = tmp_path / "c++"

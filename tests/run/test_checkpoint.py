@@ -1,6 +1,8 @@
 """Checkpoints on a real disk: what was saved comes back, or an error says why not and what is still intact."""
 
+import asyncio
 import contextlib
+import gc
 import json
 import re
 import shutil
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization.serialization import async_serialize_from_host
 
 from jmoe.config import CheckpointConfig, TrainConfig
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
@@ -352,6 +355,25 @@ def test_writes_that_end_after_the_first_failed_are_not_reported(
     for unraisable in (late, other):
         sys.unraisablehook(unraisable)  # type: ignore[arg-type]
     assert reported == [other]
+
+
+async def _fail(*_: Any) -> None:
+    raise ValueError("No space left on device")
+
+
+@pytest.mark.parametrize(("write", "num_reported"), [(async_serialize_from_host, 0), (_fail, 1)])
+def test_later_arrays_that_fail_are_not_reported(
+    open_checkpoints: Open, caplog: pytest.LogCaptureFixture, write: Callable[..., Any], num_reported: int
+) -> None:
+    """Orbax raises what the first array met and leaves the other tasks alone; other tasks are reported as before."""
+    open_checkpoints().save(1, {"w": jnp.zeros(2)}, None, "{}")
+
+    async def leave_alone() -> None:
+        await asyncio.wait([asyncio.ensure_future(write(SimpleNamespace(is_on_host=False), {}))])
+
+    asyncio.run(leave_alone())
+    gc.collect()
+    assert len([record for record in caplog.records if record.name == "asyncio"]) == num_reported
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

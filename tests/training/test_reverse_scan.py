@@ -153,7 +153,10 @@ REPLICATED: dict[str, Any] = {"shard_dense": False, "hierarchical": False, "exch
 
 @pytest.mark.parametrize(
     ("shape", "comm", "kinds"),
-    [((1, 2, 2), REPLICATED, {"all-reduce"}), ((2, 1, 2), {}, {"all-reduce", "all-gather", "reduce-scatter"})],
+    [
+        ((1, 2, 2), REPLICATED, {"all-reduce"}),
+        pytest.param((2, 1, 2), {}, {"all-reduce", "all-gather", "reduce-scatter"}, marks=pytest.mark.slow),
+    ],
     ids=["replicated dense parameters", "experts' gradients over data"],
 )
 def test_all_reduces_give_way_to_all_to_alls(

@@ -36,7 +36,9 @@ ONE_CHOICE = dataclasses.replace(CONFIG, batch_size=4)  # of an expert by a toke
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture(scope="module", params=[SPREAD, REPLICAS], ids=["each its own", "replicas"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(SPREAD, marks=pytest.mark.slow), REPLICAS], ids=["each its own", "replicas"]
+)
 def config(request: pytest.FixtureRequest) -> Any:
     """Every device has experts of its own, or two have the same."""
     return request.param

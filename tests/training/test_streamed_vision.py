@@ -152,7 +152,8 @@ def test_no_tier_and_no_layout_changes_a_loss(
 @pytest.mark.parametrize(
     ("name", "num_devices", "num_slots"),
     [
-        ("host", 4, 2),  # the expert that no task names is with one device's own
+        # the expert that no task names is with one device's own
+        pytest.param("host", 4, 2, marks=pytest.mark.slow),
         pytest.param("nvme", 2, 3, marks=pytest.mark.slow),
         pytest.param("mixed", 8, 2, marks=pytest.mark.slow),
     ],

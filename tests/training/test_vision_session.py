@@ -94,7 +94,7 @@ def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
     }
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("tier", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: Path, tier: Any) -> None:
     tasks = CONFIG.tasks | {"middle": dataclasses.replace(CONFIG.tasks["middle"], num_steps=1)}
     run = session(tmp_path, 4, tasks=tasks, tiers=TiersConfig(experts=tier, optimizer=tier))

@@ -1,0 +1,72 @@
+"""A decoding step begun before the host has read the tokens of the one before.
+
+The device has them, and that is all that the next step's programs need. So it computes while the host reads, decides
+who goes on, and hands the tokens out. A sequence that ends with a token has a row in the step already begun: the row
+is lost, the others are kept. What it wrote into the cache lies behind all that is counted as computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from jmoe.inference.runner import ModelRunner, Ran, TokenBatch
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.scheduler import Chunk, ChunkGroup
+from jmoe.inference.sequence import Sequence
+
+NOWHERE = 2**30  # a row that no cache has
+IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])  # of a row that nobody waits for
+
+
+@partial(jax.jit, static_argnums=1)
+def _first(tokens_B: jax.Array, num_rows: int) -> jax.Array:
+    return tokens_B[:num_rows]
+
+
+@dataclass(frozen=True)
+class StepAhead:
+    """A decoding step under way. places: by sequence its row in the programs, and its column of the cache."""
+
+    places: dict[Sequence, tuple[int, int]]
+    num_rows: int
+    ran: Ran
+    logits_PV: jax.Array
+
+    @classmethod
+    def begin(cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, going_on: set[Sequence]) -> StepAhead:
+        """Run the tokens that were just drawn, one of each row of a decoding group; the host need not know them.
+
+        going_on: the sequences of the group that will not surely end with these tokens.
+        """
+        places: dict[Sequence, tuple[int, int]] = {}
+        rows_P = np.zeros(group.num_rows, np.int32)
+        positions_P1 = np.full((group.num_rows, 1), runner.caches[0].length, np.int32)  # of padding
+        for row, chunk in enumerate(group.chunks):
+            if chunk.sequence in going_on:
+                rows_P[row], positions_P1[row] = chunk.row, chunk.end
+                places[chunk.sequence] = row, chunk.end
+        tokens_P = tokens_B if tokens_B.size == group.num_rows else _first(tokens_B, group.num_rows)
+        ran = runner.begin(TokenBatch(tokens_P, rows_P, positions_P1))
+        logits_PV = runner.logits(ran.x_PCD, np.zeros(group.num_rows, np.int32))
+        return cls(places, group.num_rows, ran, logits_PV)
+
+    def take(self, decode: tuple[Chunk, ...]) -> tuple[ChunkGroup, Ran] | None:
+        """Return the chunks as a group in the rows of this step, and its outcome; None if one does not run in it."""
+        chunks = [IDLE] * self.num_rows
+        for chunk in decode:
+            row, start = self.places.get(chunk.sequence, (-1, -1))
+            if start != chunk.start:
+                return None
+            chunks[row] = chunk
+        lost = tuple(row for row, _ in self.places.values() if chunks[row] is IDLE)
+        choices = self.ran.choices._replace(lost=lost)
+        return (ChunkGroup(tuple(chunks), self.num_rows, 1), self.ran._replace(choices=choices)) if decode else None
+
+
+def warm_up_ahead(max_batch: int, num_rows: int) -> None:
+    """Compile what hands drawn tokens on to a step of so many rows."""
+    _first(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)

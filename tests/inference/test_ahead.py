@@ -1,0 +1,124 @@
+"""Steps begun before the tokens of the one before are read: what comes out is what comes out without them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_engines import tiny_engine
+
+from jmoe.inference import engine as engine_module
+from jmoe.inference.ahead import StepAhead
+from jmoe.inference.engine import Engine
+from jmoe.inference.runner import ModelRunner, Ran
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.scheduler import Chunk, ChunkGroup
+from jmoe.inference.sequence import Output
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+RANDOM = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.5, "logprobs": 3}
+
+
+class Multiples:
+    """Allows the multiples of one more than the number of tokens so far."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def fill(self, words_W: np.ndarray) -> None:
+        words_W[:] = 0
+        for token in range(0, 32 * words_W.size, self.length + 1):
+            words_W[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+
+    def accept(self, token_id: int) -> None:
+        assert token_id % (self.length + 1) == 0
+        self.length += 1
+
+
+def traffic(served: Engine) -> dict[str, Any]:
+    """Serve requests of every kind that begin and end at different steps; returns all that can be seen of them."""
+    prompt = [5, 9, 2, 7]
+
+    def add(first: int, **fields: Any) -> Any:
+        constraint = Multiples() if fields.pop("constrained", False) else None
+        return served.add_request([first, *prompt], SamplingParams(ignore_eos=True, **fields), constraint)
+
+    outputs: list[Output] = []
+    uses: list[Any] = []
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            outputs.extend(served.step())
+            uses.append([c[c[:, 0] < served.config.num_experts].tolist() for c in served.last_choices()])
+
+    requests = [add(1, max_new_tokens=24), add(2, max_new_tokens=7, **RANDOM), add(3, max_new_tokens=30)]
+    run(9)
+    requests.append(add(4, max_new_tokens=12, constrained=True))  # it comes while the others decode
+    run(4)
+    served.abort(requests[2])
+    stop = requests[0].output_token_ids[-1]
+    requests.append(add(1, max_new_tokens=20, stop_token_ids=(stop,)))  # it ends where only its tokens tell
+    requests.append(add(6, max_new_tokens=9, **RANDOM))
+    while served.has_unfinished:
+        run(1)
+    requests.append(add(4, max_new_tokens=served.max_seq_len))  # it ends where its row does
+    while served.has_unfinished:
+        run(1)
+    return {
+        "tokens": [r.output_token_ids for r in requests],
+        "ends": [r.finish_reason for r in requests],
+        "logprobs": [output.logprobs for output in outputs],
+        "choices": uses,
+        "use": served.expert_use().tolist(),
+    }
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_nothing_else_comes_out(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, log-probabilities and choices of experts, with sequences that end and come while a step is under way."""
+    taken: list[tuple[ChunkGroup, Ran] | None] = []
+    take = StepAhead.take
+
+    def note(ahead: StepAhead, decode: tuple[Chunk, ...]) -> tuple[ChunkGroup, Ran] | None:
+        taken.append(take(ahead, decode))
+        return taken[-1]
+
+    monkeypatch.setattr(engine_module.StepAhead, "take", note)
+    with tiny_engine(name, policy="resident", native=native, max_batch=4) as served:
+        found = traffic(served)
+        num_taken = len(taken) - taken.count(None)
+        assert num_taken > 40
+        assert [lost for some in taken if some is not None for lost in some[1].choices.lost]
+    with monkeypatch.context() as patch, tiny_engine(name, policy="resident", native=native, max_batch=4) as served:
+        patch.setattr(ModelRunner, "runs_ahead", False)
+        expected = traffic(served)
+        assert len(taken) - taken.count(None) == num_taken
+    assert found == expected
+
+
+def test_a_row_is_lost_and_nothing_of_it_reused() -> None:
+    """A sequence that ended while the next step ran leaves a cache that a prompt with its tokens can go on from."""
+    with tiny_engine("mixtral", policy="resident", max_batch=2) as served:
+        (first,) = served.generate([[1, 5, 9, 2]], max_new_tokens=12, ignore_eos=True)
+        stop = first.token_ids[6]
+        options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+        (ended,) = served.generate([[1, 5, 9, 2]], stop_token_ids=(stop,), **options)
+        assert ended.token_ids == first.token_ids[: len(ended.token_ids)]
+        for extra in (0, 3):
+            prompt = [1, 5, 9, 2, *ended.token_ids, *[7] * extra]
+            (again,) = served.generate([prompt], **options)
+            with tiny_engine("mixtral", policy="resident", max_batch=2) as other:
+                (expected,) = other.generate([prompt], **options)
+            assert again.token_ids == expected.token_ids
+        assert served.scheduler_stats().reused_tokens > 0
+
+
+@pytest.mark.parametrize("policy", [{"policy": "ring", "ring_slots": 1}, {"policy": "experts", "device_bytes": 20_000}])
+def test_streamed_experts_wait(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where slots change between steps none is begun early."""
+    begun: list[Callable[..., Any]] = []
+    monkeypatch.setattr(engine_module.StepAhead, "begin", begun.append)
+    with tiny_engine("mixtral", **policy) as served:
+        served.generate([[1, 5, 9, 2]], max_new_tokens=4, ignore_eos=True)
+    assert begun == []
