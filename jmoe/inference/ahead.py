@@ -2,13 +2,15 @@
 
 The device has them, and that is all that the next step's programs need. So it computes while the host reads, decides
 who goes on, and hands the tokens out. A sequence that ends with a token has a row in the step already begun: the row
-is lost, the others are kept. What it wrote into the cache lies behind all that is counted as computed.
+is lost, the others are kept unless fewer rows would do. What it wrote into the cache lies behind all that is counted as
+computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +27,14 @@ IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])  #
 @partial(jax.jit, static_argnums=1)
 def _first(tokens_B: jax.Array, num_rows: int) -> jax.Array:
     return tokens_B[:num_rows]
+
+
+class Begun(NamedTuple):
+    """A decoding group in the rows of the step that was begun for it, with idle ones between, and what it gave."""
+
+    group: ChunkGroup
+    ran: Ran
+    logits_PV: jax.Array
 
 
 @dataclass(frozen=True)
@@ -54,17 +64,19 @@ class StepAhead:
         logits_PV = runner.logits(ran.x_PCD, np.zeros(group.num_rows, np.int32))
         return cls(places, group.num_rows, ran, logits_PV)
 
-    def take(self, decode: tuple[Chunk, ...]) -> tuple[ChunkGroup, Ran] | None:
-        """Return the chunks as a group in the rows of this step, and its outcome; None if one does not run in it."""
+    def take(self, group: ChunkGroup) -> Begun | None:
+        """Return what this step gave for a decoding group; None if it does not run all its chunks, in as many rows."""
+        if group.num_rows != self.num_rows:  # other programs: sums may be of another order
+            return None
         chunks = [IDLE] * self.num_rows
-        for chunk in decode:
+        for chunk in group.chunks:
             row, start = self.places.get(chunk.sequence, (-1, -1))
             if start != chunk.start:
                 return None
             chunks[row] = chunk
         lost = tuple(row for row, _ in self.places.values() if chunks[row] is IDLE)
-        choices = self.ran.choices._replace(lost=lost)
-        return (ChunkGroup(tuple(chunks), self.num_rows, 1), self.ran._replace(choices=choices)) if decode else None
+        ran = self.ran._replace(choices=self.ran.choices._replace(lost=lost))
+        return Begun(ChunkGroup(tuple(chunks), self.num_rows, 1), ran, self.logits_PV)
 
 
 def warm_up_ahead(max_batch: int, num_rows: int) -> None:

@@ -211,6 +211,7 @@ class Engine(Closing):
     def abort(self, sequence: Sequence) -> None:
         """End a request; nothing happens if it has ended."""
         self._scheduler.finish(sequence, "abort")
+        self._drop_unwanted()
 
     @property
     def has_unfinished(self) -> bool:
@@ -265,6 +266,7 @@ class Engine(Closing):
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
         outputs = [self._output(sequence, draws[sequence]) for sequence in sampled]
+        self._drop_unwanted()
         self._collector.note_step("prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun)
         if self.plan.memory.policy == "auto":
             routing = self._collector.routing_stats(self.max_batch)
@@ -317,35 +319,45 @@ class Engine(Closing):
                 if phase.steps and phase.predicted_step_s is not None:
                     predicted, measured = phase.predicted_step_s * 1e3, phase.step_s * 1e3
                     log.info("%s: %.1f ms a step, predicted %.1f (%s)", name, measured, predicted, phase.policy)
+        self._ahead = None
         self._model.close()
 
     # Parts of a step
 
+    def _drop_unwanted(self) -> None:
+        """Keep nothing of a step under way that nobody waits for."""
+        if not self.has_unfinished:
+            self._ahead = None
+
     def _run(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
         """Run the groups of a plan, and begin the next step before its tokens are read, where that can be."""
         ahead, self._ahead = self._ahead, None
-        taken = None if ahead is None else ahead.take(plan.decode)
+        begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None  # None: it is computed again
+        logits: list[jax.Array | None] = [None] * len(groups)
+        if begun is None:
+            batches = [self._runner.tokens(group) for group in groups]
+        else:
+            groups, logits = [begun.group, *groups[1:]], [begun.logits_PV, *logits[1:]]
+            batches = [begun.ran, *(self._runner.tokens(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], Draws]] = []
-        batches: list[Any] = []
-        if ahead is not None and taken is not None:  # else what it computed is computed again
-            decode, ran = taken
-            groups = [decode, *groups[1:]]
-            batches.append(ran)
-            drawing.append((list(decode.chunks), self._sampler.begin(ahead.logits_PV, list(decode.chunks))))
-        num_taken = len(batches)
-        batches += [self._runner.tokens(group) for group in groups[num_taken:]]
-        hidden = self._runner.forward(batches)
-        for group, after in zip(groups[num_taken:], hidden[num_taken:], strict=True):
-            drawing += self._begin_draw(group, after)
+        for group, after, logits_PV in zip(groups, self._runner.forward(batches), logits, strict=True):
+            drawing += self._begin_draw(group, after, logits_PV)
         runner = self._model.on_one
-        if runner is not None and runner.runs_ahead and not plan.prefill:
+        if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
             going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
             if going_on and bucket(len(going_on), self._scheduler.decode_buckets) == groups[0].num_rows:
-                self._ahead = StepAhead.begin(runner, groups[0], drawing[0][1].tokens_B, going_on)
+                tokens_B = drawing[0][1].tokens_B
+                tokens_B.copy_to_host_async()
+                self._ahead = StepAhead.begin(runner, groups[0], tokens_B, going_on)
         return {c.sequence: draw for last, draws in drawing for c, draw in zip(last, draws.read(), strict=True)}
 
-    def _begin_draw(self, group: ChunkGroup, hidden: Any) -> list[tuple[list[Chunk], Draws]]:
-        """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts."""
+    def _begin_draw(
+        self, group: ChunkGroup, hidden: Any, logits_PV: jax.Array | None
+    ) -> list[tuple[list[Chunk], Draws]]:
+        """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts.
+
+        logits_PV: where they have been computed. Returns the chunks that get a token, and these; nothing for none.
+        """
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
             if sequence.status == "prefill" and sequence.sampling.prompt_logprobs is not None:
@@ -355,9 +367,11 @@ class Engine(Closing):
         last = [chunk for chunk in group.chunks if chunk.is_last]
         if not last:
             return []
-        at_P = np.zeros(group.num_rows, np.int32)
-        at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-        return [(last, self._sampler.begin(self._runner.logits(hidden, at_P), last))]
+        if logits_PV is None:
+            at_P = np.zeros(group.num_rows, np.int32)
+            at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
+            logits_PV = self._runner.logits(hidden, at_P)
+        return [(last, self._sampler.begin(logits_PV, last))]
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":

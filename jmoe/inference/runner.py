@@ -37,7 +37,7 @@ Arrays = tuple[jax.Array, ...]  # of a module
 class TokenBatch(NamedTuple):
     """The tokens of one program: rows of the cache, each with C tokens; position S: padding.
 
-    Arrays of the host; of a step that runs ahead the tokens are on the device, as [P], with C = 1.
+    Arrays of the host; the tokens may be on the device and flat, [P C].
     """
 
     tokens_PC: Any
@@ -46,7 +46,7 @@ class TokenBatch(NamedTuple):
 
 
 class BatchChoices(NamedTuple):
-    """What a batch's tokens chose: int32 [T, K] of each layer with experts; E, like padding, for tokens in `lost`."""
+    """What a batch's tokens chose: int32 [T, K] of each layer with experts. lost: tokens that count as padding."""
 
     layers: list[jax.Array]
     lost: tuple[int, ...] = ()
@@ -328,10 +328,18 @@ class ModelRunner:
         """Run a batch that counts as a step's only when `forward` is given the result."""
         return self._run_programs(batch) or self.run_layers([batch])[0]
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Return whether programs of the next step can follow this one's with nothing asked of the host."""
-        return self.residency.tables_NE is not None
+    def can_run_ahead(self, num_tokens: int) -> bool:
+        """Return whether a step of so many tokens can begin before the host has seen what the one before gave.
+
+        Experts must stay where they are. On a CPU without native programs each layer's choices are read back.
+        """
+        stay = self.residency.tables_NE is not None
+        return stay and (self._are_few(num_tokens) or jax.devices()[0].platform != "cpu")
+
+    def _are_few(self, num_tokens: int) -> bool:
+        """Return whether so many tokens take several layers a program."""
+        slots = self.residency.slots.native
+        return slots is not None and self.asks_nothing and slots.takes(num_tokens, self.dtype)
 
     @property
     def asks_nothing(self) -> bool:
@@ -367,9 +375,9 @@ class ModelRunner:
         return [Ran(_add_alone(x), BatchChoices(of_group)) for x, of_group in zip(xs, choices, strict=True)]
 
     def _run_programs(self, g: TokenBatch) -> Ran | None:
-        """Do what `run_layers` does for one batch of few tokens, several layers a program; None: it takes no others."""
+        """Do what `run_layers` does for one batch, several layers a program; None where its tokens are too many."""
         slots, tables_NE, finder = self.residency.slots.native, self.residency.tables_NE, self.residency.finder
-        if slots is None or not self.asks_nothing or not slots.takes(g.positions_PC.size, self.dtype):
+        if slots is None or not self._are_few(g.positions_PC.size):
             return None
         g = g._replace(tokens_PC=jax.device_put(_flat(g), jax.devices()[0]))  # where the step before leaves them
         embed, embed_arrays = self.ends

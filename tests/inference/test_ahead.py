@@ -1,6 +1,5 @@
 """Steps begun before the tokens of the one before are read: what comes out is what comes out without them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,12 +7,13 @@ import pytest
 from tiny_engines import tiny_engine
 
 from jmoe.inference import engine as engine_module
-from jmoe.inference.ahead import StepAhead
+from jmoe.inference.ahead import Begun, StepAhead
 from jmoe.inference.engine import Engine
-from jmoe.inference.runner import ModelRunner, Ran
+from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.scheduler import Chunk, ChunkGroup
+from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.sequence import Output
+from kernels_pallas import native
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 RANDOM = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.5, "logprobs": 3}
@@ -33,6 +33,13 @@ class Multiples:
     def accept(self, token_id: int) -> None:
         assert token_id % (self.length + 1) == 0
         self.length += 1
+
+
+def needs_compiler() -> None:
+    try:
+        native.load()
+    except native.NotBuiltError as error:
+        pytest.skip(f"no native operations here: {error}")
 
 
 def traffic(served: Engine) -> dict[str, Any]:
@@ -56,7 +63,7 @@ def traffic(served: Engine) -> dict[str, Any]:
     requests.append(add(4, max_new_tokens=12, constrained=True))  # it comes while the others decode
     run(4)
     served.abort(requests[2])
-    stop = requests[0].output_token_ids[-1]
+    stop = requests[0].output_token_ids[3]
     requests.append(add(1, max_new_tokens=20, stop_token_ids=(stop,)))  # it ends where only its tokens tell
     requests.append(add(6, max_new_tokens=9, **RANDOM))
     while served.has_unfinished:
@@ -73,25 +80,26 @@ def traffic(served: Engine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_nothing_else_comes_out(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, log-probabilities and choices of experts, with sequences that end and come while a step is under way."""
-    taken: list[tuple[ChunkGroup, Ran] | None] = []
+    taken: list[Begun | None] = []
     take = StepAhead.take
 
-    def note(ahead: StepAhead, decode: tuple[Chunk, ...]) -> tuple[ChunkGroup, Ran] | None:
-        taken.append(take(ahead, decode))
+    def note(ahead: StepAhead, group: ChunkGroup) -> Begun | None:
+        taken.append(take(ahead, group))
         return taken[-1]
 
     monkeypatch.setattr(engine_module.StepAhead, "take", note)
-    with tiny_engine(name, policy="resident", native=native, max_batch=4) as served:
+    needs_compiler()
+    with tiny_engine(name, policy="resident", max_batch=4) as served:
         found = traffic(served)
+        assert served._ahead is None  # nothing is kept for nobody
         num_taken = len(taken) - taken.count(None)
         assert num_taken > 40
-        assert [lost for some in taken if some is not None for lost in some[1].choices.lost]
-    with monkeypatch.context() as patch, tiny_engine(name, policy="resident", native=native, max_batch=4) as served:
-        patch.setattr(ModelRunner, "runs_ahead", False)
+        assert [lost for some in taken if some is not None for lost in some.ran.choices.lost]
+    with monkeypatch.context() as patch, tiny_engine(name, policy="resident", max_batch=4) as served:
+        patch.setattr(ModelRunner, "can_run_ahead", lambda *_: False)
         expected = traffic(served)
         assert len(taken) - taken.count(None) == num_taken
     assert found == expected
@@ -114,11 +122,58 @@ def test_a_row_is_lost_and_nothing_of_it_reused() -> None:
         assert served.scheduler_stats().reused_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3_yarn"])
+def test_fewer_rows_are_other_programs(name: str) -> None:
+    """A sequence ends by its tokens and the other goes on alone: the bits of an engine that begins no step early."""
+    needs_compiler()
+    with tiny_engine(name, policy="resident") as served:
+        (first,) = served.generate([[1, 5, 9, 2]], max_new_tokens=8, ignore_eos=True)
+        stop = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(first.token_ids[-1],))
+
+        def both(engine: Engine) -> list[Any]:
+            ends = engine.add_request([1, 5, 9, 2], stop)
+            stays = engine.add_request([3, 8, 4], SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=4))
+            outputs: list[Output] = []
+            while engine.has_unfinished:
+                outputs += engine.step()
+            return [ends.output_token_ids, [o.logprobs for o in outputs if o.sequence is stays]]
+
+        found = both(served)
+    with tiny_engine(name, policy="experts", device_bytes=30_000, prefill_chunk_tokens=16) as other:
+        assert both(other) == found
+
+
+def test_who_leaves_takes_nothing_along() -> None:
+    """Aborted, closed, or without numbers while the next step runs: the others go on, and nothing is kept."""
+    needs_compiler()
+    options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    with tiny_engine("mixtral", policy="resident") as served:
+        alone = served.generate([[3, 8, 4]], **options)[0].token_ids
+        gone, stays = (served.add_request(p, SamplingParams(**options)) for p in ([1, 5, 9, 2], [3, 8, 4]))
+        for _ in range(5):
+            served.step()
+        served.abort(gone)
+        assert served._ahead is not None
+        while len(stays.output_token_ids) < 10:
+            served.step()
+        assert stays.output_token_ids == alone[:10]
+        served.abort(stays)
+        assert served._ahead is None and served.step() == []
+        served.add_request([3, 8, 4], SamplingParams(**options))
+        served.step(), served.step()
+    assert served._ahead is None
+
+
+def test_without_native_operations_none_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's choices are read back there: a step begun early would only be waited for early."""
+    monkeypatch.setattr(engine_module.StepAhead, "begin", lambda *_: pytest.fail("a step was begun"))
+    with tiny_engine("mixtral", policy="resident", native="off") as served:
+        served.generate([[1, 5, 9, 2]], max_new_tokens=4, ignore_eos=True)
+
+
 @pytest.mark.parametrize("policy", [{"policy": "ring", "ring_slots": 1}, {"policy": "experts", "device_bytes": 20_000}])
 def test_streamed_experts_wait(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where slots change between steps none is begun early."""
-    begun: list[Callable[..., Any]] = []
-    monkeypatch.setattr(engine_module.StepAhead, "begin", begun.append)
+    monkeypatch.setattr(engine_module.StepAhead, "begin", lambda *_: pytest.fail("a step was begun"))
     with tiny_engine("mixtral", **policy) as served:
         served.generate([[1, 5, 9, 2]], max_new_tokens=4, ignore_eos=True)
-    assert begun == []
