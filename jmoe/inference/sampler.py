@@ -493,12 +493,8 @@ class Sampler:
             in_prompt_V[sequence.prompt_token_ids] = True
             self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
 
-    def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> list[Draw]:
-        """Draw a token after each chunk, from the first rows of the logits."""
-        return self.begin(logits_BV, chunks).read()
-
     def begin(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
-        """Let the device draw, without a wait for the tokens."""
+        """Let the device draw a token after each chunk, from the first rows of the logits, without a wait for them."""
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
         if not constrained and all(sequence.sampling.plain_greedy for sequence in sequences):
@@ -532,7 +528,7 @@ class Sampler:
         _greedy(logits_BV).block_until_ready()
         for logprobs in (None, 0):
             sequence = Sequence([0], SamplingParams(temperature=1.0, logprobs=logprobs), constraint)
-            self.draw(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
+            self.begin(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
         self._state = _start_sequence(self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_))
         self._params = None
 

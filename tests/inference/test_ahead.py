@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_engines import tiny_engine
+from tiny_engines import needs_compiler, tiny_engine
 
 from jmoe.inference import engine as engine_module
 from jmoe.inference.ahead import Begun, StepAhead
@@ -13,7 +13,6 @@ from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.sequence import Output
-from kernels_pallas import native
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 RANDOM = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.5, "logprobs": 3}
@@ -33,13 +32,6 @@ class Multiples:
     def accept(self, token_id: int) -> None:
         assert token_id % (self.length + 1) == 0
         self.length += 1
-
-
-def needs_compiler() -> None:
-    try:
-        native.load()
-    except native.NotBuiltError as error:
-        pytest.skip(f"no native operations here: {error}")
 
 
 def traffic(served: Engine) -> dict[str, Any]:
@@ -144,7 +136,7 @@ def test_fewer_rows_are_other_programs(name: str) -> None:
 
 
 def test_who_leaves_takes_nothing_along() -> None:
-    """Aborted, closed, or without numbers while the next step runs: the others go on, and nothing is kept."""
+    """Aborted or closed while the next step runs: the others go on, and nothing is kept."""
     needs_compiler()
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with tiny_engine("mixtral", policy="resident") as served:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_engines import CHECKPOINTS, SIZES, tiny_engine
+from tiny_engines import CHECKPOINTS, SIZES, needs_compiler, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
@@ -39,13 +39,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def reference(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(CHECKPOINTS / name / "reference.npz"))
-
-
-def needs_compiler() -> None:
-    try:
-        native.load()
-    except native.NotBuiltError as error:
-        pytest.skip(f"no native operations here: {error}")
 
 
 def same(a: list[Completion], b: list[Completion]) -> bool:
