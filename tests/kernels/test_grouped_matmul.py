@@ -79,7 +79,9 @@ def tokens_of(rows: RowMap, d: int, dtype: Any) -> jax.Array:
 
 
 @dtypes
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n.startswith(("mixtral", "qwen3")) else pytest.mark.slow) for n in MODELS]
+)
 def test_named_shapes(name: str, dtype: Any) -> None:
     """The models' ratios, scaled down, and every routing: rows that are written, and tokens that are gathered.
 
