@@ -80,9 +80,8 @@ def engine_programs(programs: ahead_of_time.Programs, config: ModelConfig, sizes
     }
     for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in BATCHES):
         what, tokens = f"{rows} x {width} tokens", rows * width
-        batch = runner.TokenBatch(of(jnp.int32, rows, width), of(jnp.int32, rows), of(jnp.int32, rows, width))
-        flat_T = of(jnp.int32, tokens)
-        x = programs.compile(f"embedding, {what}", runner._embed, *outside, flat_T, batch.positions_PC, DTYPE)
+        batch = runner.TokenBatch(of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width))
+        x = programs.compile(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, batch.positions_PC, DTYPE)
         x_PCD, _, routed = programs.compile(
             f"layer but for experts, {what}",
             runner._attend,

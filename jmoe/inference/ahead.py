@@ -1,6 +1,8 @@
-"""A decoding step begun before the host has read the tokens of the one before.
+"""Asynchronous scheduling: a decoding step begun before the host has read the tokens of the one before.
 
-The device has them, and that is all that the next step's programs need. So it computes while the host reads, decides
+Legend: P rows of a decoding step, B drawn tokens (P or `max_batch`), V vocabulary.
+
+The device has the tokens, and the next step's programs need nothing else. So it computes while the host reads, decides
 who goes on, and hands the tokens out. A sequence that ends with a token has a row in the step already begun: the row
 is lost, the others are kept unless fewer rows would do. What it wrote into the cache lies behind all that is counted as
 computed.
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jmoe.inference.runner import ModelRunner, Ran, TokenBatch
+from jmoe.inference.runner import BatchOutput, ModelRunner, TokenBatch
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence
@@ -29,11 +31,11 @@ def _first(tokens_B: jax.Array, num_rows: int) -> jax.Array:
     return tokens_B[:num_rows]
 
 
-class Begun(NamedTuple):
+class StepOutcome(NamedTuple):
     """A decoding group in the rows of the step that was begun for it, with idle ones between, and what it gave."""
 
     group: ChunkGroup
-    ran: Ran
+    output: BatchOutput
     logits_PV: jax.Array
 
 
@@ -42,8 +44,7 @@ class StepAhead:
     """A decoding step under way. places: by sequence its row in the programs, and its column of the cache."""
 
     places: dict[Sequence, tuple[int, int]]
-    num_rows: int
-    ran: Ran
+    output: BatchOutput
     logits_PV: jax.Array
 
     @classmethod
@@ -57,28 +58,29 @@ class StepAhead:
         positions_P1 = np.full((group.num_rows, 1), runner.caches[0].length, np.int32)  # of padding
         for row, chunk in enumerate(group.chunks):
             if chunk.sequence in going_on:
-                rows_P[row], positions_P1[row] = chunk.row, chunk.end
+                rows_P[row], positions_P1[row, 0] = chunk.row, chunk.end
                 places[chunk.sequence] = row, chunk.end
         tokens_P = tokens_B if tokens_B.size == group.num_rows else _first(tokens_B, group.num_rows)
-        ran = runner.begin(TokenBatch(tokens_P, rows_P, positions_P1))
-        logits_PV = runner.logits(ran.x_PCD, np.zeros(group.num_rows, np.int32))
-        return cls(places, group.num_rows, ran, logits_PV)
+        output = runner.run_batch(TokenBatch(tokens_P, rows_P, positions_P1))
+        logits_PV = runner.logits(output.x_PCD, np.zeros(group.num_rows, np.int32))
+        return cls(places, output, logits_PV)
 
-    def take(self, group: ChunkGroup) -> Begun | None:
+    def take(self, group: ChunkGroup) -> StepOutcome | None:
         """Return what this step gave for a decoding group; None if it does not run all its chunks, in as many rows."""
-        if group.num_rows != self.num_rows:  # other programs: sums may be of another order
+        num_rows = self.logits_PV.shape[0]
+        if group.num_rows != num_rows:  # other programs: sums may be of another order
             return None
-        chunks = [IDLE] * self.num_rows
+        chunks = [IDLE] * num_rows
         for chunk in group.chunks:
             row, start = self.places.get(chunk.sequence, (-1, -1))
             if start != chunk.start:
                 return None
             chunks[row] = chunk
         lost = tuple(row for row, _ in self.places.values() if chunks[row] is IDLE)
-        ran = self.ran._replace(choices=self.ran.choices._replace(lost=lost))
-        return Begun(ChunkGroup(tuple(chunks), self.num_rows, 1), ran, self.logits_PV)
+        output = self.output._replace(choices=self.output.choices._replace(lost=lost))
+        return StepOutcome(ChunkGroup(tuple(chunks), num_rows, 1), output, self.logits_PV)
 
 
 def warm_up_ahead(max_batch: int, num_rows: int) -> None:
-    """Compile what hands drawn tokens on to a step of so many rows."""
+    """Compile what hands the tokens of `max_batch` rows on to a step of `num_rows`."""
     _first(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)

@@ -338,10 +338,10 @@ class Engine(Closing):
             batches = [self._runner.tokens(group) for group in groups]
         else:
             groups, logits = [begun.group, *groups[1:]], [begun.logits_PV, *logits[1:]]
-            batches = [begun.ran, *(self._runner.tokens(group) for group in groups[1:])]
+            batches = [begun.output, *(self._runner.tokens(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], Draws]] = []
         for group, after, logits_PV in zip(groups, self._runner.forward(batches), logits, strict=True):
-            drawing += self._begin_draw(group, after, logits_PV)
+            drawing += self._draw(group, after, logits_PV)
         runner = self._model.on_one
         if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
             going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
@@ -351,9 +351,7 @@ class Engine(Closing):
                 self._ahead = StepAhead.begin(runner, groups[0], tokens_B, going_on)
         return {c.sequence: draw for last, draws in drawing for c, draw in zip(last, draws.read(), strict=True)}
 
-    def _begin_draw(
-        self, group: ChunkGroup, hidden: Any, logits_PV: jax.Array | None
-    ) -> list[tuple[list[Chunk], Draws]]:
+    def _draw(self, group: ChunkGroup, hidden: Any, logits_PV: jax.Array | None) -> list[tuple[list[Chunk], Draws]]:
         """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts.
 
         logits_PV: where they have been computed. Returns the chunks that get a token, and these; nothing for none.
@@ -371,7 +369,7 @@ class Engine(Closing):
             at_P = np.zeros(group.num_rows, np.int32)
             at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
             logits_PV = self._runner.logits(hidden, at_P)
-        return [(last, self._sampler.begin(logits_PV, last))]
+        return [(last, self._sampler.draw(logits_PV, last))]
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":
@@ -402,7 +400,8 @@ class Engine(Closing):
                 logits_PV = self._runner.logits(hidden, np.zeros(num_rows, np.int32))
             if width == 1:  # what follows knows of logits alone
                 self._sampler.warm_up(logits_PV)
-                warm_up_ahead(self.max_batch, num_rows)
+                if self._model.on_one is not None and num_rows < self.max_batch:
+                    warm_up_ahead(self.max_batch, num_rows)
         self._runner.copy_row(0, 0)
         self._runner.copy_row(0, self.max_batch - 1)  # on several devices: from one to another
 

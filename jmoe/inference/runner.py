@@ -37,31 +37,29 @@ Arrays = tuple[jax.Array, ...]  # of a module
 class TokenBatch(NamedTuple):
     """The tokens of one program: rows of the cache, each with C tokens; position S: padding.
 
-    Arrays of the host; the tokens may be on the device and flat, [P C].
+    Arrays of the host; the tokens may be on the device, where a step before has drawn them.
     """
 
-    tokens_PC: Any
+    tokens_T: Any
     rows_P: Any
     positions_PC: Any
 
 
 class BatchChoices(NamedTuple):
-    """What a batch's tokens chose: int32 [T, K] of each layer with experts. lost: tokens that count as padding."""
+    """The experts that a batch's tokens chose: int32 [T, K] of each layer with experts, E for padding.
+
+    lost: tokens whose choices count as padding all the same, as their sequence had ended.
+    """
 
     layers: list[jax.Array]
     lost: tuple[int, ...] = ()
 
 
-class Ran(NamedTuple):
-    """What a batch's programs gave; x is that after the last layer."""
+class BatchOutput(NamedTuple):
+    """Hidden states of a batch's tokens after the last layer, and the experts that they chose on the way."""
 
     x_PCD: jax.Array
     choices: BatchChoices
-
-
-def _flat(g: TokenBatch) -> Any:
-    """Return the tokens as [P C], the shape of those that were drawn."""
-    return g.tokens_PC if g.tokens_PC.ndim == 1 else g.tokens_PC.reshape(-1)
 
 
 class Hidden(NamedTuple):
@@ -155,13 +153,13 @@ _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
 def embed_local(
     structure: Structure,
     arrays: Arrays,
-    tokens_PC: jax.Array,
+    tokens: jax.Array,
     positions_PC: jax.Array,
     dtype: Any,
     layers: WholeLayers = WHOLE,
 ) -> Hidden:
-    """Return the first layer's input."""
-    tokens_PC = tokens_PC.reshape(positions_PC.shape)
+    """Return the first layer's input. tokens: as many as positions, in any shape."""
+    tokens_PC = tokens.reshape(positions_PC.shape)
     x_PCD = structure.merge(arrays).embed(tokens_PC, layers.own(positions_PC), dtype, layers.lookup)
     return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))
 
@@ -207,7 +205,7 @@ def _apply_layers(
     with native_operations(batch.positions_PC.size):
         hidden: Hidden = start
         if static.first is not None:
-            hidden = embed_local(static.first, start, batch.tokens_PC, batch.positions_PC, static.dtype)
+            hidden = embed_local(static.first, start, batch.tokens_T, batch.positions_PC, static.dtype)
         for i, structure in enumerate(static.structures):
             of_layer = (arrays[i], caches[i], hidden, batch.rows_P, batch.positions_PC, windows[i])
             x_PCD, cache, y = attend_local(structure, *of_layer)
@@ -300,7 +298,7 @@ class ModelRunner:
             rows_P[i] = chunk.row
             tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
-        return TokenBatch(tokens_PC, rows_P, positions_PC)
+        return TokenBatch(tokens_PC.reshape(-1), rows_P, positions_PC)
 
     def padding(self, num_rows: int, width: int) -> list[TokenBatch]:
         """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
@@ -311,21 +309,21 @@ class ModelRunner:
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return jax.device_put(x_PCD, jax.devices()[0])
 
-    def forward(self, groups: Sequence[TokenBatch | Ran]) -> list[jax.Array]:
-        """Return hidden states [P, C, D] of every batch, also of those that `begin` has run already.
+    def forward(self, groups: Sequence[TokenBatch | BatchOutput]) -> list[jax.Array]:
+        """Return hidden states [P, C, D] of every batch, also of those that `run_batch` has run already.
 
         Those of few tokens run several layers a program, one after the other; for the others, layer by layer, a layer
         is acquired once. So a batch's programs, and its bits, do not depend on the others.
         """
-        programs = [group if isinstance(group, Ran) else self._run_programs(group) for group in groups]
+        programs = [group if isinstance(group, BatchOutput) else self._run_programs(group) for group in groups]
         left = [g for g, done in zip(groups, programs, strict=True) if done is None and isinstance(g, TokenBatch)]
         others = iter(self.run_layers(left) if left else [])
         xs, choices = zip(*(done or next(others) for done in programs), strict=True)
         self.recent_choices.append(list(choices))
         return list(xs)
 
-    def begin(self, batch: TokenBatch) -> Ran:
-        """Run a batch that counts as a step's only when `forward` is given the result."""
+    def run_batch(self, batch: TokenBatch) -> BatchOutput:
+        """Run a batch whose choices count as a step's only when `forward` is given the output."""
         return self._run_programs(batch) or self.run_layers([batch])[0]
 
     def can_run_ahead(self, num_tokens: int) -> bool:
@@ -347,10 +345,10 @@ class ModelRunner:
         finds = self.residency.finder is not None and self.estimator is None
         return self.native and (finds or self.residency.tables_NE is not None)
 
-    def run_layers(self, groups: Sequence[TokenBatch]) -> list[Ran]:
+    def run_layers(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
         """Run every batch, a layer at a time."""
-        groups = [TokenBatch(*jax.device_put((_flat(g), *g[1:]), jax.devices()[0])) for g in groups]
-        xs = [_embed(*self.ends, g.tokens_PC, g.positions_PC, self.dtype) for g in groups]
+        groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
+        xs = [_embed(*self.ends, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         held: tuple[int, list[jax.Array]] | None = None  # the layer whose slots running programs may still read
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = [[] for _ in groups]
@@ -372,14 +370,14 @@ class ModelRunner:
                     of_group.append(r.idx_TK)
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
-        return [Ran(_add_alone(x), BatchChoices(of_group)) for x, of_group in zip(xs, choices, strict=True)]
+        return [BatchOutput(_add_alone(x), BatchChoices(of_group)) for x, of_group in zip(xs, choices, strict=True)]
 
-    def _run_programs(self, g: TokenBatch) -> Ran | None:
+    def _run_programs(self, g: TokenBatch) -> BatchOutput | None:
         """Do what `run_layers` does for one batch, several layers a program; None where its tokens are too many."""
         slots, tables_NE, finder = self.residency.slots.native, self.residency.tables_NE, self.residency.finder
         if slots is None or not self._are_few(g.positions_PC.size):
             return None
-        g = g._replace(tokens_PC=jax.device_put(_flat(g), jax.devices()[0]))  # where the step before leaves them
+        g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))  # where the step before leaves them
         embed, embed_arrays = self.ends
         x: Any = embed_arrays
         size = LAYERS_A_PROGRAM
@@ -398,7 +396,7 @@ class ModelRunner:
                 chosen += choices
             if finder is not None:  # it must not be changed while they run
                 jax.block_until_ready(x)
-        return Ran(x, BatchChoices(chosen))
+        return BatchOutput(x, BatchChoices(chosen))
 
     def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""
@@ -431,8 +429,8 @@ class ModelRunner:
         """
         experts = self.config.num_experts
         use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # the last: padding
-        for step in list(self.recent_choices):
-            for layer, idx_TK in enumerate(self._read(step)):
+        for step in self._read(list(self.recent_choices)):
+            for layer, idx_TK in enumerate(step):
                 use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_NE[:, :-1]
 
@@ -441,17 +439,19 @@ class ModelRunner:
 
         Every layer has the tokens of all batches in the same order.
         """
-        return self._read(self.recent_choices[-1]) if self.recent_choices else []
+        return self._read([self.recent_choices[-1]])[0] if self.recent_choices else []
 
-    def _read(self, step: list[BatchChoices]) -> list[np.ndarray]:
-        layers: list[np.ndarray] = []
-        for of_batches in zip(*(jax.device_get(choices.layers) for choices in step), strict=True):
-            layers.append(np.concatenate(of_batches))
+    def _read(self, steps: list[list[BatchChoices]]) -> list[list[np.ndarray]]:
+        """Return the choices of each layer of each step, with E in place of lost ones; one wait for the device."""
+        read = jax.device_get([[choices.layers for choices in step] for step in steps])
+        joined = [[np.concatenate(of_batches) for of_batches in zip(*step, strict=True)] for step in read]
+        for step, batches, layers in zip(steps, read, joined, strict=True):
             first = 0
-            for choices, idx_TK in zip(step, of_batches, strict=True):
-                layers[-1][[first + row for row in choices.lost]] = self.config.num_experts
-                first += len(idx_TK)
-        return layers
+            for choices, of_layers in zip(step, batches, strict=True):
+                for idx_TK in layers:
+                    idx_TK[[first + token for token in choices.lost]] = self.config.num_experts
+                first += len(of_layers[0]) if of_layers else 0
+        return joined
 
     def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:

@@ -464,14 +464,17 @@ class Draw(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Tokens being drawn. tokens_B: of the chunks first; wanted: the log-probabilities of each, None for none."""
+    """Tokens that the device is drawing: those of the chunks, then padding.
+
+    wanted: how many log-probabilities of the most likely tokens each chunk asks for; None: none at all.
+    """
 
     tokens_B: jax.Array
     logprobs: Logprobs | None
     wanted: list[int | None]
 
     def read(self) -> list[Draw]:
-        """Wait for them."""
+        """Return the tokens of the chunks once they are drawn."""
         tokens = np.asarray(self.tokens_B).tolist()[: len(self.wanted)]
         return [Draw(*pair) for pair in zip(tokens, _token_logprobs(tokens, self.logprobs, self.wanted), strict=True)]
 
@@ -493,7 +496,7 @@ class Sampler:
             in_prompt_V[sequence.prompt_token_ids] = True
             self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
 
-    def begin(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
+    def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
         """Let the device draw a token after each chunk, from the first rows of the logits, without a wait for them."""
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
@@ -528,7 +531,7 @@ class Sampler:
         _greedy(logits_BV).block_until_ready()
         for logprobs in (None, 0):
             sequence = Sequence([0], SamplingParams(temperature=1.0, logprobs=logprobs), constraint)
-            self.begin(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
+            self.draw(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
         self._state = _start_sequence(self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_))
         self._params = None
 

@@ -231,7 +231,7 @@ class Scheduler:
         return finished
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Return whether the token under way of a sequence past its prompt may not be its last."""
+        """Return False for a sequence that surely ends with the token under way, by `max_new_tokens` or a full row."""
         length, most = len(sequence.output_token_ids) + 1, sequence.sampling.max_new_tokens
         return sequence.status == "decode" and length < most and sequence.num_tokens + 1 < self.max_seq_len
 

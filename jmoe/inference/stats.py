@@ -17,8 +17,9 @@ Phase = Literal["prefill", "decode"]
 class PhaseStats:
     """Steps with a chunk of a prompt in them (prefill), or without (decode).
 
-    tokens: run in these steps, of all requests. step_s: mean; predicted_step_s: of a step of the mean number of
-    tokens, by the engine's plan, which also says what `policy` such a step takes; None where nothing was measured.
+    tokens: run in these steps, of all requests. step_s: mean time in `Engine.step`; of a step begun ahead, what is
+    left of it. predicted_step_s: of a step of the mean number of tokens, by the engine's plan, which also says what
+    `policy` such a step takes; None where nothing was measured.
     """
 
     policy: str

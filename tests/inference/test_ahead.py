@@ -7,7 +7,7 @@ import pytest
 from tiny_engines import needs_compiler, tiny_engine
 
 from jmoe.inference import engine as engine_module
-from jmoe.inference.ahead import Begun, StepAhead
+from jmoe.inference.ahead import StepAhead, StepOutcome
 from jmoe.inference.engine import Engine
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams
@@ -75,10 +75,10 @@ def traffic(served: Engine) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, log-probabilities and choices of experts, with sequences that end and come while a step is under way."""
-    taken: list[Begun | None] = []
+    taken: list[StepOutcome | None] = []
     take = StepAhead.take
 
-    def note(ahead: StepAhead, group: ChunkGroup) -> Begun | None:
+    def note(ahead: StepAhead, group: ChunkGroup) -> StepOutcome | None:
         taken.append(take(ahead, group))
         return taken[-1]
 
@@ -89,7 +89,7 @@ def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert served._ahead is None  # nothing is kept for nobody
         num_taken = len(taken) - taken.count(None)
         assert num_taken > 40
-        assert [lost for some in taken if some is not None for lost in some.ran.choices.lost]
+        assert [lost for some in taken if some is not None for lost in some.output.choices.lost]
     with monkeypatch.context() as patch, tiny_engine(name, policy="resident", max_batch=4) as served:
         patch.setattr(ModelRunner, "can_run_ahead", lambda *_: False)
         expected = traffic(served)
