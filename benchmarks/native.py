@@ -7,6 +7,9 @@ of `--bytes`. A call of the experts runs LAYERS layers, as decoding does: in one
 in XLA's form. A round has one call of every row, beside a plain read by as many threads as there are cores and the same
 product by XLA; medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the
 experts that the tokens chose, as they are stored.
+
+of_floor: the least time that a round's product can take, over its time. It is that of the plain read, or that of its
+multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA.
 """
 
 if __name__ == "__main__":
@@ -22,7 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,7 @@ from kernels_pallas.native import SlotLayout, slot_mlp
 
 ROWS = (1, 2, 8, 32)
 LAYERS, TABLES = 16, 32
-INNER, COLUMNS = 2048, 4096
+INNER, COLUMNS, LARGE = 2048, 4096, 2048
 EXPERTS = {
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
     "8 experts of 512 x 768, 2 a token": (512, 768, 8, 2),
@@ -61,18 +64,36 @@ def plain_read(num_bytes: int) -> tuple[Call, int]:
     return lambda: list(threads.map(np.bitwise_or.reduce, parts)), sum(part.nbytes for part in parts)
 
 
-def products(rows: int, dtype: Any, total: int) -> tuple[Call, Call, int]:
-    """Return (native, XLA's, bytes read) of a product with the next of many matrices."""
+def flops_per_s(dtype: Any) -> float:
+    """Return the speed of one large product."""
+    square = jax.jit(lambda x: dot(x, x))
+    x = jnp.ones((LARGE, LARGE), dtype)
+    seconds(lambda: square(x))
+    return float(2 * LARGE**3 / np.median([seconds(lambda: square(x)) for _ in range(5)]))
+
+
+class Pair(NamedTuple):
+    """The same products, native and XLA's; the bytes of weights that they read, and their operations."""
+
+    native: Call
+    xla: Call
+    num_bytes: int
+    flops: float
+
+
+def products(rows: int, dtype: Any, total: int) -> Pair:
+    """Return products with the next of many matrices."""
     make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype), static_argnums=())
     num_bytes = INNER * COLUMNS * jnp.dtype(dtype).itemsize
     matrices = itertools.cycle([make(i) for i in range(max(2, total // num_bytes // 4))])
     x = jax.random.normal(jax.random.key(0), (rows, INNER), dtype)
     ours, theirs = jax.jit(native.few_row_matmul), jax.jit(dot)
-    return lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), num_bytes
+    flops = 2.0 * rows * INNER * COLUMNS
+    return Pair(lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), num_bytes, flops)
 
 
-def experts(name: str, tokens: int, kind: str, total: int) -> tuple[Call, Call, int]:
-    """Return (native, XLA's, bytes read) of a layer's experts, which lie anywhere among many slots.
+def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
+    """Return a layer's experts, which lie anywhere among many slots.
 
     kind: of the weights: a dtype, which the tokens have too, or a compressed format, of bfloat16 tokens.
     """
@@ -118,7 +139,8 @@ def experts(name: str, tokens: int, kind: str, total: int) -> tuple[Call, Call, 
 
     num_bytes = LAYERS * len(np.unique(idx_TK)) * expert_bytes
     assert both[0].native is not None
-    return partial(in_one_program, both[0].native), partial(in_turn, both[1]), num_bytes
+    flops = LAYERS * tokens * k * 6.0 * hidden * inner
+    return Pair(partial(in_one_program, both[0].native), partial(in_turn, both[1]), num_bytes, flops)
 
 
 def seconds(call: Call) -> float:
@@ -131,24 +153,31 @@ def main() -> None:
     a = parse()
     native.load()
     read, read_bytes = plain_read(a.bytes // 4)
+    peaks = {name: flops_per_s(name) for name in ("bfloat16", "float32")}
     rows = []
     for kind, count in itertools.product(("bfloat16", "float32", *FORMATS), ROWS):
         names = (*EXPERTS,) if kind in FORMATS else (f"{INNER} x {COLUMNS}", *EXPERTS)
         for name in names:
             made = experts(name, count, kind, a.bytes) if name in EXPERTS else products(count, jnp.dtype(kind), a.bytes)
-            ours, theirs, num_bytes = made
-            for call in (ours, theirs, read):
+            for call in (made.native, made.xla, read):
                 seconds(call)
-            rounds = [(seconds(ours), seconds(theirs), seconds(read)) for _ in range(a.rounds)]
+            rounds = [(seconds(made.native), seconds(made.xla), seconds(read)) for _ in range(a.rounds)]
             mine, xla, plain = (
                 [n / s / 1e9 for s in times]
-                for n, times in zip((num_bytes, num_bytes, read_bytes), zip(*rounds, strict=True), strict=True)
+                for n, times in zip((made.num_bytes,) * 2 + (read_bytes,), zip(*rounds, strict=True), strict=True)
             )
+            least_s = made.flops / peaks["float32" if kind == "float32" else "bfloat16"]
+            floor = [min(speed, made.num_bytes / least_s / 1e9) for speed in plain]
             row = {"what": name, "weights": kind, "rows": count}
             row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
             row |= {"read_gb_per_s": report.median(plain, 1), "of_read": report.ratio(mine, plain)}
-            rows.append(report.progress(row | {"of_xla": report.ratio(mine, xla)}))
-    report.finish({"versions": report.versions("jax"), "options": report.options(a), "rows": rows})
+            row |= {"of_floor": report.ratio(mine, floor), "of_xla": report.ratio(mine, xla)}
+            rows.append(report.progress(row))
+    gflops = {name: round(peak / 1e9) for name, peak in peaks.items()}
+    report.finish(
+        {"versions": report.versions("jax"), "options": report.options(a), "large_product_gflop_per_s": gflops}
+        | {"rows": rows}
+    )
 
 
 if __name__ == "__main__":

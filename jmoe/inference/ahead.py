@@ -36,7 +36,6 @@ class StepOutcome(NamedTuple):
 
     group: ChunkGroup
     output: BatchOutput
-    logits_PV: jax.Array
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class StepAhead:
     """A decoding step under way. places: by sequence its row in the programs, and its column of the cache."""
 
     places: dict[Sequence, tuple[int, int]]
-    output: BatchOutput
-    logits_PV: jax.Array
+    output: BatchOutput  # with logits
 
     @classmethod
     def begin(cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, going_on: set[Sequence]) -> StepAhead:
@@ -62,12 +60,12 @@ class StepAhead:
                 places[chunk.sequence] = row, chunk.end
         tokens_P = tokens_B if tokens_B.size == group.num_rows else _first(tokens_B, group.num_rows)
         output = runner.run_batch(TokenBatch(tokens_P, rows_P, positions_P1))
-        logits_PV = runner.logits(output.x_PCD, np.zeros(group.num_rows, np.int32))
-        return cls(places, output, logits_PV)
+        logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))
+        return cls(places, output._replace(logits_PV=logits_PV))
 
     def take(self, group: ChunkGroup) -> StepOutcome | None:
         """Return what this step gave for a decoding group; None if it does not run all its chunks, in as many rows."""
-        num_rows = self.logits_PV.shape[0]
+        num_rows = self.output.x_PCD.shape[0]
         if group.num_rows != num_rows:  # other programs: sums may be of another order
             return None
         chunks = [IDLE] * num_rows
@@ -78,7 +76,7 @@ class StepAhead:
             chunks[row] = chunk
         lost = tuple(row for row, _ in self.places.values() if chunks[row] is IDLE)
         output = self.output._replace(choices=self.output.choices._replace(lost=lost))
-        return StepOutcome(ChunkGroup(tuple(chunks), num_rows, 1), output, self.logits_PV)
+        return StepOutcome(ChunkGroup(tuple(chunks), num_rows, 1), output)
 
 
 def warm_up_ahead(max_batch: int, num_rows: int) -> None:

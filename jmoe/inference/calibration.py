@@ -88,14 +88,14 @@ def calibrate(
         max_batch: _forward_s(runner, batch),
         1: _forward_s(runner, runner.tokens(ChunkGroup(decode[:1], 1, 1))),
     }
-    (x_P1D,) = runner.forward([batch])
+    (output,) = runner.forward([batch])
     runner.residency = residency
     steps = sorted(by_tokens)
     return replace(
         calibration,
         step_tokens=tuple(steps),
         layer_s=tuple(by_tokens[n] / layers for n in steps),
-        rest_s=_median_s(lambda: sampler.greedy(runner.logits(x_P1D, np.zeros(max_batch, np.int32)))),
+        rest_s=_median_s(lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32)))),
     )
 
 

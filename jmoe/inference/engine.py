@@ -333,15 +333,14 @@ class Engine(Closing):
         """Run the groups of a plan, and begin the next step before its tokens are read, where that can be."""
         ahead, self._ahead = self._ahead, None
         begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None  # None: it is computed again
-        logits: list[jax.Array | None] = [None] * len(groups)
         if begun is None:
             batches = [self._runner.tokens(group) for group in groups]
         else:
-            groups, logits = [begun.group, *groups[1:]], [begun.logits_PV, *logits[1:]]
+            groups = [begun.group, *groups[1:]]
             batches = [begun.output, *(self._runner.tokens(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], Draws]] = []
-        for group, after, logits_PV in zip(groups, self._runner.forward(batches), logits, strict=True):
-            drawing += self._draw(group, after, logits_PV)
+        for group, after in zip(groups, self._runner.forward(batches), strict=True):
+            drawing += self._draw(group, after)
         runner = self._model.on_one
         if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
             going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
@@ -351,10 +350,10 @@ class Engine(Closing):
                 self._ahead = StepAhead.begin(runner, groups[0], tokens_B, going_on)
         return {c.sequence: draw for last, draws in drawing for c, draw in zip(last, draws.read(), strict=True)}
 
-    def _draw(self, group: ChunkGroup, hidden: Any, logits_PV: jax.Array | None) -> list[tuple[list[Chunk], Draws]]:
+    def _draw(self, group: ChunkGroup, hidden: Any) -> list[tuple[list[Chunk], Draws]]:
         """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts.
 
-        logits_PV: where they have been computed. Returns the chunks that get a token, and these; nothing for none.
+        Returns the chunks that get a token, and these; nothing for none.
         """
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
@@ -365,11 +364,9 @@ class Engine(Closing):
         last = [chunk for chunk in group.chunks if chunk.is_last]
         if not last:
             return []
-        if logits_PV is None:
-            at_P = np.zeros(group.num_rows, np.int32)
-            at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-            logits_PV = self._runner.logits(hidden, at_P)
-        return [(last, self._sampler.draw(logits_PV, last))]
+        at_P = np.zeros(group.num_rows, np.int32)
+        at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
+        return [(last, self._sampler.draw(self._runner.logits(hidden, at_P), last))]
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":

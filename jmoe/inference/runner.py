@@ -46,7 +46,7 @@ class TokenBatch(NamedTuple):
 
 
 class BatchChoices(NamedTuple):
-    """The experts that a batch's tokens chose: int32 [T, K] of each layer with experts, E for padding.
+    """The experts that a batch's tokens chose: int32 [n, T, K] of n layers with experts at a time, E for padding.
 
     lost: tokens whose choices count as padding all the same, as their sequence had ended.
     """
@@ -56,10 +56,14 @@ class BatchChoices(NamedTuple):
 
 
 class BatchOutput(NamedTuple):
-    """Hidden states of a batch's tokens after the last layer, and the experts that they chose on the way."""
+    """Hidden states of a batch's tokens after the last layer, and the experts that they chose on the way.
+
+    logits_PV: float32, where the program of the last layers made them: of single tokens.
+    """
 
     x_PCD: jax.Array
     choices: BatchChoices
+    logits_PV: jax.Array | None = None
 
 
 class Hidden(NamedTuple):
@@ -170,7 +174,7 @@ _embed = jax.jit(embed_local, static_argnums=(0, 4))
 class _NativeLayers(NamedTuple):
     """Several layers as one program: their structures, the layout of the slots, the experts' activation.
 
-    first: the structure of what embeds the tokens, where these are the first layers. is_last: nothing follows them.
+    ends: what embeds tokens and makes logits. is_first, is_last: nothing comes before these layers, nothing after.
     finds: the number of a layer's experts, where the program finds their slots; 0: tables say where they are.
     """
 
@@ -178,7 +182,8 @@ class _NativeLayers(NamedTuple):
     layout: SlotLayout
     activation: str
     dtype: Any
-    first: Structure | None
+    ends: Structure
+    is_first: bool
     is_last: bool
     finds: int
 
@@ -188,24 +193,25 @@ def _apply_layers(
     static: _NativeLayers,
     arrays: tuple[Arrays, ...],
     caches: tuple[KVCache, ...],
-    start: Any,
+    ends: Arrays,
+    hidden: Hidden | None,
     batch: TokenBatch,
     windows: tuple[jax.Array | None, ...],
     experts: tuple[jax.Array, jax.Array],
-) -> tuple[Any, tuple[KVCache, ...], list[jax.Array]]:
+) -> tuple[Hidden | BatchOutput, tuple[KVCache, ...], jax.Array | None]:
     """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
 
-    start: `Hidden`, or the embedding's arrays. experts: slots [M, R] and the tables [n, E] of these layers with
-    experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the last layer; the caches; what each
-    layer's tokens chose.
+    ends: arrays of `static.ends`. hidden: after the layers before. experts: slots [M, R] and the tables [n, E] of these
+    layers with experts, or what `find_slots` takes. Returns `Hidden`, or a `BatchOutput` after the last layer; the
+    caches; what the tokens chose [n, T, K], None if no layer has experts.
     """
     slots_MR, places = experts
     written: list[KVCache] = []
     choices: list[jax.Array] = []
     with native_operations(batch.positions_PC.size):
-        hidden: Hidden = start
-        if static.first is not None:
-            hidden = embed_local(static.first, start, batch.tokens_T, batch.positions_PC, static.dtype)
+        if static.is_first:
+            hidden = embed_local(static.ends, ends, batch.tokens_T, batch.positions_PC, static.dtype)
+        assert hidden is not None
         for i, structure in enumerate(static.structures):
             of_layer = (arrays[i], caches[i], hidden, batch.rows_P, batch.positions_PC, windows[i])
             x_PCD, cache, y = attend_local(structure, *of_layer)
@@ -217,7 +223,12 @@ def _apply_layers(
                 y = slot_mlp(tokens, slots_MR, table_E, static.layout, static.activation)
             hidden = Hidden(x_PCD, y)
             written.append(cache)
-    return add_residual(*hidden) if static.is_last else hidden, tuple(written), choices
+        output: Hidden | BatchOutput = hidden
+        if static.is_last:
+            x_PCD = add_residual(*hidden)
+            logits_PV = static.ends.merge(ends).logits(x_PCD[:, 0]) if x_PCD.shape[1] == 1 else None
+            output = BatchOutput(x_PCD, BatchChoices([]), logits_PV)
+    return output, tuple(written), jnp.stack(choices) if choices else None
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -304,13 +315,13 @@ class ModelRunner:
         """Return batches without tokens, in every shape that a group of this size may take, to compile programs."""
         return [self.tokens(ChunkGroup((), num_rows, width))]
 
-    def zeros(self, num_rows: int, width: int) -> jax.Array:
+    def zeros(self, num_rows: int, width: int) -> BatchOutput:
         """Return hidden states as `forward` gives them, to compile what follows."""
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
-        return jax.device_put(x_PCD, jax.devices()[0])
+        return BatchOutput(jax.device_put(x_PCD, jax.devices()[0]), BatchChoices([]))
 
-    def forward(self, groups: Sequence[TokenBatch | BatchOutput]) -> list[jax.Array]:
-        """Return hidden states [P, C, D] of every batch, also of those that `run_batch` has run already.
+    def forward(self, groups: Sequence[TokenBatch | BatchOutput]) -> list[BatchOutput]:
+        """Run every batch but those that `run_batch` has run already.
 
         Those of few tokens run several layers a program, one after the other; for the others, layer by layer, a layer
         is acquired once. So a batch's programs, and its bits, do not depend on the others.
@@ -318,9 +329,9 @@ class ModelRunner:
         programs = [group if isinstance(group, BatchOutput) else self._run_programs(group) for group in groups]
         left = [g for g, done in zip(groups, programs, strict=True) if done is None and isinstance(g, TokenBatch)]
         others = iter(self.run_layers(left) if left else [])
-        xs, choices = zip(*(done or next(others) for done in programs), strict=True)
-        self.recent_choices.append(list(choices))
-        return list(xs)
+        outputs = [done or next(others) for done in programs]
+        self.recent_choices.append([output.choices for output in outputs])
+        return outputs
 
     def run_batch(self, batch: TokenBatch) -> BatchOutput:
         """Run a batch whose choices count as a step's only when `forward` is given the output."""
@@ -367,7 +378,7 @@ class ModelRunner:
                 ys = self._run_experts(self._moe_index[i], routed, path)
                 held = (self._moe_index[i], ys)
                 for of_group, r in zip(choices, routed, strict=True):
-                    of_group.append(r.idx_TK)
+                    of_group.append(r.idx_TK[None])
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
         self._release(held)
         return [BatchOutput(_add_alone(x), BatchChoices(of_group)) for x, of_group in zip(xs, choices, strict=True)]
@@ -377,26 +388,30 @@ class ModelRunner:
         slots, tables_NE, finder = self.residency.slots.native, self.residency.tables_NE, self.residency.finder
         if slots is None or not self._are_few(g.positions_PC.size):
             return None
-        g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))  # where the step before leaves them
-        embed, embed_arrays = self.ends
-        x: Any = embed_arrays
+        if not isinstance(g.tokens_T, jax.Array):  # put where the step before leaves them
+            g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
+        ends, end_arrays = self.ends
+        after: Any = None
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
+        n = 0  # layers with experts that have run
         with self.residency.programs():
             for start in range(0, len(self._layers), size):
-                some, n = slice(start, start + size), len(chosen)
+                some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
-                ends = None if start else embed, start + size >= len(self._layers)
-                static = _NativeLayers(structures, slots.layout, self.config.hidden_act, self.dtype, *ends, finds)
+                place = ends, start == 0, start + size >= len(self._layers)
+                static = _NativeLayers(structures, slots.layout, self.config.hidden_act, self.dtype, *place, finds)
                 places = None if tables_NE is None else tables_NE[n : n + size]
                 experts = slots.slots_MR, places if finder is None else finder.where(n)
-                of_layers = arrays, tuple(self.caches[some]), x, g, tuple(self._windows[some]), experts
-                x, self.caches[some], choices = _apply_layers(static, *of_layers)
-                chosen += choices
+                of_layers = arrays, tuple(self.caches[some]), end_arrays, after, g, tuple(self._windows[some]), experts
+                after, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
+                if choices_NTK is not None:
+                    chosen.append(choices_NTK)
+                    n += choices_NTK.shape[0]
             if finder is not None:  # it must not be changed while they run
-                jax.block_until_ready(x)
-        return BatchOutput(x, BatchChoices(chosen))
+                jax.block_until_ready(after)
+        return BatchOutput(after.x_PCD, BatchChoices(chosen), after.logits_PV)
 
     def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""
@@ -444,8 +459,9 @@ class ModelRunner:
     def _read(self, steps: list[list[BatchChoices]]) -> list[list[np.ndarray]]:
         """Return the choices of each layer of each step, with E in place of lost ones; one wait for the device."""
         read = jax.device_get([[choices.layers for choices in step] for step in steps])
-        joined = [[np.concatenate(of_batches) for of_batches in zip(*step, strict=True)] for step in read]
-        for step, batches, layers in zip(steps, read, joined, strict=True):
+        split = [[[idx_TK for some in layers for idx_TK in some] for layers in step] for step in read]
+        joined = [[np.concatenate(of_batches) for of_batches in zip(*step, strict=True)] for step in split]
+        for step, batches, layers in zip(steps, split, joined, strict=True):
             first = 0
             for choices, of_layers in zip(step, batches, strict=True):
                 for idx_TK in layers:
@@ -462,10 +478,12 @@ class ModelRunner:
         """Copy one row of every cache over another."""
         self.caches = [copy_row(cache, np.int32(source), np.int32(target)) for cache in self.caches]
 
-    def all_logits(self, x_PCD: jax.Array, row: int) -> jax.Array:
+    def all_logits(self, output: BatchOutput, row: int) -> jax.Array:
         """Return float32 [C, V]: the logits after every token of one row."""
-        return logits_of_row(*self.ends, x_PCD, np.int32(row))
+        return logits_of_row(*self.ends, output.x_PCD, np.int32(row))
 
-    def logits(self, x_PCD: jax.Array, at_P: np.ndarray) -> jax.Array:
+    def logits(self, output: BatchOutput, at_P: np.ndarray) -> jax.Array:
         """Return float32 [P, V]: the logits after token `at_P` of each row."""
-        return logits_after(*self.ends, x_PCD, at_P, self.native)
+        if output.logits_PV is not None:
+            return output.logits_PV
+        return logits_after(*self.ends, output.x_PCD, at_P, self.native)

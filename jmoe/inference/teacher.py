@@ -64,8 +64,8 @@ class Teacher(Closing):
         """Return [B, S, D] after the last norm; of as many sequences and tokens as the run's steps have."""
         runner = self._runner
         runner.residency.begin_step(whole_layers=True)
-        (x_BSD,) = runner.forward([TokenBatch(tokens_BS.reshape(-1), self._rows, self._positions)])
-        return _normed(*runner.ends, x_BSD)
+        (output,) = runner.forward([TokenBatch(tokens_BS.reshape(-1), self._rows, self._positions)])
+        return _normed(*runner.ends, output.x_PCD)
 
     def close(self) -> None:
         self._model.close()

@@ -2,7 +2,7 @@
 //
 // Memory gives its speed to a few long streams. So threads share out the matrix by slices of k, whose rows are read from
 // end to end, a few side by side; TB rows of x at a time have TB x NV vectors of sums in registers. Every (t, n) is added
-// up in one order, by k in a slice and then slice by slice, whatever other rows and however many threads there are.
+// up in one order, in a slice and then slice by slice, whatever other rows and however many threads there are.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,10 @@ inline int64_t slice_begin(int64_t K, int64_t slices, int64_t i) {
 // A matrix [K, N] of floats, N contiguous.
 template <class T>
 struct Matrix {
-  static constexpr int64_t kChunk = 16;  // rows that are read side by side: each is a stream that is fetched ahead
   static constexpr int64_t kColumn = sizeof(T);  // bytes from a column to the next
   const T* data;
   int64_t K, N;
   static int64_t bytes(int64_t K, int64_t N) { return K * N * int64_t(sizeof(T)); }
-  float at(int64_t k, int64_t n) const { return data[k * N + n]; }
 };
 
 // One of 4 or 8 bits in blocks of 32 or 128 inputs, in the formats of kernels_pallas/compressed.py.
@@ -102,31 +100,15 @@ inline Chunk chunk_of(const W& w, int64_t k, int64_t first, int64_t last, const 
   return {k, std::min(last, next), k == first, ahead};
 }
 
+// Into the second cache: fetched into the first one, products on Zen 4 read at a third to two thirds of memory's speed.
 template <int64_t num_bytes>
 inline void fetch(const void* from, int64_t ahead) {
-  for (int64_t line = 0; line < num_bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line + ahead);
+  for (int64_t line = 0; line < num_bytes; line += 64)
+    __builtin_prefetch(static_cast<const char*>(from) + line + ahead, 0, 2);
 }
 
-// Adds a chunk of rows of w to y[t, n ... n + 16 NV) for TB rows of x.
-template <int TB, int NV, class T>
-inline void add_block(
-    const Matrix<T>& w, const Chunk& chunk, const float* x, int64_t x_stride, int64_t n, float* y, int64_t y_stride) {
-  Floats sums[TB][NV];
-  for (int t = 0; t < TB; t++)
-    for (int v = 0; v < NV; v++) sums[t][v] = chunk.fresh ? splat(0) : load<Floats>(y + t * y_stride + n + v * kLanes);
-  for (int64_t k = chunk.k; k < chunk.end; k++) {
-    const T* row = w.data + k * w.N + n;
-    fetch<NV * kLanes * sizeof(T)>(row, chunk.ahead);
-    for (int v = 0; v < NV; v++) {
-      const Floats part = floats(row + v * kLanes);
-      for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
-    }
-  }
-  for (int t = 0; t < TB; t++)
-    for (int v = 0; v < NV; v++) store(y + t * y_stride + n + v * kLanes, sums[t][v]);
-}
-
-// The same for at most 32 inputs under one scale: values are added up first, then multiplied by it.
+// Adds a chunk of rows of w, at most 32 inputs under one scale, to y[t, n ... n + 16 NV) for TB rows of x: values are added
+// up first, then multiplied by it.
 template <int TB, int NV, Format kFormat>
 inline void add_block(
     const Blocks<kFormat>& w, const Chunk& chunk, const float* x, int64_t x_stride, int64_t n, float* y,
@@ -167,10 +149,11 @@ constexpr int64_t kPad = kLanes;
 // y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow; for many
 // rows some columns after the others, whose sums stay in a cache. then: the row of a matrix of as many columns, or null,
 // that is read after them.
-template <class W>
+template <Format kFormat>
 inline void product(
-    const W& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end,
-    float* y, int64_t y_stride, const uint8_t* then) {
+    const Blocks<kFormat>& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t rows, int64_t begin,
+    int64_t end, float* y, int64_t y_stride, const uint8_t* then) {
+  using W = Blocks<kFormat>;
   const int64_t width = rows < 8 ? std::max<int64_t>(1, end - begin) : 512;
   int64_t n = begin;
   for (int64_t left = begin; left < end; left += width) {
@@ -207,6 +190,89 @@ inline void product(
       for (int64_t k = first; k < last; k++) total = std::fma(w.at(k, n), x[t * x_stride + k], total);
       y[t * y_stride + n] = total;
     }
+}
+
+// Rows of floats are read side by side out of kStreams parts of a slice, so far apart that a processor fetches each part
+// ahead by itself; of rows in one page it fetches none, or half as fast.
+constexpr int64_t kStreams = 4;
+
+// Row k of a matrix and those that are added with it: `steps` following ones, and the same of each other stream, `apart`
+// rows further. fresh: they are the first.
+struct Streams {
+  int64_t k, apart, steps;
+  bool fresh;
+};
+
+// Adds rows of `number` streams, which begin at w and x, to y[t, n ... n + 16 NV) for TB rows of x.
+template <int TB, int NV, int number, bool kFetch, class T>
+inline void add_rows(
+    const T* w, int64_t N, const Streams& rows, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+  Floats sums[TB][NV];
+  for (int t = 0; t < TB; t++)
+    for (int v = 0; v < NV; v++) sums[t][v] = rows.fresh ? splat(0) : load<Floats>(y + t * y_stride + v * kLanes);
+  for (int64_t i = 0; i < rows.steps; i++)
+    for (int r = 0; r < number; r++) {
+      const int64_t k = i + r * rows.apart;
+      if constexpr (kFetch) fetch<NV * kLanes * sizeof(T)>(w + k * N, rows.steps * N * sizeof(T));
+      for (int v = 0; v < NV; v++) {
+        const Floats part = floats(w + k * N + v * kLanes);
+        for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
+      }
+    }
+  for (int t = 0; t < TB; t++)
+    for (int v = 0; v < NV; v++) store(y + t * y_stride + v * kLanes, sums[t][v]);
+}
+
+// The same to all columns [begin, end), for `count` rows of x.
+template <int number, bool kFetch, class T>
+inline void add_rows(
+    const Matrix<T>& w, const Streams& rows, const float* x, int64_t x_stride, int64_t count, int64_t begin, int64_t end,
+    float* y, int64_t y_stride) {
+  const T* from = w.data + rows.k * w.N;
+  int64_t t = 0;
+  auto block = [&]<int TB, int NV>(std::integral_constant<int, TB>, std::integral_constant<int, NV>) {
+    for (; t + TB <= count; t += TB) {
+      const float* mine = x + t * x_stride + rows.k;
+      float* to = y + t * y_stride;
+      int64_t n = begin;
+      for (; n + NV * kLanes <= end; n += NV * kLanes)
+        add_rows<TB, NV, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
+      for (; n + kLanes <= end; n += kLanes)
+        add_rows<TB, 1, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
+      for (; n < end; n++)
+        for (int j = 0; j < TB; j++) {
+          float total = rows.fresh ? 0 : to[j * y_stride + n];
+          for (int64_t i = 0; i < rows.steps; i++)
+            for (int r = 0; r < number; r++) {
+              const int64_t k = i + r * rows.apart;
+              total = std::fma(float(from[k * w.N + n]), mine[j * x_stride + k], total);
+            }
+          to[j * y_stride + n] = total;
+        }
+    }
+  };
+  block(std::integral_constant<int, 8>(), std::integral_constant<int, 2>());
+  block(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
+  block(std::integral_constant<int, 2>(), std::integral_constant<int, 4>());
+  block(std::integral_constant<int, 1>(), std::integral_constant<int, 4>());
+}
+
+// The same as of blocks; for more rows of x more rows of w at a time, which then have to be fetched.
+template <class T>
+inline void product(
+    const Matrix<T>& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t count, int64_t begin,
+    int64_t end, float* y, int64_t y_stride, const uint8_t*) {
+  const int64_t apart = (last - first) / kStreams, left = first + kStreams * apart;
+  const int64_t steps = count < 4 ? 1 : count < 8 || w.N * sizeof(T) > 4096 ? 2 : 4;
+  for (int64_t i = 0; i < apart; i += steps) {
+    const Streams rows{first + i, apart, std::min(steps, apart - i), i == 0};
+    if (steps == 1)
+      add_rows<kStreams, false>(w, rows, x, x_stride, count, begin, end, y, y_stride);
+    else
+      add_rows<kStreams, true>(w, rows, x, x_stride, count, begin, end, y, y_stride);
+  }
+  if (left < last || apart == 0)  // an empty slice gives zeros
+    add_rows<1, false>(w, {left, 0, last - left, apart == 0}, x, x_stride, count, begin, end, y, y_stride);
 }
 
 // y[t, n] = sum over k of x[t, k] w[n, k], K contiguous: TN rows of w, each of K numbers, with TB rows of x

@@ -44,10 +44,10 @@ def logits_of(model: LoadedModel, tokens_BS: np.ndarray) -> np.ndarray:
     assert isinstance(runner, ModelRunner)
     positions_BS = np.tile(np.arange(tokens_BS.shape[1], dtype=np.int32), (len(tokens_BS), 1))
     runner.residency.begin_step(whole_layers=True)
-    (x_BSD,) = runner.forward(
+    (output,) = runner.forward(
         [TokenBatch(tokens_BS.reshape(-1), np.arange(len(tokens_BS), dtype=np.int32), positions_BS)]
     )
-    return np.stack([np.asarray(runner.all_logits(x_BSD, row)) for row in range(len(tokens_BS))])
+    return np.stack([np.asarray(runner.all_logits(output, row)) for row in range(len(tokens_BS))])
 
 
 def expert_arrays(config: ModelConfig, kind: str) -> list[int]:
