@@ -4,9 +4,9 @@
 
 Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds: each call takes others
 of `--bytes`. A call of the experts runs LAYERS layers, as decoding does: in one program here, one layer after the other
-in XLA's form. A round has one call of every row, beside a plain read by as many threads as there are cores and the same
-product by XLA; medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the
-experts that the tokens chose, as they are stored.
+in XLA's form. Calls of a row follow one another for 10 ms at least, as steps do in decoding. A round has every row,
+beside a plain read by as many threads as there are cores and the same product by XLA; medians of the rounds, and of a
+round's ratios to its plain read. The experts' bytes are those of the experts that the tokens chose, as they are stored.
 
 of_floor: the least time that a round's product can take, over its time. It is that of the plain read, or that of its
 multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA.
@@ -42,6 +42,7 @@ from kernels_pallas.native import SlotLayout, slot_mlp
 ROWS = (1, 2, 8, 32)
 LAYERS, TABLES = 16, 32
 INNER, COLUMNS, LARGE = 2048, 4096, 2048
+LEAST_S = 0.01  # of a measurement
 EXPERTS = {
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
     "8 experts of 512 x 768, 2 a token": (512, 768, 8, 2),
@@ -144,9 +145,13 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
 
 
 def seconds(call: Call) -> float:
-    begun = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - begun
+    """Return the seconds of a call, the mean of as many as take `LEAST_S`."""
+    begun, calls, taken = time.perf_counter(), 0, 0.0
+    while taken < LEAST_S:
+        jax.block_until_ready(call())
+        calls += 1
+        taken = time.perf_counter() - begun
+    return taken / calls
 
 
 def main() -> None:

@@ -220,6 +220,7 @@ def test_another_mesh_and_back(
     assert dict(losses(tmp_path)) == pytest.approx({s: reference[s] for s in range(40, 54)}, rel=1e-5, abs=0)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_go_on_as_one(
     runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_checkpoint_of_host_memory_is_an_ordinary_one(runs: TrainRuns, on_host
     assert all(abs(ours[step] - expected[step]) <= 1e-5 * expected[step] for step in expected)
 
 
+@pytest.mark.slow
 def test_a_run_on_nvme_is_served_merged_and_moved(
     runs: TrainRuns, on_host: Path, tmp_path: Path, run_python: Run
 ) -> None:

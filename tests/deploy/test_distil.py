@@ -139,6 +139,7 @@ def test_a_step(teacher: Path, text: str, tmp_path: Path) -> None:
     assert float(first["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5) and "divergence" not in metrics
 
 
+@pytest.mark.slow
 def test_several_devices_take_the_step_of_one(teacher: Path, text: str, tmp_path: Path) -> None:
     student(teacher, tmp_path / "student", text)
     config, divergences = run_config(teacher, tmp_path / "student"), []

@@ -109,6 +109,7 @@ def test_logits_and_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_every_way_to_keep_experts(folder: Path, tmp_path: Path) -> None:
     """The whole model's greedy tokens; native operations or not, streamed or not."""
     model = jmoe.load_pretrained(folder)
@@ -130,7 +131,7 @@ def test_every_way_to_keep_experts(folder: Path, tmp_path: Path) -> None:
         assert of.streamed_bytes > 0 and of.device_expert_bytes < stats.device_expert_bytes
 
 
-@pytest.mark.parametrize("dense", ["replicated", "tensor"])
+@pytest.mark.parametrize("dense", [pytest.param("replicated", marks=pytest.mark.slow), "tensor"])
 def test_several_devices(folder: Path, dense: str) -> None:
     found, _ = said(folder, policy="resident", native="off")
     mesh = EngineMesh(devices=2, dense=dense)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def layer_bytes(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 def test_auto_computes_what_resident_computes(
     name: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,7 +279,9 @@ def one_step(
     return np.asarray(tokens), jax.device_get(logprobs), counts
 
 
-@pytest.mark.parametrize(("vocab_size", "spread"), [(999, 2.0), (20_000, 3.0), (20_000, 0.5)])
+@pytest.mark.parametrize(
+    ("vocab_size", "spread"), [(999, 2.0), (20_000, 3.0), pytest.param(20_000, 0.5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("form", ["row by row", "whole batch"])
 def test_a_row_does_not_depend_on_its_batch(
     form: str, vocab_size: int, spread: float, monkeypatch: pytest.MonkeyPatch

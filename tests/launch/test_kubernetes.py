@@ -111,6 +111,7 @@ def test_the_parts_of_a_server_fit_together() -> None:
     assert paths == {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_job_train_together(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """With what this machine cannot have replaced: the preset, the folders and rank 0's name."""
     job, rank_0 = job_of("train-job.yaml")

@@ -297,6 +297,7 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         last.close()
 
 
+@pytest.mark.slow
 def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take any time as long as records are copied; its thread keeps nothing from ending."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:

@@ -12,6 +12,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jmoe.configs import PRESETS
 from jmoe.layers.loss import cross_entropy
@@ -60,6 +61,7 @@ def gradients(decoder: Decoder, tokens_BS: jax.Array, dtype: Any) -> tuple[Any, 
     return jax.block_until_ready((grads, routing))
 
 
+@pytest.mark.slow
 def test_each_gradient_in_bfloat16() -> None:
     rng = np.random.default_rng(0)
     zipf_V = 1 / np.arange(1, MODEL.vocab_size + 1)

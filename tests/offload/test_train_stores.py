@@ -90,9 +90,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     [
         NVME,
         dataclasses.replace(NVME, write_back_every_steps=1),
-        dataclasses.replace(NVME, gradients="host"),
+        pytest.param(dataclasses.replace(NVME, gradients="host"), marks=pytest.mark.slow),
         TiersConfig(experts="host", optimizer="nvme", gradients="nvme"),
-        TiersConfig(experts="device", optimizer="nvme"),
+        pytest.param(TiersConfig(experts="device", optimizer="nvme"), marks=pytest.mark.slow),
     ],
     ids=["nvme", "written-back", "gradients-host", "weights-host", "weights-device"],
 )

@@ -284,6 +284,7 @@ print("done", checkpoints.steps(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_drain_may_take_longer_than_a_step(start_python: Start, tmp_path: Path, local: Path) -> None:
     """Rank 1 copies its records for 12 s where a step may take 8 s: both wait for it at the next save."""
     logs, environment = [tmp_path / f"{rank}.log" for rank in range(2)], {"JAX_NUM_CPU_DEVICES": "1"}

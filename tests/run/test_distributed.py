@@ -184,7 +184,7 @@ def test_an_error_on_one_rank_is_told_to_the_others(run_ranks: RunRanks) -> None
     "numbers",
     [
         [signal.SIGTERM, signal.SIGUSR1],
-        [signal.SIGUSR1, None],
+        pytest.param([signal.SIGUSR1, None], marks=pytest.mark.slow),
         pytest.param([None, signal.SIGTERM], marks=pytest.mark.slow),
     ],
 )
@@ -398,6 +398,7 @@ def prepare_slowly(start_python: Start, folder: Path, slow_s: float) -> list[tup
     return [(ends(rank), rank.screen) for rank in ranks]
 
 
+@pytest.mark.slow
 def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_path: Path) -> None:
     """Process 0 takes at least twice the limit; the other waits for it as long, from when it has started itself."""
     results = prepare_slowly(start_python, tmp_path, 0.6)

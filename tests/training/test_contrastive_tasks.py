@@ -69,6 +69,7 @@ def accuracies(trainer: VisionTrainer, state: TrainState, tasks: tuple[ImageTask
     return sums[1] / sums[2]
 
 
+@pytest.mark.slow
 def test_no_layout_changes_a_loss() -> None:
     """On four devices each task has its own; on eight the task with the largest batch has four."""
     results = []

@@ -225,7 +225,7 @@ def carried_over(source: Trainer, state: TrainState, target: Trainer) -> TrainSt
             return restored(target, checkpoints, int(state.step))[0]
 
 
-@pytest.mark.parametrize("place", ["device", "nvme"])
+@pytest.mark.parametrize("place", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
 def test_a_checkpoint_goes_on_to_the_bit(place: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         trainer = on_device()

@@ -81,6 +81,7 @@ def test_a_planted_preference_is_learned() -> None:
     np.testing.assert_array_equal(outputs(logits, None), wanted)
 
 
+@pytest.mark.slow
 def test_no_layout_changes_a_loss_or_a_path() -> None:
     results = []
     for num_devices in (1, 4):

@@ -79,7 +79,9 @@ def error(got: Any, want: Any) -> float:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
-    ("model", "remat"), [(MODEL, "none"), (GPT, "layer")], ids=["SwiGLU", "GELU, biases, rematerialised"]
+    ("model", "remat"),
+    [pytest.param(MODEL, "none", marks=pytest.mark.slow), (GPT, "layer")],
+    ids=["SwiGLU", "GELU, biases, rematerialised"],
 )
 def test_gradients_are_as_near_to_float32_as_without(model: ModelConfig, remat: Any) -> None:
     """Of every parameter."""
@@ -101,6 +103,7 @@ def first_step(config: TrainConfig, *shape: int) -> tuple[dict[str, Any], str]:
     return step(state, tokens)[1], step.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("built")
 def test_eight_devices_take_the_step_of_one() -> None:
     config = dataclasses.replace(CONFIG, batch_size=8, sequence_length=24)

@@ -76,6 +76,7 @@ def times(monkeypatch: pytest.MonkeyPatch, all_to_all_s: float, ffn_s: float) ->
     monkeypatch.setattr(packing, "micro_operations", lambda *_: (all_to_all_s, ffn_s))
 
 
+@pytest.mark.slow
 def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
     alone: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

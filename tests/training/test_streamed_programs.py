@@ -85,7 +85,7 @@ def one_replica() -> Trained:
     return train(ONE_CHOICE, HOST, steps=3)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_replicas_differ_from_one_by_the_order_of_sums_alone(replicas: int, one_replica: Trained) -> None:
     """Every gradient, which AdamW's first moments hold, is that of one device to a millionth, and so are the updates.
 

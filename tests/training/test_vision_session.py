@@ -68,6 +68,7 @@ def assert_near(losses: Losses, expected: Losses) -> None:
         assert step == pytest.approx(wanted, rel=0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_measured_load_changes_the_layout_and_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: 
     assert_near(first + losses, train(session(tmp_path, 1, tasks=tasks), 3)[1])
 
 
+@pytest.mark.slow
 def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     run = session(tmp_path, 4)

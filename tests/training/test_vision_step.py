@@ -130,7 +130,9 @@ def own_parts(trainer: VisionTrainer, state: TrainState) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("shape", "layout"), [((1, 1, 1), "even"), ((4, 1, 1), "elastic")])
+@pytest.mark.parametrize(
+    ("shape", "layout"), [pytest.param((1, 1, 1), "even", marks=pytest.mark.slow), ((4, 1, 1), "elastic")]
+)
 def test_labels_of_a_task_move_nothing_that_is_another_s(shape: tuple[int, int, int], layout: str) -> None:
     """Two runs that differ in the labels of one task, in the last step: without a clip, which is by the global norm."""
     optimizer = dataclasses.replace(CONFIG.optimizer, clip_norm=0.0)
@@ -152,7 +154,7 @@ def test_labels_of_a_task_move_nothing_that_is_another_s(shape: tuple[int, int, 
     assert differing(*shared) != []
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_task_without_images_keeps_its_parameters(weight_decay: float) -> None:
     """One task has images: parameters of the others' own are as they were, or decayed; their moments stay zero."""
     optimizer = dataclasses.replace(CONFIG.optimizer, weight_decay=weight_decay)
