@@ -1,12 +1,31 @@
 """What a compiled program does, read from its text; and a traced one, from its jaxpr."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
 
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """One entry for every program that is compiled meanwhile, or taken from the cache on disk."""
+    compiled: list[str] = []
+    listens = True
+
+    def listen(event: str, duration_s: float, **_: Any) -> None:
+        if listens and event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        listens = False
 
 
 class Op(NamedTuple):

@@ -84,11 +84,12 @@ def calibrate(
     prefill = Chunk(sequence, 0, 0, tokens[:prefill_tokens])
     batch = runner.tokens(ChunkGroup(decode, max_batch, 1))
     by_tokens = {
-        prefill_tokens: _forward_s(runner, runner.tokens(ChunkGroup((prefill,), 1, prefill_tokens))),
-        max_batch: _forward_s(runner, batch),
-        1: _forward_s(runner, runner.tokens(ChunkGroup(decode[:1], 1, 1))),
+        prefill_tokens: _layers_s(runner, runner.tokens(ChunkGroup((prefill,), 1, prefill_tokens))),
+        max_batch: _layers_s(runner, batch),
+        1: _layers_s(runner, runner.tokens(ChunkGroup(decode[:1], 1, 1))),
     }
     (output,) = runner.forward([batch])
+    output = output._replace(logits_PV=None)
     runner.residency = residency
     steps = sorted(by_tokens)
     return replace(
@@ -99,8 +100,15 @@ def calibrate(
     )
 
 
-def _forward_s(runner: ModelRunner, batch: TokenBatch) -> float:
-    return _median_s(lambda: jax.block_until_ready(runner.forward([batch])))
+def _layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
+    """Return the seconds of a batch's layers, without the logits that their program may make."""
+    forward_s = _median_s(lambda: jax.block_until_ready(runner.forward([batch])))
+    (output,) = runner.forward([batch])
+    if output.logits_PV is None:
+        return forward_s
+    alone, at_P = output._replace(logits_PV=None), np.zeros(len(batch.rows_P), np.int32)
+    jax.block_until_ready(runner.logits(alone, at_P))  # to compile it
+    return max(0.0, forward_s - _median_s(lambda: jax.block_until_ready(runner.logits(alone, at_P))))
 
 
 def _median_s(run: Callable[[], object]) -> float:

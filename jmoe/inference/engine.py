@@ -339,8 +339,8 @@ class Engine(Closing):
             groups = [begun.group, *groups[1:]]
             batches = [begun.output, *(self._runner.tokens(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], Draws]] = []
-        for group, after in zip(groups, self._runner.forward(batches), strict=True):
-            drawing += self._draw(group, after)
+        for group, output in zip(groups, self._runner.forward(batches), strict=True):
+            drawing += self._draw(group, output)
         runner = self._model.on_one
         if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
             going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
@@ -350,7 +350,7 @@ class Engine(Closing):
                 self._ahead = StepAhead.begin(runner, groups[0], tokens_B, going_on)
         return {c.sequence: draw for last, draws in drawing for c, draw in zip(last, draws.read(), strict=True)}
 
-    def _draw(self, group: ChunkGroup, hidden: Any) -> list[tuple[list[Chunk], Draws]]:
+    def _draw(self, group: ChunkGroup, output: Any) -> list[tuple[list[Chunk], Draws]]:
         """Draw a token for every sequence of a group that gets one; keep log-probabilities of prompts.
 
         Returns the chunks that get a token, and these; nothing for none.
@@ -358,7 +358,7 @@ class Engine(Closing):
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
             if sequence.status == "prefill" and sequence.sampling.prompt_logprobs is not None:
-                logprobs = self._sampler.prompt_logprobs(chunk, self._runner.all_logits(hidden, row))
+                logprobs = self._sampler.prompt_logprobs(chunk, self._runner.all_logits(output, row))
                 sequence.prompt_logprobs += logprobs
                 sequence.is_finite &= all(math.isfinite(lp.logprob) for lp in logprobs)
         last = [chunk for chunk in group.chunks if chunk.is_last]
@@ -366,7 +366,7 @@ class Engine(Closing):
             return []
         at_P = np.zeros(group.num_rows, np.int32)
         at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-        return [(last, self._sampler.draw(self._runner.logits(hidden, at_P), last))]
+        return [(last, self._sampler.draw(self._runner.logits(output, at_P), last))]
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":
@@ -391,10 +391,12 @@ class Engine(Closing):
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
         for num_rows, width in dict.fromkeys([*decode_shapes, *self._scheduler.prefill_shapes]):
             for batch in self._runner.padding(num_rows, width):
-                (hidden,) = self._runner.forward([batch])
+                (output,) = self._runner.forward([batch])
+                at_P = np.zeros(num_rows, np.int32)
                 if self._model.on_one is not None and self._model.options.policy == "auto":
-                    self._model.on_one.run_layers([batch])  # a step of whole layers
-                logits_PV = self._runner.logits(hidden, np.zeros(num_rows, np.int32))
+                    (whole,) = self._model.on_one.run_layers([batch])  # a step of whole layers
+                    self._runner.logits(whole, at_P)
+                logits_PV = self._runner.logits(output, at_P)
             if width == 1:  # what follows knows of logits alone
                 self._sampler.warm_up(logits_PV)
                 if self._model.on_one is not None and num_rows < self.max_batch:

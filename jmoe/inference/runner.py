@@ -198,12 +198,12 @@ def _apply_layers(
     batch: TokenBatch,
     windows: tuple[jax.Array | None, ...],
     experts: tuple[jax.Array, jax.Array],
-) -> tuple[Hidden | BatchOutput, tuple[KVCache, ...], jax.Array | None]:
+) -> tuple[Any, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
     """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
 
     ends: arrays of `static.ends`. hidden: after the layers before. experts: slots [M, R] and the tables [n, E] of these
-    layers with experts, or what `find_slots` takes. Returns `Hidden`, or a `BatchOutput` after the last layer; the
-    caches; what the tokens chose [n, T, K], None if no layer has experts.
+    layers with experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the last layer; the logits
+    [P, V] after the last layer of single tokens; the caches; what the tokens chose [n, T, K], None without experts.
     """
     slots_MR, places = experts
     written: list[KVCache] = []
@@ -223,12 +223,10 @@ def _apply_layers(
                 y = slot_mlp(tokens, slots_MR, table_E, static.layout, static.activation)
             hidden = Hidden(x_PCD, y)
             written.append(cache)
-        output: Hidden | BatchOutput = hidden
-        if static.is_last:
-            x_PCD = add_residual(*hidden)
-            logits_PV = static.ends.merge(ends).logits(x_PCD[:, 0]) if x_PCD.shape[1] == 1 else None
-            output = BatchOutput(x_PCD, BatchChoices([]), logits_PV)
-    return output, tuple(written), jnp.stack(choices) if choices else None
+        after: Any = add_residual(*hidden) if static.is_last else hidden
+        single = static.is_last and batch.positions_PC.shape[1] == 1
+        logits_PV = static.ends.merge(ends).logits(after[:, 0]) if single else None
+    return after, logits_PV, tuple(written), jnp.stack(choices) if choices else None
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -249,7 +247,7 @@ def logits_of_row(structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: j
 class Runner(Protocol):
     """Runs a model for an engine, on one device or several.
 
-    `tokens` and `padding` make batches, `forward` and `zeros` hidden states of a kind of the runner's own.
+    `tokens` and `padding` make batches, `forward` and `zeros` outputs, each of a kind of the runner's own.
     """
 
     config: ModelConfig
@@ -316,7 +314,7 @@ class ModelRunner:
         return [self.tokens(ChunkGroup((), num_rows, width))]
 
     def zeros(self, num_rows: int, width: int) -> BatchOutput:
-        """Return hidden states as `forward` gives them, to compile what follows."""
+        """Return an output as `forward` gives it, without logits, to compile what follows."""
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return BatchOutput(jax.device_put(x_PCD, jax.devices()[0]), BatchChoices([]))
 
@@ -392,6 +390,7 @@ class ModelRunner:
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         ends, end_arrays = self.ends
         after: Any = None
+        logits_PV: jax.Array | None = None
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
@@ -405,13 +404,13 @@ class ModelRunner:
                 places = None if tables_NE is None else tables_NE[n : n + size]
                 experts = slots.slots_MR, places if finder is None else finder.where(n)
                 of_layers = arrays, tuple(self.caches[some]), end_arrays, after, g, tuple(self._windows[some]), experts
-                after, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
+                after, logits_PV, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
                 if choices_NTK is not None:
                     chosen.append(choices_NTK)
                     n += choices_NTK.shape[0]
             if finder is not None:  # it must not be changed while they run
                 jax.block_until_ready(after)
-        return BatchOutput(after.x_PCD, BatchChoices(chosen), after.logits_PV)
+        return BatchOutput(after, BatchChoices(chosen), logits_PV)
 
     def _run_experts(self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]) -> list[jax.Array]:
         """Return what a layer's experts add to every batch. path: choices of the layers before."""

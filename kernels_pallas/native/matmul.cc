@@ -34,13 +34,8 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   const Spread spread(slices, N);
   Phase multiply(spread.tasks(), [=](int i) {
     const int64_t slice = spread.of(i), first = slice_begin(K, slices, slice), last = slice_begin(K, slices, slice + 1);
-    const uint8_t* then = nullptr;
-    if (const int next = i + Pool::get().threads(); next < spread.tasks())
-      then = reinterpret_cast<const uint8_t*>(data + slice_begin(K, slices, spread.of(next)) * N) +
-             (spread.begin(next) - spread.begin(i)) * w.kColumn;
     product(
-        w, first, last, wide, x_stride, rows, spread.begin(i), spread.end(i), parts + slice * rows * stride, stride,
-        then);
+        w, first, last, wide, x_stride, rows, spread.begin(i), spread.end(i), parts + slice * rows * stride, stride);
   });
   Phase add(slices > 1 ? int(rows) : 0, [=](int t) {
     std::memcpy(y + t * N, parts + t * stride, N * sizeof(float));

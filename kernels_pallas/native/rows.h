@@ -2,7 +2,7 @@
 //
 // Memory gives its speed to a few long streams. So threads share out the matrix by slices of k, whose rows are read from
 // end to end, a few side by side; TB rows of x at a time have TB x NV vectors of sums in registers. Every (t, n) is added
-// up in one order, in a slice and then slice by slice, whatever other rows and however many threads there are.
+// up in one order (in a slice as `product` says, then slice by slice), whatever other rows and threads there are.
 #pragma once
 
 #include <algorithm>
@@ -196,8 +196,8 @@ inline void product(
 // ahead by itself; of rows in one page it fetches none, or half as fast.
 constexpr int64_t kStreams = 4;
 
-// Row k of a matrix and those that are added with it: `steps` following ones, and the same of each other stream, `apart`
-// rows further. fresh: they are the first.
+// `steps` rows of a matrix from row k on, and as many of each other stream, `apart` rows further. They are added step by
+// step, of each step stream by stream. fresh: they are the first.
 struct Streams {
   int64_t k, apart, steps;
   bool fresh;
@@ -205,7 +205,7 @@ struct Streams {
 
 // Adds rows of `number` streams, which begin at w and x, to y[t, n ... n + 16 NV) for TB rows of x.
 template <int TB, int NV, int number, bool kFetch, class T>
-inline void add_rows(
+inline void add_block(
     const T* w, int64_t N, const Streams& rows, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
@@ -236,9 +236,9 @@ inline void add_rows(
       float* to = y + t * y_stride;
       int64_t n = begin;
       for (; n + NV * kLanes <= end; n += NV * kLanes)
-        add_rows<TB, NV, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
+        add_block<TB, NV, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
       for (; n + kLanes <= end; n += kLanes)
-        add_rows<TB, 1, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
+        add_block<TB, 1, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
       for (; n < end; n++)
         for (int j = 0; j < TB; j++) {
           float total = rows.fresh ? 0 : to[j * y_stride + n];
@@ -257,11 +257,13 @@ inline void add_rows(
   block(std::integral_constant<int, 1>(), std::integral_constant<int, 4>());
 }
 
-// The same as of blocks; for more rows of x more rows of w at a time, which then have to be fetched.
+// y[t, begin ... end) of the rows [first, last) of w, for `count` rows of x: streams first, then rows that are left over.
+// For four rows of x and more several steps at a time, or their sums would be read and written too often; rows of w that
+// follow each other are then read in turn, so that they are fetched, as many as stay in the second cache.
 template <class T>
 inline void product(
     const Matrix<T>& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t count, int64_t begin,
-    int64_t end, float* y, int64_t y_stride, const uint8_t*) {
+    int64_t end, float* y, int64_t y_stride, const uint8_t* = nullptr) {
   const int64_t apart = (last - first) / kStreams, left = first + kStreams * apart;
   const int64_t steps = count < 4 ? 1 : count < 8 || w.N * sizeof(T) > 4096 ? 2 : 4;
   for (int64_t i = 0; i < apart; i += steps) {

@@ -137,7 +137,8 @@ void slot_mlp(
   Scratch* scratch = &a;
   const Spread up_spread(groups * up_slices, U), down_spread(groups * down_slices, s.D);
   const int threads = Pool::get().threads();
-  // where tasks begin to read, and what a thread reads after task i: the others take as long, so that it gets i + threads
+  // where tasks begin to read, and what a thread reads after task i, to be fetched where the processor does not by itself
+  // (Blocks): the others take as long, so that it gets i + threads
   auto up_begin = [=](int i) {
     const uint8_t* slot = scratch->groups[up_spread.of(i) / up_slices].slot;
     return slot + s.w_up + W::bytes(slice_begin(s.D, up_slices, up_spread.of(i) % up_slices), U) +

@@ -11,6 +11,7 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.planning.streaming import StreamingPlan
+from tests.compiled import compilations
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], [20, 21, 22, 23, 24]]
@@ -61,6 +62,16 @@ def test_auto_computes_what_resident_computes(
                 assert known == stats.steps * layers
             elif whole == 100:  # programs find their slots: of a chunk of a prompt and of what decodes beside it, each
                 assert stats.steps * layers <= known <= 2 * stats.steps * layers
+
+
+def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for what programs of several layers make, logits too, nor for steps of whole layers beside them."""
+    with tiny_engine("mixtral", device_bytes=layer_bytes("mixtral") * 7 // 4) as served:
+        monkeypatch.setattr(StreamingPlan, "policy", lambda _, n: "ring" if n >= 3 else "experts")
+        with compilations() as compiled:
+            run(served)
+        assert served.stats().decode.steps > 0
+    assert compiled == []
 
 
 def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

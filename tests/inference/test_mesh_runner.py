@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tiny_engines import tiny_engine
@@ -19,6 +18,7 @@ from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import as_segments
 from jmoe.planning.placement import place_as
 from tests.arrays import ragged_all_to_all
+from tests.compiled import compilations
 from tests.inference.mesh_traffic import (
     MAX_BATCH,
     Traffic,
@@ -220,23 +220,14 @@ def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) 
     Buffers have several sizes, however small they are.
     """
     monkeypatch.setattr("jmoe.inference.mesh_runner.FEW_ROWS", 0)
-    compiled: list[str] = []
-    listens = False
-
-    def listen(event: str, duration_s: float, **_: Any) -> None:
-        if listens and event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
     with tiny_engine("mixtral", max_batch=8, policy="resident") as engine:
         expected = traffic(engine)
-    jax.monitoring.register_event_duration_secs_listener(listen)
     options = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2}
     with on_mesh("mixtral", devices=2, **options) as engine:
         engine.compile_for_service()
         runner_of(engine).set_costs(1.0, 0.0)
-        listens = True
-        answer = traffic(engine)
-        listens = False
+        with compilations() as compiled:
+            answer = traffic(engine)
         assert engine.last_choices()[0].shape[1] == 2
         stats = engine.stats().placement
         assert stats is not None and stats.swaps > 0

@@ -1,5 +1,6 @@
 """Native operations against numpy in float64 and against the XLA forms they stand for; and how they are built."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -57,9 +58,12 @@ def close(got: jax.Array, want: np.ndarray, inner: int) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 32])
 def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
-    """Columns that fill registers, a part of them, and a few more; wide enough for several tasks."""
+    """Columns that fill registers, a part of them, and a few more; wide enough for several tasks, or very wide.
+
+    130 inputs make slices of 64, 64, 2 and none.
+    """
     rng = np.random.default_rng(rows)
-    for inner, columns in ((40, 7), (33, 64 + 16 + 3), (512, 1500)):
+    for inner, columns in ((40, 7), (33, 64 + 16 + 3), (512, 1500), (130, 600), (70, 2500)):
         x, x64 = drawn(rng, (rows, inner), dtype)
         w, w64 = drawn(rng, (columns, inner) if transposed else (inner, columns), dtype)
         close(native.few_row_matmul(x, w, transposed=transposed), x64 @ (w64.T if transposed else w64), inner)
@@ -68,8 +72,8 @@ def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     """Bit for bit, whatever the number of rows."""
     rng = np.random.default_rng(0)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        x, w = drawn(rng, (32, 200), dtype)[0], drawn(rng, (200, 700), dtype)[0]
+    for dtype, (inner, columns) in itertools.product((jnp.float32, jnp.bfloat16), ((200, 700), (130, 2500))):
+        x, w = drawn(rng, (32, inner), dtype)[0], drawn(rng, (inner, columns), dtype)[0]
         alone = np.concatenate([native.few_row_matmul(x[t : t + 1], w) for t in range(32)])
         for rows in (2, 3, 4, 7, 8, 32):
             assert np.array_equal(native.few_row_matmul(x[:rows], w), alone[:rows])

@@ -297,18 +297,17 @@ def test_not_durable_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains
         last.close()
 
 
-@pytest.mark.slow
 def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take any time as long as records are copied; its thread keeps nothing from ending."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         stores = open_stores(Path(made))
-        records = RecordCheckpoints(stores, stall_limit_s=4)
+        records = RecordCheckpoints(stores, stall_limit_s=2)
         gate, real, copied = threading.Event(), record_checkpoint._copy, 0
 
         def hangs_at_the_tenth(*args: Any) -> None:
             nonlocal copied
             copied += 1
-            time.sleep(0.5)  # ten of them are longer than the limit
+            time.sleep(0.25)  # ten of them are longer than the limit
             assert copied < 10 or gate.wait(240)
             real(*args)
 

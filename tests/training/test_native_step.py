@@ -122,7 +122,8 @@ def test_streamed_experts_take_the_step_of_resident_ones() -> None:
         make_trainer(dataclasses.replace(CONFIG, tiers=tiers), model_configs.mesh_of(1, 1, 1))
     ) as t:
         _, streamed = t.step(t.init(), tokens_of(CONFIG))
-    resident, _ = first_step(CONFIG, 1, 1, 1)
+    resident, program = first_step(CONFIG, 1, 1, 1)
+    assert all(name in program for name in OPERATIONS)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(streamed[name], resident[name], rtol=1e-4, err_msg=name)
 
