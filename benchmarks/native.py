@@ -8,8 +8,8 @@ in XLA's form. Calls of a row follow one another for 10 ms at least, as steps do
 beside a plain read by as many threads as there are cores and the same product by XLA; medians of the rounds, and of a
 round's ratios to its plain read. The experts' bytes are those of the experts that the tokens chose, as they are stored.
 
-of_floor: the least time that a round's product can take, over its time. It is that of the plain read, or that of its
-multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA.
+of_floor: an estimate of the least time that a round's product can take, over its time: that of the plain read, or that
+of its multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA.
 """
 
 if __name__ == "__main__":
@@ -169,7 +169,9 @@ def main() -> None:
             rounds = [(seconds(made.native), seconds(made.xla), seconds(read)) for _ in range(a.rounds)]
             mine, xla, plain = (
                 [n / s / 1e9 for s in times]
-                for n, times in zip((made.num_bytes,) * 2 + (read_bytes,), zip(*rounds, strict=True), strict=True)
+                for n, times in zip(
+                    (made.num_bytes, made.num_bytes, read_bytes), zip(*rounds, strict=True), strict=True
+                )
             )
             least_s = made.flops / peaks["float32" if kind == "float32" else "bfloat16"]
             floor = [min(speed, made.num_bytes / least_s / 1e9) for speed in plain]
