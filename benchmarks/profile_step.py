@@ -2,12 +2,13 @@
 
     python benchmarks/profile_step.py --batch 8 --init torch --capacity-factor 1.25   (options: training.py)
     python benchmarks/profile_step.py --hf-config benchmarks/peers/qwen3moe_64e.json --batch 4
+    python benchmarks/profile_step.py --batch 4 --init torch --capacity-factor 1.25 --processes 2 --replicate-dense
 
 milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix products, native
 operations (products and the elementwise work between them), copies (transposes, gathers of rows, concatenations),
-everything else (elementwise work and sums), and idle, when no operation runs. Where operations overlap, the time is of
-the one that began first. large_product: what one product of 4,096 x 1,024 x 4,096 reaches in the same process, in
-between; floor_ms: the products of the model at that rate.
+everything else (elementwise work and sums), collectives where nothing else runs, and idle, when nothing runs. Where
+operations overlap, the time is of the one that began first. Of several processes: rank 0's. large_product: what one
+product of 4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the products of the model at that rate.
 """
 
 if __name__ == "__main__":
@@ -25,7 +26,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks import training
-from benchmarks.comm.trace import WHOLE, Op, operations, spans
+from benchmarks.comm.trace import COLLECTIVES, WHOLE, Op, Span, operations, spans, union_s
 from benchmarks.lib import report
 
 SCOPES = ("optimizer", "loss", "attention", "moe", "mlp", "gather", "reduce", "embed", "auxiliary_losses")
@@ -52,15 +53,21 @@ def work(op: Op) -> str:
 def accounted(found: list[Any], ops: dict[str, Op], steps: int, begin_ns: float, end_ns: float) -> dict[str, Any]:
     """Return milliseconds of a step by scope and work; what no operation covers is idle."""
     total: Counter[tuple[str, str]] = Counter()
-    at = begin_ns
+    at, gaps = begin_ns, []
     for begin, end, name in found:
         op = ops.get(name)
-        if op is None or op.kind in WHOLE:
+        if op is None or op.kind in WHOLE + COLLECTIVES:
             continue
-        total["idle", "idle"] += max(0.0, begin - at)
+        if begin > at:
+            gaps.append(Span(at, begin, ""))
         total[scope(op), work(op)] += max(0.0, end - max(begin, at))
         at = max(at, end)
-    total["idle", "idle"] += max(0.0, end_ns - at)
+    gaps.append(Span(at, max(at, end_ns), ""))
+    exchanges = [span for span in found if span.name in ops and ops[span.name].kind in COLLECTIVES]
+    alone_ns = 1e9 * union_s(exchanges, gaps)
+    total["idle", "idle"] = sum(end - begin for begin, end, _ in gaps) - alone_ns
+    if exchanges:
+        total["collectives", "collectives"] = alone_ns
     rows: dict[str, dict[str, float]] = {}
     for (part, kind), ns in sorted(total.items(), key=lambda item: -item[1]):
         rows.setdefault(part, {})[kind] = round(ns * 1e-6 / steps, 2)
@@ -88,15 +95,21 @@ def longest(found: list[Any], ops: dict[str, Op], steps: int, number: int) -> li
 
 def main() -> int:
     a = training.parse()
+    if a.processes > 1 and a.rank is None:
+        return training.launch(a)
     import jax
     import jax.numpy as jnp
 
-    from jmoe.mesh import make_mesh
+    from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
     from jmoe.training.trainer import make_trainer
 
+    rank = a.rank or 0
+    training.join(a, rank)
     config = training.train_config(a)
-    program = make_trainer(config, make_mesh(config.check_devices(jax.device_count())))
-    batch = jnp.asarray(training.tokens(a, config, 0))
+    mesh = make_mesh(config.check_devices(jax.device_count()))
+    program = make_trainer(config, mesh)
+    sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
+    batch = jax.make_array_from_process_local_data(sharding, training.tokens(a, config, rank))
     step = program.step.lower(program.state_shape, batch).compile()  # type: ignore[attr-defined]
     state = program.init()
     if a.init != "jmoe":
@@ -144,7 +157,7 @@ def main() -> int:
         "milliseconds": rows,
         "sums": {
             kind: round(sum(row.get(kind, 0.0) for row in rows.values()), 2)
-            for kind in ("products", "native", "elementwise", "copies", "idle")
+            for kind in ("products", "native", "elementwise", "copies", "collectives", "idle")
         },
         "longest": longest(found, ops, STEPS, 25),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -149,6 +149,15 @@ def peer_like(state: Any, init: str, std: float, seed: int = 0) -> Any:
     return replace(state, params=jax.tree.map(jnp.asarray, params))
 
 
+def join(a: argparse.Namespace, rank: int) -> None:
+    """Meet the other processes, where there are any."""
+    if a.processes > 1:
+        import jax
+
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{a.port}", a.processes, rank)
+
+
 def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     """Train on this rank; every rank returns the figures of the whole job. peak_rss_bytes: of each rank."""
     import jax
@@ -157,9 +166,7 @@ def worker(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
     from jmoe.training.trainer import make_trainer
 
-    if a.processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{a.port}", a.processes, rank)
+    join(a, rank)
     config = train_config(a)
     mesh = make_mesh(config.check_devices(jax.device_count()))
     program = make_trainer(config, mesh)

@@ -41,6 +41,18 @@ def test_every_millisecond_counts_once() -> None:
     assert sum(ms for row in rows.values() for ms in row.values()) == 10
 
 
+def test_collectives_count_where_nothing_else_runs() -> None:
+    ops = OPS | {"all-reduce.7": op("all-reduce", "jit(step)/reduce/psum")}
+    found = spans((1, 6, "all-reduce.7"), (2, 4, "dot.1"), (7, 8, "fusion.3"))
+    rows = accounted(found, ops, 1, 0.0, 8 * MS)
+    assert rows == {
+        "collectives": {"collectives": 3.0},
+        "attention": {"products": 2.0},
+        "idle": {"idle": 2.0},
+        "optimizer": {"elementwise": 1.0},
+    }
+
+
 def test_times_are_of_one_step() -> None:
     found = spans((0, 2, "dot.1"), (4, 8, "dot.1"), (2, 3, "fusion.3"))
     assert accounted(found, OPS, 2, 0.0, 8 * MS)["attention"] == {"products": 3.0}
