@@ -8,7 +8,7 @@ milliseconds: of a step, by what the operations belong to (scope) and by what th
 operations (products and the elementwise work between them), copies (transposes, gathers of rows, concatenations),
 everything else (elementwise work and sums), collectives where nothing else runs, and idle, when nothing runs. Where
 operations overlap, the time is of the one that began first. Of several processes: rank 0's. large_product: what one
-product of 4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the products of the model at that rate.
+product of 4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the model's products at that rate.
 """
 
 if __name__ == "__main__":
