@@ -200,7 +200,7 @@ def test_buffers_hold_the_largest_part_and_little_more() -> None:
         assert list(_buffer_rows(even, choice, ragged=True)) == ragged
 
 
-@pytest.mark.parametrize("placement", ["even", "lina"])
+@pytest.mark.parametrize("placement", [pytest.param("even", marks=pytest.mark.slow), "lina"])
 def test_a_ragged_exchange_gives_the_same_tokens(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does, with the collective made of those that a CPU has."""
     monkeypatch.setattr("jmoe.inference.mesh_programs.Ragged", partial(Ragged, move=ragged_all_to_all))

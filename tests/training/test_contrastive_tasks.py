@@ -129,6 +129,7 @@ def test_an_image_of_such_a_task_is_timed_too() -> None:
     assert all(0 < seconds < 10 for seconds in trainer.image_s(trainer.init(), samples))
 
 
+@pytest.mark.slow
 def test_an_extracted_path_computes_embeddings(tmp_path: Path) -> None:
     tasks = RUN_CONFIG.tasks | {"digits": dataclasses.replace(RUN_CONFIG.tasks["digits"], **COMPARED)}
     network = saved_run(tmp_path / "run", dataclasses.replace(RUN_CONFIG, tasks=tasks))

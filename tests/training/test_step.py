@@ -240,7 +240,8 @@ def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
     assert_same_run(run((2, 2, 2), **changes), run(ONE))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1, 4), (2, 2, 2)], ids=str)
 def test_chunks_of_the_exchange_change_no_number_under_capacity(shape: tuple[int, int, int]) -> None:
     full = dataclasses.replace(MODEL, capacity_factor=0.75)
     whole, chunks = (run(shape, model=full, schedule=schedule) for schedule in ("chunks", "pipelined"))
@@ -262,7 +263,7 @@ def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: i
     ("shape", "changes"),
     [
         ((1, 1, 2), {}),
-        ((2, 1, 1), {"gradient_accumulation_steps": 4}),
+        pytest.param((2, 1, 1), {"gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
         pytest.param((2, 1, 2), {"shard_dense": False, "chunk_bytes": 2000}, marks=pytest.mark.slow),
     ],
     ids=["dense parameters sharded", "experts' gradients over data", "dense parameters whole"],

@@ -85,7 +85,8 @@ def one_replica() -> Trained:
     return train(ONE_CHOICE, HOST, steps=3)
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_differ_from_one_by_the_order_of_sums_alone(replicas: int, one_replica: Trained) -> None:
     """Every gradient, which AdamW's first moments hold, is that of one device to a millionth, and so are the updates.
 
@@ -213,17 +214,15 @@ def all_to_alls(compiled: Any) -> int:
     return Counter(op.kind for op in operations(compiled.as_text()))["all-to-all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "comm", "remat", "forward", "backward"),
     [
         ((1, 1, 2), {"chunk_bytes": 2000}, "none", 3, 2),  # rows and how many there are; rows back. And reversed
-        pytest.param((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2, marks=pytest.mark.slow),
-        pytest.param((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5, marks=pytest.mark.slow),
+        ((1, 1, 2), {"chunk_bytes": 2000, "schedule": "none"}, "none", 3, 2),
+        ((1, 1, 2), {"chunk_bytes": 2000}, "layer", 3, 5),
         # weights and choices of all rows; of each chunk rows across, rows inside and how many, two levels back
-        pytest.param(
-            *((1, 2, 2), {"exchange": "dedup", "schedule": "pipelined"}, "none", 2 + 2 * 5, 1 + 2 * 4),
-            marks=pytest.mark.slow,
-        ),
+        ((1, 2, 2), {"exchange": "dedup", "schedule": "pipelined"}, "none", 2 + 2 * 5, 1 + 2 * 4),
     ],
     ids=["chunks", "unordered", "again", "dedup"],
 )
