@@ -42,7 +42,11 @@ class EmbedAndHead(nnx.Module):
     def embed(self, tokens: jax.Array, positions: jax.Array, dtype: Any, lookup: Lookup = lookup) -> jax.Array:
         """[..., D] in `dtype`. lookup: in the table, or in a device's part of it."""
         x = lookup(self.embedding[...], tokens, dtype)
-        return x if self.positions is None else x + self.positions[...][positions].astype(dtype)
+        if self.positions is None:
+            return x
+        x = x + self.positions[...][positions].astype(dtype)
+        # else XLA may keep more bits of the sum for a layer in the same program than for one in another
+        return jax.lax.reduce_precision(x, 8, 7) if x.dtype == jnp.bfloat16 else x
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """float32 [T, V]."""

@@ -130,6 +130,13 @@ def test_every_way_to_keep_experts(folder: Path, tmp_path: Path) -> None:
         assert of.streamed_bytes > 0 and of.device_expert_bytes < stats.device_expert_bytes
 
 
+def test_streamed_is_resident_in_bfloat16(folder: Path) -> None:
+    """Bit for bit, whether the embedding's sum is in the program of the layers or in one of its own."""
+    resident, _ = said(folder, policy="resident", dtype="bfloat16")
+    ring, _ = said(folder, policy="ring", ring_slots=1, expert_tier="host", dtype="bfloat16")
+    assert numbers(ring) == numbers(resident)
+
+
 @pytest.mark.parametrize("dense", [pytest.param("replicated", marks=pytest.mark.slow), "tensor"])
 def test_several_devices(folder: Path, dense: str) -> None:
     found, _ = said(folder, policy="resident", native="off")

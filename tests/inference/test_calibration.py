@@ -68,9 +68,8 @@ def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None
     """Neither for what programs of several layers make, logits too, nor for steps of whole layers beside them."""
     with tiny_engine("mixtral", max_batch=4, device_bytes=layer_bytes("mixtral") * 7 // 4) as served:
         monkeypatch.setattr(StreamingPlan, "policy", lambda _, n: "ring" if n >= 4 else "experts")
-        with (
-            compilations() as compiled
-        ):  # two sequences decode beside the chunks of a third one's prompt, then all three
+        # two sequences decode beside the chunks of a third one's prompt, then all three
+        with compilations() as compiled:
             served.generate([[5], [11, 3], list(range(5, 20))], max_new_tokens=10, ignore_eos=True)
     assert compiled == []
 
