@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
+from jmoe.run.metrics import COMPILE_EVENT
+
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
 
@@ -18,7 +20,7 @@ def compilations() -> Iterator[list[str]]:
     listens = True
 
     def listen(event: str, duration_s: float, **_: Any) -> None:
-        if listens and event == "/jax/core/compile/backend_compile_duration":
+        if listens and event == COMPILE_EVENT:
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

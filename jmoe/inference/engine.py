@@ -365,7 +365,8 @@ class Engine(Closing):
         if not last:
             return []
         at_P = np.zeros(group.num_rows, np.int32)
-        at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
+        if group.width > 1:
+            at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
         return [(last, self._sampler.draw(self._runner.logits(output, at_P), last))]
 
     def _output(self, sequence: Sequence, draw: Draw) -> Output:

@@ -46,7 +46,7 @@ class TokenBatch(NamedTuple):
 
 
 class BatchChoices(NamedTuple):
-    """The experts that a batch's tokens chose: int32 [n, T, K] of n layers with experts at a time, E for padding.
+    """The experts that a batch's tokens chose: int32 [N, T, K] of N layers with experts at a time, E for padding.
 
     lost: tokens whose choices count as padding all the same, as their sequence had ended.
     """
@@ -201,9 +201,9 @@ def _apply_layers(
 ) -> tuple[Any, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
     """Run layers of few tokens: the host is asked for nothing but what was chosen and has no slot.
 
-    ends: arrays of `static.ends`. hidden: after the layers before. experts: slots [M, R] and the tables [n, E] of these
+    ends: arrays of `static.ends`. hidden: after the layers before. experts: slots [M, R] and the tables [N, E] of these
     layers with experts, or what `find_slots` takes. Returns `Hidden`, or x [P, C, D] after the last layer; the logits
-    [P, V] after the last layer of single tokens; the caches; what the tokens chose [n, T, K], None without experts.
+    [P, V] after the last layer of single tokens; the caches; what the tokens chose [N, T, K], None without experts.
     """
     slots_MR, places = experts
     written: list[KVCache] = []

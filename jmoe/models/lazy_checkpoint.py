@@ -46,7 +46,8 @@ class EmbedAndHead(nnx.Module):
             return x
         x = x + self.positions[...][positions].astype(dtype)
         # else XLA may keep more bits of the sum for a layer in the same program than for one in another
-        return jax.lax.reduce_precision(x, 8, 7) if x.dtype == jnp.bfloat16 else x
+        bits = jnp.finfo(x.dtype)
+        return jax.lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """float32 [T, V]."""

@@ -100,7 +100,7 @@ inline Chunk chunk_of(const W& w, int64_t k, int64_t first, int64_t last, const 
   return {k, std::min(last, next), k == first, ahead};
 }
 
-// Into the second cache: fetched into the first one, products on Zen 4 read at a third to two thirds of memory's speed.
+// Into the second cache: a chunk takes more than the first one has.
 template <int64_t num_bytes>
 inline void fetch(const void* from, int64_t ahead) {
   for (int64_t line = 0; line < num_bytes; line += 64)
@@ -192,8 +192,8 @@ inline void product(
     }
 }
 
-// Rows of floats are read side by side out of kStreams parts of a slice, so far apart that a processor fetches each part
-// ahead by itself; of rows in one page it fetches none, or half as fast.
+// Rows of floats are read side by side out of kStreams parts of a slice, so far apart that a processor can fetch each part
+// ahead by itself.
 constexpr int64_t kStreams = 4;
 
 // `steps` rows of a matrix from row k on, and as many of each other stream, `apart` rows further. They are added step by
@@ -203,15 +203,15 @@ struct Streams {
   bool fresh;
 };
 
-// Adds rows of `number` streams, which begin at w and x, to y[t, n ... n + 16 NV) for TB rows of x.
-template <int TB, int NV, int number, bool kFetch, class T>
+// Adds rows of NS streams, which begin at w and x, to y[t, n ... n + 16 NV) for TB rows of x.
+template <int TB, int NV, int NS, bool kFetch, class T>
 inline void add_block(
     const T* w, int64_t N, const Streams& rows, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = rows.fresh ? splat(0) : load<Floats>(y + t * y_stride + v * kLanes);
   for (int64_t i = 0; i < rows.steps; i++)
-    for (int r = 0; r < number; r++) {
+    for (int r = 0; r < NS; r++) {
       const int64_t k = i + r * rows.apart;
       if constexpr (kFetch) fetch<NV * kLanes * sizeof(T)>(w + k * N, rows.steps * N * sizeof(T));
       for (int v = 0; v < NV; v++) {
@@ -224,7 +224,7 @@ inline void add_block(
 }
 
 // The same to all columns [begin, end), for `count` rows of x.
-template <int number, bool kFetch, class T>
+template <int NS, bool kFetch, class T>
 inline void add_rows(
     const Matrix<T>& w, const Streams& rows, const float* x, int64_t x_stride, int64_t count, int64_t begin, int64_t end,
     float* y, int64_t y_stride) {
@@ -236,14 +236,14 @@ inline void add_rows(
       float* to = y + t * y_stride;
       int64_t n = begin;
       for (; n + NV * kLanes <= end; n += NV * kLanes)
-        add_block<TB, NV, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
+        add_block<TB, NV, NS, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
       for (; n + kLanes <= end; n += kLanes)
-        add_block<TB, 1, number, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
+        add_block<TB, 1, NS, kFetch>(from + n, w.N, rows, mine, x_stride, to + n, y_stride);
       for (; n < end; n++)
         for (int j = 0; j < TB; j++) {
           float total = rows.fresh ? 0 : to[j * y_stride + n];
           for (int64_t i = 0; i < rows.steps; i++)
-            for (int r = 0; r < number; r++) {
+            for (int r = 0; r < NS; r++) {
               const int64_t k = i + r * rows.apart;
               total = std::fma(float(from[k * w.N + n]), mine[j * x_stride + k], total);
             }
