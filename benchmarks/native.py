@@ -8,6 +8,10 @@ in XLA's form. Calls of a row follow one another for 10 ms at least, as steps do
 beside a plain read by as many threads as there are cores and the same product by XLA; medians of the rounds, and of a
 round's ratios to its plain read. The experts' bytes are those of the experts that the tokens chose, as they are stored.
 
+What keeps a row from the speed of memory: cached_gb_per_s is the same operation's where it reads the same expert or
+matrix again and again, out of caches, us and cached_us are the times of a layer or product, and the smallest experts
+have next to nothing to read, so that theirs is what a layer's call takes beside it.
+
 of_floor: an estimate of the least time that a round's product can take, over its time: that of the plain read, or that
 of its multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA.
 """
@@ -43,7 +47,9 @@ ROWS = (1, 2, 8, 32)
 LAYERS, TABLES = 16, 32
 INNER, COLUMNS, LARGE = 2048, 4096, 2048
 LEAST_S = 0.01  # of a measurement
+MAX_SLOTS = 8192
 EXPERTS = {
+    "8 experts of 32 x 32, 8 a token": (32, 32, 8, 8),
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),
     "8 experts of 512 x 768, 2 a token": (512, 768, 8, 2),
     "32 experts of 2048 x 768, 8 a token": (2048, 768, 32, 8),  # their sizes are those of Qwen3-30B-A3B
@@ -74,12 +80,14 @@ def flops_per_s(dtype: Any) -> float:
 
 
 class Pair(NamedTuple):
-    """The same products, native and XLA's; the bytes of weights that they read, and their operations."""
+    """The same products, native and XLA's, and native out of caches; what a call of them does."""
 
     native: Call
     xla: Call
-    num_bytes: int
+    cached: Call
+    num_bytes: int  # of weights
     flops: float
+    layers: int = 1
 
 
 def products(rows: int, dtype: Any, total: int) -> Pair:
@@ -90,7 +98,9 @@ def products(rows: int, dtype: Any, total: int) -> Pair:
     x = jax.random.normal(jax.random.key(0), (rows, INNER), dtype)
     ours, theirs = jax.jit(native.few_row_matmul), jax.jit(dot)
     flops = 2.0 * rows * INNER * COLUMNS
-    return Pair(lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), num_bytes, flops)
+    again = next(matrices)
+    calls = (lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), lambda: ours(x, again))
+    return Pair(*calls, num_bytes, flops)
 
 
 def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
@@ -108,7 +118,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
         stored = np.dtype(np.uint16 if dtype == jnp.bfloat16 else np.float32)
         fields = {name: (shape, stored) for name, shape in shapes.items()}
     expert_bytes = sum(math.prod(shape) * stored.itemsize for shape, stored in fields.values())
-    num_slots = total // expert_bytes // 2
+    num_slots = min(total // expert_bytes // 2, MAX_SLOTS)
     rng = np.random.default_rng(0)
     both = [HostSlots(num_slots, fields, native=is_native) for is_native in (True, False)]
     record = {field: np.zeros(shape, stored) for field, (shape, stored) in fields.items()}
@@ -129,8 +139,10 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
     made = [np.fromiter(order, np.int32, LAYERS * num_experts) for _ in range(TABLES)]
     tables_LE = itertools.cycle([each.reshape(LAYERS, num_experts) for each in made])
 
-    def in_one_program(slots: NativeSlots) -> jax.Array:
-        return layers(slots.layout, slots.slots_MR, next(tables_LE))
+    again_LE = np.zeros((LAYERS, num_experts), np.int32)
+
+    def in_one_program(slots: NativeSlots, again: bool = False) -> jax.Array:
+        return layers(slots.layout, slots.slots_MR, again_LE if again else next(tables_LE))
 
     def in_turn(slots: HostSlots) -> jax.Array:
         y_TD = zeros()
@@ -141,7 +153,8 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
     num_bytes = LAYERS * len(np.unique(idx_TK)) * expert_bytes
     assert both[0].native is not None
     flops = LAYERS * tokens * k * 6.0 * hidden * inner
-    return Pair(partial(in_one_program, both[0].native), partial(in_turn, both[1]), num_bytes, flops)
+    mine = partial(in_one_program, both[0].native)
+    return Pair(mine, partial(in_turn, both[1]), partial(mine, again=True), num_bytes, flops, LAYERS)
 
 
 def seconds(call: Call) -> float:
@@ -164,19 +177,22 @@ def main() -> None:
         names = (*EXPERTS,) if kind in FORMATS else (f"{INNER} x {COLUMNS}", *EXPERTS)
         for name in names:
             made = experts(name, count, kind, a.bytes) if name in EXPERTS else products(count, jnp.dtype(kind), a.bytes)
-            for call in (made.native, made.xla, read):
+            calls = (made.native, made.xla, made.cached, read)
+            for call in calls:
                 seconds(call)
-            rounds = [(seconds(made.native), seconds(made.xla), seconds(read)) for _ in range(a.rounds)]
-            mine, xla, plain = (
-                [n / s / 1e9 for s in times]
-                for n, times in zip(
-                    (made.num_bytes, made.num_bytes, read_bytes), zip(*rounds, strict=True), strict=True
-                )
-            )
+            rounds = [[seconds(call) for call in calls] for _ in range(a.rounds)]
+            mine_s, xla_s, cached_s, read_s = zip(*rounds, strict=True)
+            mine, xla, cached = ([made.num_bytes / s / 1e9 for s in times] for times in (mine_s, xla_s, cached_s))
+            plain = [read_bytes / s / 1e9 for s in read_s]
             least_s = made.flops / peaks["float32" if kind == "float32" else "bfloat16"]
             floor = [min(speed, made.num_bytes / least_s / 1e9) for speed in plain]
             row = {"what": name, "weights": kind, "rows": count}
             row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
+            row |= {"cached_gb_per_s": report.median(cached, 1)}
+            row |= {
+                name: report.median([s / made.layers * 1e6 for s in times], 1)
+                for name, times in (("us", mine_s), ("cached_us", cached_s))
+            }
             row |= {"read_gb_per_s": report.median(plain, 1), "of_read": report.ratio(mine, plain)}
             row |= {"of_floor": report.ratio(mine, floor), "of_xla": report.ratio(mine, xla)}
             rows.append(report.progress(row))

@@ -233,7 +233,7 @@ ffi::Error handle_attention(
   const int32_t* limit = window.element_count() ? window.typed_data() : nullptr;
   const float* sink = sinks.element_count() ? sinks.typed_data() : nullptr;
   auto call = [&]<class T>(T*) {
-    if constexpr (kManyRows && std::is_same_v<T, bfloat16>)
+    if constexpr (kHasPairs && std::is_same_v<T, bfloat16>)
       if (s.P * s.C > kFewTokens && s.d % 2 == 0 && s.e % kLanes == 0)
         return attention_of_many(
             s, static_cast<const T*>(q.untyped_data()), static_cast<const T*>(k.untyped_data()),

@@ -183,7 +183,7 @@ Head head_of(const Shape& s, const bfloat16* q, const bfloat16* k, const bfloat1
 ffi::Error handle_forward(
     ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Result<ffi::AnyBuffer> out,
     ffi::ResultBuffer<ffi::F32> lse, float scale) {
-  if (!kManyRows) return ffi::Error::InvalidArgument("causal attention: this processor has no AVX512-BF16");
+  if (!kHasPairs) return ffi::Error::InvalidArgument("causal attention: this processor has no AVX512-BF16");
   const Shape s = shape_of(q, k, v);
   Phase all(int(s.B * s.H), [&](int i) {
     const int64_t b = i / s.H, h = i % s.H;
@@ -199,7 +199,7 @@ ffi::Error handle_backward(
     ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out, ffi::Buffer<ffi::F32> lse,
     ffi::AnyBuffer dout, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
     ffi::Result<ffi::AnyBuffer> dv, float scale) {
-  if (!kManyRows) return ffi::Error::InvalidArgument("causal attention: this processor has no AVX512-BF16");
+  if (!kHasPairs) return ffi::Error::InvalidArgument("causal attention: this processor has no AVX512-BF16");
   const Shape s = shape_of(q, k, v);
   Phase all(int(s.B * s.G), [&](int i) {
     const int64_t b = i / s.G, g = i % s.G, P = s.padded();

@@ -221,7 +221,7 @@ ffi::Error handle_forward(
     ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer w_up,
     ffi::AnyBuffer w_down, ffi::Buffer<ffi::F32> b_up, ffi::Buffer<ffi::F32> b_down, ffi::Result<ffi::AnyBuffer> y,
     ffi::Result<ffi::AnyBuffer> h, ffi::ResultBuffer<ffi::U32> workspace) {
-  if (!kManyRows) return ffi::Error::InvalidArgument("grouped MLP: this processor has no AVX512-BF16");
+  if (!kHasPairs) return ffi::Error::InvalidArgument("grouped MLP: this processor has no AVX512-BF16");
   const Shape s = shape_of(x, w_up, w_down, source);
   const Inputs in = inputs_of(x, source, w_up, w_down, b_up, b_down);
   const Blocks blocks(s, sizes.typed_data());
@@ -251,7 +251,7 @@ ffi::Error handle_backward(
     ffi::AnyBuffer w_down, ffi::AnyBuffer h, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
     ffi::ResultBuffer<ffi::F32> dw_up, ffi::ResultBuffer<ffi::F32> dw_down, ffi::ResultBuffer<ffi::F32> db_up,
     ffi::ResultBuffer<ffi::F32> db_down, ffi::ResultBuffer<ffi::U32> workspace) {
-  if (!kManyRows) return ffi::Error::InvalidArgument("grouped MLP: this processor has no AVX512-BF16");
+  if (!kHasPairs) return ffi::Error::InvalidArgument("grouped MLP: this processor has no AVX512-BF16");
   const Shape s = shape_of(x, w_up, w_down, source);
   if (int64_t(workspace->element_count()) < Workspace::words(s))
     return ffi::Error::InvalidArgument("grouped MLP: the workspace is too small");

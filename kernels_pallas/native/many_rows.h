@@ -14,7 +14,7 @@ struct Strip {
 };
 
 // x[k] in the lower halves, x[k + 1] in the upper ones, each rounded to bfloat16
-inline Words paired(const Floats& low, const Floats& high) {
+inline Words rounded_pairs(const Floats& low, const Floats& high) {
   const Words a = (Words)low, b = (Words)high;
   return ((a + 0x7fff + ((a >> 16) & 1)) >> 16) | ((b + 0x7fff + ((b >> 16) & 1)) & 0xffff0000);
 }
@@ -23,7 +23,7 @@ inline void widen_vector(const Matrix<bfloat16>& w, int64_t first, int64_t last,
   for (int64_t k = first; k < last; k += 2, to += kPanel) {
     const bfloat16* row = w.data + k * w.N + n;
     __builtin_prefetch(row + 16 * w.N), __builtin_prefetch(row + 17 * w.N);
-    store(to, words(load<Halves>(row)) | (words(load<Halves>(row + w.N)) << 16));
+    store(to, paired(row, row + w.N));
   }
 }
 
@@ -34,16 +34,16 @@ inline void widen_vector(const Blocks<kFormat>& w, int64_t first, int64_t last, 
     const int64_t end = std::min(last, (begin / w.kBlock + 1) * w.kBlock);
     const Floats scales = w.scales_at(begin, n);
     for (int64_t k = begin; k < end; k += 2, to += kPanel) {
-      const uint8_t* row = w.data + (w.kPairs ? k / 2 : k) * w.N + n;
+      const uint8_t* row = w.data + (w.kTwoAByte ? k / 2 : k) * w.N + n;
       __builtin_prefetch(row + 16 * w.N);
       Floats low, high;
-      if constexpr (w.kPairs) {
+      if constexpr (w.kTwoAByte) {
         const Words codes = words(load<Bytes>(row));
         low = look_up(table, codes), high = look_up(table, codes >> 4);
       } else {
         low = w.values(row), high = w.values(row + w.N);
       }
-      store(to, paired(low * scales, high * scales));
+      store(to, rounded_pairs(low * scales, high * scales));
     }
     begin = end;
   }

@@ -21,7 +21,11 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   scratch.resize(rows * x_stride + (slices > 1 ? slices * rows * stride : 0));
   float* wide = scratch.data();
   float* parts = slices > 1 ? wide + rows * x_stride : y;  // [slices, rows, N]
-  for (int64_t t = 0; t < rows; t++) widen(x + t * K, K, wide + t * x_stride);
+  using Numbers = Number<X, Matrix<T>>;
+  for (int64_t t = 0; t < rows; t++) {
+    widen(x + t * K, K, wide + t * x_stride);
+    if (!transposed) pair_up<X>(&w, wide + t * x_stride, K, slices);
+  }
   if (transposed) {
     Phase all(int((N + kRowsOfTask - 1) / kRowsOfTask), [=](int i) {
       int64_t n = i * kRowsOfTask;
@@ -35,7 +39,8 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   Phase multiply(spread.tasks(), [=](int i) {
     const int64_t slice = spread.of(i), first = slice_begin(K, slices, slice), last = slice_begin(K, slices, slice + 1);
     product(
-        w, first, last, wide, x_stride, rows, spread.begin(i), spread.end(i), parts + slice * rows * stride, stride);
+        w, first, last, reinterpret_cast<const Numbers*>(wide), x_stride, rows, spread.begin(i), spread.end(i),
+        parts + slice * rows * stride, stride);
   });
   Phase add(slices > 1 ? int(rows) : 0, [=](int t) {
     std::memcpy(y + t * N, parts + t * stride, N * sizeof(float));

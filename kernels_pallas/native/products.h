@@ -7,12 +7,6 @@
 
 #include "vectors.h"
 
-#if defined(__AVX512BF16__)
-constexpr bool kManyRows = true;
-#else
-constexpr bool kManyRows = false;  // what follows compiles, and is not to be called
-#endif
-
 constexpr int64_t kPanelVectors = 4, kPanel = kPanelVectors * kLanes;  // columns of a right operand that lie together
 constexpr int64_t kTileRows = 6;  // 6 x 4 vectors of sums leave registers for a row of the panel
 
@@ -121,11 +115,6 @@ inline Words narrow(const Floats& x) {
 #else
   return (Words)rounded(x, (const bfloat16*)nullptr) >> 16;
 #endif
-}
-
-// Two rows as pairs of an inner dimension; no odd one: zeros
-inline Words paired(const bfloat16* even, const bfloat16* odd) {
-  return words(load<Halves>(even)) | (odd ? words(load<Halves>(odd)) << 16 : Words{});
 }
 
 // Write the matrix [rows, columns], whose rows are `stride` apart, as a right operand with its rows as inner dimension;

@@ -20,29 +20,50 @@ inline int64_t slice_begin(int64_t K, int64_t slices, int64_t i) {
   return std::min(K, i * ((K + 32 * slices - 1) / (32 * slices) * 32));
 }
 
-// A matrix [K, N] of floats, N contiguous.
+// Rows of floats are read side by side out of kStreams parts of a slice, so far apart that a processor can fetch each part
+// ahead by itself.
+constexpr int64_t kStreams = 4;
+
+// Matrices say how a row of x, numbers [first, last) of which are for a slice, is given to products as pairs: `pair_up`
+// makes them in its place. kInPairs: whether that is worth it.
+
+// A matrix [K, N] of floats, N contiguous. Pairs are of a stream and the next, rows that are left over alone.
 template <class T>
 struct Matrix {
+  static constexpr bool kInPairs = std::is_same_v<T, bfloat16>;
   static constexpr int64_t kColumn = sizeof(T);  // bytes from a column to the next
   const T* data;
   int64_t K, N;
   static int64_t bytes(int64_t K, int64_t N) { return K * N * int64_t(sizeof(T)); }
+
+  static void pair_up(float* x, int64_t first, int64_t last) {
+    const int64_t apart = (last - first) / kStreams, streams = first + kStreams * apart;
+    for (int64_t stream = first; stream < streams; stream += 2 * apart) {
+      float *low = x + stream, *high = low + apart;
+      int64_t i = 0;
+      for (; i + kLanes <= apart; i += kLanes) store(low + i, paired(load<Floats>(low + i), load<Floats>(high + i)));
+      for (; i < apart; i++) low[i] = pair_of(low[i], high[i]);
+    }
+    for (int64_t k = streams; k < last; k++) x[k] = pair_of(x[k], 0);
+  }
 };
 
 // One of 4 or 8 bits in blocks of 32 or 128 inputs, in the formats of kernels_pallas/compressed.py.
 enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3, kFp8 = 4 };
 
+// Pairs are of neighbours; 8-bit floats are made to floats faster.
 template <Format kFormat>
 struct Blocks {
   static constexpr int64_t kChunk = 32, kColumn = 1;
-  static constexpr bool kPairs = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;  // two values a byte
+  static constexpr bool kInPairs = kFormat != Format::kFp8;
+  static constexpr bool kTwoAByte = kFormat == Format::kMxfp4 || kFormat == Format::kInt4;
   using Scale = std::conditional_t<
       kFormat == Format::kMxfp4, uint8_t, std::conditional_t<kFormat == Format::kFp8, float, bfloat16>>;
   static constexpr int64_t kBlock = kFormat == Format::kFp8 ? 128 : 32;
   const uint8_t* data;
   const Scale* scales;
   int64_t K, N;
-  static int64_t bytes(int64_t K, int64_t N) { return K * N / (kPairs ? 2 : 1); }
+  static int64_t bytes(int64_t K, int64_t N) { return K * N / (kTwoAByte ? 2 : 1); }
 
   static Floats table() {
     if constexpr (kFormat == Format::kMxfp4)
@@ -54,20 +75,20 @@ struct Blocks {
     if constexpr (kFormat == Format::kMxfp4)
       return (Floats)(words(load<Bytes>(from)) << 23);
     else
-      return floats(from);
+      return kFormat == Format::kFp8 ? floats(from) * 256.0f : floats(from);
   }
-  static Floats values(const uint8_t* from) {  // of one byte each
+  static Floats values(const uint8_t* from) {  // of one byte each; of fp8 1/256, which scales_at makes up for
     if constexpr (kFormat == Format::kFp8)
-      return e4m3(load<Bytes>(from));
+      return e4m3_by_256(load<Bytes>(from));
     else
       return floats(load<Chars>(from));
   }
   float at(int64_t k, int64_t n) const {
     float value, scale;
-    if constexpr (kPairs)
+    if constexpr (kTwoAByte)
       value = table()[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
     else if constexpr (kFormat == Format::kFp8)
-      value = e4m3(Bytes{} + data[k * N + n])[0];
+      value = e4m3_by_256(Bytes{} + data[k * N + n])[0] * 256.0f;
     else
       value = int8_t(data[k * N + n]);
     if constexpr (kFormat == Format::kMxfp4) {
@@ -77,7 +98,28 @@ struct Blocks {
       scale = scales[k / kBlock * N + n];
     return value * scale;
   }
+  static void pair_up(float* x, int64_t first, int64_t last) {  // multiples of 32
+    typedef uint64_t Longs __attribute__((vector_size(64)));
+    for (int64_t k = first; k < last; k += kLanes) {
+      const Longs both = load<Longs>(x + k);
+      store(x + k, (both >> 16 & 0xffff) | (both >> 32 & 0xffff0000));
+    }
+  }
 };
+
+// What products take rows of x as, which are floats of dtype T
+template <class T, class W>
+using Number = std::conditional_t<kHasPairs && W::kInPairs && std::is_same_v<T, bfloat16>, Pair, float>;
+
+template <class T, class W>
+inline void pair_up(const W*, float* x, int64_t K, int64_t slices) {
+  if constexpr (std::is_same_v<Number<T, W>, Pair>)
+    for (int64_t i = 0; i < slices; i++) W::pair_up(x, slice_begin(K, slices, i), slice_begin(K, slices, i + 1));
+}
+
+// Number k of a row; odd: it is the second of a pair, `apart` behind the first.
+inline float number(const float* x, int64_t k, bool, int64_t) { return x[k]; }
+inline float number(const Pair* x, int64_t k, bool odd, int64_t apart) { return odd ? high(x[k - apart]) : low(x[k]); }
 
 // Rows [k, end) of a matrix. fresh: they are the first that are added up; ahead: what is fetched, this many bytes further.
 struct Chunk {
@@ -109,28 +151,35 @@ inline void fetch(const void* from, int64_t ahead) {
 
 // Adds a chunk of rows of w, at most 32 inputs under one scale, to y[t, n ... n + 16 NV) for TB rows of x: values are added
 // up first, then multiplied by it.
-template <int TB, int NV, Format kFormat>
+template <int TB, int NV, Format kFormat, class X>
 inline void add_block(
-    const Blocks<kFormat>& w, const Chunk& chunk, const float* x, int64_t x_stride, int64_t n, float* y,
-    int64_t y_stride) {
+    const Blocks<kFormat>& w, const Chunk& chunk, const X* x, int64_t x_stride, int64_t n, float* y, int64_t y_stride) {
+  constexpr bool kPaired = std::is_same_v<X, Pair>;
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = splat(0);
   const Floats table = w.table();
-  for (int64_t k = chunk.k; k < chunk.end; k += w.kPairs ? 2 : 1) {
-    const uint8_t* row = w.data + (w.kPairs ? k / 2 : k) * w.N + n;
+  for (int64_t k = chunk.k; k < chunk.end; k += w.kTwoAByte || kPaired ? 2 : 1) {
+    const uint8_t* row = w.data + (w.kTwoAByte ? k / 2 : k) * w.N + n;
+    const uint8_t* next = row + w.N;
     fetch<NV * kLanes>(row, chunk.ahead);
-    for (int v = 0; v < NV; v++) {
-      if constexpr (w.kPairs) {
-        const Words codes = words(load<Bytes>(row + v * kLanes));
-        const Floats low = look_up(table, codes), high = look_up(table, codes >> 4);
-        for (int t = 0; t < TB; t++) {
-          sums[t][v] += low * x[t * x_stride + k];
-          sums[t][v] += high * x[t * x_stride + k + 1];
+    if constexpr (kPaired && !w.kTwoAByte) fetch<NV * kLanes>(next, chunk.ahead);
+    for (int v = 0; v < NV; v++, row += kLanes, next += kLanes) {
+      auto add_all = [&](const auto& part, int64_t k) {
+        for (int t = 0; t < TB; t++) sums[t][v] = add(sums[t][v], part, x[t * x_stride + k]);
+      };
+      if constexpr (w.kTwoAByte) {
+        const Words codes = words(load<Bytes>(row));
+        if constexpr (kPaired) {
+          add_all(look_up_pairs(table, codes), k);
+        } else {
+          add_all(look_up(table, codes), k);
+          add_all(look_up(table, codes >> 4), k + 1);
         }
+      } else if constexpr (kPaired) {
+        add_all(paired(w.values(row), w.values(next)), k);
       } else {
-        const Floats part = w.values(row + v * kLanes);
-        for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
+        add_all(w.values(row), k);
       }
     }
   }
@@ -138,7 +187,8 @@ inline void add_block(
     const Floats scales = w.scales_at(chunk.end - 1, n + v * kLanes);
     for (int t = 0; t < TB; t++) {
       float* to = y + t * y_stride + n + v * kLanes;
-      store(to, chunk.fresh ? sums[t][v] * scales : load<Floats>(to) + sums[t][v] * scales);
+      // in one expression, which is fused whatever TB and NV are
+      store(to, (chunk.fresh ? splat(0) : load<Floats>(to)) + sums[t][v] * scales);
     }
   }
 }
@@ -149,9 +199,9 @@ constexpr int64_t kPad = kLanes;
 // y[t, begin ... end) of the rows [first, last) of w, for `rows` rows of x, in runs as wide as registers allow; for many
 // rows some columns after the others, whose sums stay in a cache. then: the row of a matrix of as many columns, or null,
 // that is read after them.
-template <Format kFormat>
+template <Format kFormat, class X>
 inline void product(
-    const Blocks<kFormat>& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t rows, int64_t begin,
+    const Blocks<kFormat>& w, int64_t first, int64_t last, const X* x, int64_t x_stride, int64_t rows, int64_t begin,
     int64_t end, float* y, int64_t y_stride, const uint8_t* then) {
   using W = Blocks<kFormat>;
   const int64_t width = rows < 8 ? std::max<int64_t>(1, end - begin) : 512;
@@ -187,14 +237,11 @@ inline void product(
   for (; n < end; n++)
     for (int64_t t = 0; t < rows; t++) {
       float total = 0;
-      for (int64_t k = first; k < last; k++) total = std::fma(w.at(k, n), x[t * x_stride + k], total);
+      for (int64_t k = first; k < last; k++)
+        total = std::fma(w.at(k, n), number(x + t * x_stride, k, k % 2, 1), total);
       y[t * y_stride + n] = total;
     }
 }
-
-// Rows of floats are read side by side out of kStreams parts of a slice, so far apart that a processor can fetch each part
-// ahead by itself.
-constexpr int64_t kStreams = 4;
 
 // `steps` rows of a matrix from row k on, and as many of each other stream, `apart` rows further. They are added step by
 // step, of each step stream by stream. fresh: they are the first.
@@ -203,20 +250,29 @@ struct Streams {
   bool fresh;
 };
 
+template <class T>
+inline Floats weights(const T* w, const T*, const float*) {
+  return floats(w);
+}
+inline Words weights(const bfloat16* w, const bfloat16* next, const Pair*) { return paired(w, next); }
+
 // Adds rows of NS streams, which begin at w and x, to y[t, n ... n + 16 NV) for TB rows of x.
-template <int TB, int NV, int NS, bool kFetch, class T>
+template <int TB, int NV, int NS, bool kFetch, class T, class X>
 inline void add_block(
-    const T* w, int64_t N, const Streams& rows, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+    const T* w, int64_t N, const Streams& rows, const X* x, int64_t x_stride, float* y, int64_t y_stride) {
+  constexpr int kTogether = NS > 1 && std::is_same_v<X, Pair> ? 2 : 1;
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = rows.fresh ? splat(0) : load<Floats>(y + t * y_stride + v * kLanes);
   for (int64_t i = 0; i < rows.steps; i++)
-    for (int r = 0; r < NS; r++) {
+    for (int r = 0; r < NS; r += kTogether) {
       const int64_t k = i + r * rows.apart;
-      if constexpr (kFetch) fetch<NV * kLanes * sizeof(T)>(w + k * N, rows.steps * N * sizeof(T));
-      for (int v = 0; v < NV; v++) {
-        const Floats part = floats(w + k * N + v * kLanes);
-        for (int t = 0; t < TB; t++) sums[t][v] += part * x[t * x_stride + k];
+      const T *row = w + k * N, *next = row + rows.apart * N;
+      if constexpr (kFetch) fetch<NV * kLanes * sizeof(T)>(row, rows.steps * N * sizeof(T));
+      if constexpr (kFetch && kTogether > 1) fetch<NV * kLanes * sizeof(T)>(next, rows.steps * N * sizeof(T));
+      for (int v = 0; v < NV; v++, row += kLanes, next += kLanes) {
+        const auto part = weights(row, kTogether > 1 ? next : nullptr, x);
+        for (int t = 0; t < TB; t++) sums[t][v] = add(sums[t][v], part, x[t * x_stride + k]);
       }
     }
   for (int t = 0; t < TB; t++)
@@ -224,15 +280,15 @@ inline void add_block(
 }
 
 // The same to all columns [begin, end), for `count` rows of x.
-template <int NS, bool kFetch, class T>
+template <int NS, bool kFetch, class T, class X>
 inline void add_rows(
-    const Matrix<T>& w, const Streams& rows, const float* x, int64_t x_stride, int64_t count, int64_t begin, int64_t end,
+    const Matrix<T>& w, const Streams& rows, const X* x, int64_t x_stride, int64_t count, int64_t begin, int64_t end,
     float* y, int64_t y_stride) {
   const T* from = w.data + rows.k * w.N;
   int64_t t = 0;
   auto block = [&]<int TB, int NV>(std::integral_constant<int, TB>, std::integral_constant<int, NV>) {
     for (; t + TB <= count; t += TB) {
-      const float* mine = x + t * x_stride + rows.k;
+      const X* mine = x + t * x_stride + rows.k;
       float* to = y + t * y_stride;
       int64_t n = begin;
       for (; n + NV * kLanes <= end; n += NV * kLanes)
@@ -245,7 +301,7 @@ inline void add_rows(
           for (int64_t i = 0; i < rows.steps; i++)
             for (int r = 0; r < NS; r++) {
               const int64_t k = i + r * rows.apart;
-              total = std::fma(float(from[k * w.N + n]), mine[j * x_stride + k], total);
+              total = std::fma(float(from[k * w.N + n]), number(mine + j * x_stride, k, r % 2, rows.apart), total);
             }
           to[j * y_stride + n] = total;
         }
@@ -260,9 +316,9 @@ inline void add_rows(
 // y[t, begin ... end) of the rows [first, last) of w, for `count` rows of x: streams first, then rows that are left over.
 // For four rows of x and more several steps at a time, or their sums would be read and written too often; rows of w that
 // follow each other are then read in turn, so that they are fetched, as many as stay in the second cache.
-template <class T>
+template <class T, class X>
 inline void product(
-    const Matrix<T>& w, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t count, int64_t begin,
+    const Matrix<T>& w, int64_t first, int64_t last, const X* x, int64_t x_stride, int64_t count, int64_t begin,
     int64_t end, float* y, int64_t y_stride, const uint8_t* = nullptr) {
   const int64_t apart = (last - first) / kStreams, left = first + kStreams * apart;
   const int64_t steps = count < 4 ? 1 : count < 8 || w.N * sizeof(T) > 4096 ? 2 : 4;

@@ -132,7 +132,13 @@ void slot_mlp(
   a.x.resize(rows * d_stride);
   a.up.resize(up_slices * rows * u_stride);      // [slices, rows, U], then the activations in the first slice
   a.down.resize(down_slices * rows * d_stride);  // [slices, rows, D]
-  for (int64_t r = 0; r < rows; r++) widen(h + a.token[r] * s.D, s.D, a.x.data() + r * d_stride);
+  using X = Number<T, W>;
+  const W* const type = nullptr;
+  for (int64_t r = 0; r < rows; r++) {
+    float* row = a.x.data() + r * d_stride;
+    widen(h + a.token[r] * s.D, s.D, row);
+    pair_up<T>(type, row, s.D, up_slices);
+  }
 
   Scratch* scratch = &a;
   const Spread up_spread(groups * up_slices, U), down_spread(groups * down_slices, s.D);
@@ -155,8 +161,8 @@ void slot_mlp(
     const uint8_t* then = after < 0 ? up_begin(next) : after < down_spread.tasks() ? down_begin(after) : nullptr;
     product(
         matrix<W>(group.slot, s.w_up, s.w_up_scales, s.D, U), slice_begin(s.D, up_slices, slice),
-        slice_begin(s.D, up_slices, slice + 1), scratch->x.data() + group.begin * d_stride, d_stride, group.count,
-        up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * u_stride, u_stride,
+        slice_begin(s.D, up_slices, slice + 1), reinterpret_cast<const X*>(scratch->x.data()) + group.begin * d_stride, d_stride,
+        group.count, up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * u_stride, u_stride,
         then ? then - up_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase activate_rows(int(groups), [=](int g) {
@@ -166,6 +172,7 @@ void slot_mlp(
       float* row = scratch->up.data() + r * u_stride;
       for (int64_t slice = 1; slice < up_slices; slice++) add_to(row, row + slice * rows * u_stride, U);
       activate<T>(row, bias, s.F, U > s.F, s.activation);
+      pair_up<T>(type, row, s.F, down_slices);
     }
   });
   Phase project_down(down_spread.tasks(), [=](int i) {
@@ -174,8 +181,8 @@ void slot_mlp(
     const uint8_t* then = next < down_spread.tasks() ? down_begin(next) : nullptr;
     product(
         matrix<W>(group.slot, s.w_down, s.w_down_scales, s.F, s.D), slice_begin(s.F, down_slices, slice),
-        slice_begin(s.F, down_slices, slice + 1), scratch->up.data() + group.begin * u_stride, u_stride, group.count,
-        down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * d_stride,
+        slice_begin(s.F, down_slices, slice + 1), reinterpret_cast<const X*>(scratch->up.data()) + group.begin * u_stride, u_stride,
+        group.count, down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * d_stride,
         d_stride,
         then ? then - down_spread.begin(i) * W::kColumn : nullptr);
   });
@@ -289,7 +296,7 @@ ffi::Error handle(
                 slots.dimensions()[1], w_up, w_up_scales, w_down, w_down_scales, b_up, b_down, activation,
                 wide_biases};
   auto call = [&]<class T, class W>(const T*, const W*) {
-    if constexpr (kManyRows && std::is_same_v<T, bfloat16>)
+    if constexpr (kHasPairs && std::is_same_v<T, bfloat16>)
       if (s.tokens > kFewTokens && s.D % kLanes == 0 && s.F % kLanes == 0)
         return slot_mlp_of_many<W>(
             s, static_cast<const T*>(h.untyped_data()), idx.typed_data(), weights.typed_data(), y.typed_data(),
@@ -340,4 +347,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<bool>("wide_biases"));
 
 // Whether operations on many tokens are faster than XLA's on this processor: of bfloat16, sizes being multiples of 16.
-extern "C" int32_t jmoe_multiplies_many_rows() { return kManyRows; }
+extern "C" int32_t jmoe_multiplies_many_rows() { return kHasPairs; }

@@ -31,8 +31,8 @@ inline void store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
-// Bytes and halves as numbers, table[index % 16] for each, and 8-bit floats of four bits of exponent and three of mantissa
-// (NaN is not known): instructions that compilers do not find by themselves.
+// Bytes and halves as numbers, table[index % 16] for each, and 1/256 of 8-bit floats of four bits of exponent and three of
+// mantissa (NaN is not known): instructions that compilers do not find by themselves.
 #if defined(__AVX512F__)
 inline Words words(const Bytes& x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
 inline Words words(const Halves& x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
@@ -41,9 +41,9 @@ inline Floats floats(const Chars& x) { return (Floats)_mm512_cvtepi32_ps(_mm512_
 inline Floats look_up(const Floats& table, const Words& index) {
   return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
 }
-inline Floats e4m3(const Bytes& x) {  // as halves, whose exponent has a bias larger by 8, they are 1/256 of themselves
+inline Floats e4m3_by_256(const Bytes& x) {  // what they are as halves, whose exponent has a bias larger by 8
   const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7);  // the sign in both upper bits
-  return (Floats)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbfff)))) * 256.0f;
+  return (Floats)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbfff))));
 }
 #else
 inline Words words(const Bytes& x) { return __builtin_convertvector(x, Words); }
@@ -55,10 +55,10 @@ inline Floats look_up(const Floats& table, const Words& index) {
   for (int i = 0; i < kLanes; i++) y[i] = table[index[i] & 15];
   return y;
 }
-inline Floats e4m3(const Bytes& x) {
+inline Floats e4m3_by_256(const Bytes& x) {
   const Words all = words(x), magnitude = all & 0x7f;
-  const Floats normal = (Floats)((magnitude << 20) + (120u << 23));
-  const Floats tiny = __builtin_convertvector((Ints)magnitude, Floats) * 0.001953125f;  // without leading one: n / 512
+  const Floats normal = (Floats)((magnitude << 20) + (112u << 23));
+  const Floats tiny = __builtin_convertvector((Ints)magnitude, Floats) * (1 / 131072.0f);  // without leading one: n / 512
   const Words y = (Words)((Ints)magnitude < 8 ? tiny : normal);
   return (Floats)(y | (all >> 7 << 31));
 }
@@ -84,6 +84,50 @@ struct bfloat16 {
 
 inline Floats floats(const float* from) { return load<Floats>(from); }
 inline Floats floats(const bfloat16* from) { return (Floats)(words(load<Halves>(from)) << 16); }
+
+// Two numbers of bfloat16 in the bits of a float: processors with AVX512-BF16 multiply and add both at once.
+struct Pair {
+  float bits;
+};
+
+inline float low(Pair x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  return bfloat16{uint16_t(word)};
+}
+inline float high(Pair x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  return bfloat16{uint16_t(word >> 16)};
+}
+
+// Floats that bfloat16 has, two by two
+inline Words paired(const Floats& low, const Floats& high) {
+  return ((Words)low >> 16) | ((Words)high & 0xffff0000);
+}
+inline float pair_of(float low, float high) { return ((Floats)paired(splat(low), splat(high)))[0]; }
+// Two rows, two by two; no second one: zeros
+inline Words paired(const bfloat16* low, const bfloat16* high) {
+  return words(load<Halves>(low)) | (high ? words(load<Halves>(high)) << 16 : Words{});
+}
+
+// sum + w x; of pairs both products are added
+inline Floats add(const Floats& sum, const Floats& w, float x) { return sum + w * x; }
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+inline Floats add(const Floats& sum, const Words& w, Pair x) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_ps(x.bits));
+}
+// table[index % 16] and table[index / 16 % 16] of each; bfloat16 has what is in the table.
+inline Words look_up_pairs(const Floats& table, const Words& index) {
+  const __m512i twice = _mm512_broadcast_i64x4((__m256i)halves((Words)table >> 16));
+  return (Words)_mm512_permutexvar_epi16((__m512i)(index | index << 12), twice);
+}
+#else
+constexpr bool kHasPairs = false;  // what is for pairs compiles, and is not to be called
+inline Floats add(const Floats& sum, const Words&, Pair) { return sum; }
+inline Words look_up_pairs(const Floats&, const Words& index) { return index; }
+#endif
 
 inline float rounded(float x, const float*) { return x; }
 inline float rounded(float x, const bfloat16*) { return bfloat16::round(x); }

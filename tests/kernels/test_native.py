@@ -281,9 +281,10 @@ def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: An
         assert_close(got, want, 2e-2)
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("kind", [FORMATS["int4"], FORMATS["int8"], None], ids=["int4", "int8", "bfloat16"])
+def test_a_token_does_not_depend_on_the_others(kind: Format | None) -> None:
     """Bit for bit: neither on tokens at the same experts nor on how many experts are in use, be they few or many."""
-    (slots, _), table_E = slots_of(jnp.bfloat16, "swiglu", None, (256, 288, 6))
+    (slots, _), table_E = slots_of(jnp.bfloat16, "swiglu", None, (256, 288, 6), kind)
     rng = np.random.default_rng(0)
     idx = np.stack([rng.permutation(6)[:3] for _ in range(90)]).astype(np.int32)
     h, weights = drawn(rng, (90, 256), jnp.bfloat16)[0], jnp.asarray(rng.random((90, 3)), jnp.float32)
