@@ -2,18 +2,20 @@
 
     python benchmarks/native.py
 
-Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds: each call takes others
-of `--bytes`. A call of the experts runs LAYERS layers, as decoding does: in one program here, one layer after the other
-in XLA's form. Calls of a row follow one another for 10 ms at least, as steps do in decoding. A round has every row,
-beside a plain read by as many threads as there are cores and the same product by XLA; medians of the rounds, and of a
-round's ratios to its plain read. The experts' bytes are those of the experts that the tokens chose, as they are stored.
+Products of T rows, and the experts of T tokens out of slots, read weights that no cache holds, but for the smallest
+experts: each call takes others of `--bytes`. A call of the experts runs LAYERS layers, as decoding does: in one program
+here, one layer after the other in XLA's form. Calls of a row follow one another for 10 ms at least, as steps do in
+decoding. A round has every row, beside a plain read by as many threads as there are cores and the same product by XLA;
+medians of the rounds, and of a round's ratios to its plain read. The experts' bytes are those of the experts that the
+tokens chose, as they are stored.
 
 What keeps a row from the speed of memory: cached_gb_per_s is the same operation's where it reads the same expert or
-matrix again and again, out of caches, us and cached_us are the times of a layer or product, and the smallest experts
-have next to nothing to read, so that theirs is what a layer's call takes beside it.
+matrix again and again, out of caches that hold it (float32's matrix fills 32 MiB). us and cached_us are the times of a
+layer or product; cached_us of the smallest experts with 1 and 2 tokens is about what a layer's call itself takes.
 
 of_floor: an estimate of the least time that a round's product can take, over its time: that of the plain read, or that
-of its multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA.
+of its multiplications where they take longer, at the speed of one large product of the tokens' dtype by XLA in the same
+round.
 """
 
 if __name__ == "__main__":
@@ -71,16 +73,15 @@ def plain_read(num_bytes: int) -> tuple[Call, int]:
     return lambda: list(threads.map(np.bitwise_or.reduce, parts)), sum(part.nbytes for part in parts)
 
 
-def flops_per_s(dtype: Any) -> float:
-    """Return the speed of one large product."""
+def large_product(dtype: Any) -> Call:
+    """Return a call of 2 LARGE^3 operations."""
     square = jax.jit(lambda x: dot(x, x))
     x = jnp.ones((LARGE, LARGE), dtype)
-    seconds(lambda: square(x))
-    return float(2 * LARGE**3 / np.median([seconds(lambda: square(x)) for _ in range(5)]))
+    return lambda: square(x)
 
 
-class Pair(NamedTuple):
-    """The same products, native and XLA's, and native out of caches; what a call of them does."""
+class Calls(NamedTuple):
+    """The same products, native, XLA's, and native out of caches; what a call of them does."""
 
     native: Call
     xla: Call
@@ -90,7 +91,7 @@ class Pair(NamedTuple):
     layers: int = 1
 
 
-def products(rows: int, dtype: Any, total: int) -> Pair:
+def products(rows: int, dtype: Any, total: int) -> Calls:
     """Return products with the next of many matrices."""
     make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (INNER, COLUMNS), dtype), static_argnums=())
     num_bytes = INNER * COLUMNS * jnp.dtype(dtype).itemsize
@@ -100,10 +101,10 @@ def products(rows: int, dtype: Any, total: int) -> Pair:
     flops = 2.0 * rows * INNER * COLUMNS
     again = next(matrices)
     calls = (lambda: ours(x, next(matrices)), lambda: theirs(x, next(matrices)), lambda: ours(x, again))
-    return Pair(*calls, num_bytes, flops)
+    return Calls(*calls, num_bytes, flops)
 
 
-def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
+def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     """Return a layer's experts, which lie anywhere among many slots.
 
     kind: of the weights: a dtype, which the tokens have too, or a compressed format, of bfloat16 tokens.
@@ -154,7 +155,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Pair:
     assert both[0].native is not None
     flops = LAYERS * tokens * k * 6.0 * hidden * inner
     mine = partial(in_one_program, both[0].native)
-    return Pair(mine, partial(in_turn, both[1]), partial(mine, again=True), num_bytes, flops, LAYERS)
+    return Calls(mine, partial(in_turn, both[1]), partial(mine, again=True), num_bytes, flops, LAYERS)
 
 
 def seconds(call: Call) -> float:
@@ -171,21 +172,28 @@ def main() -> None:
     a = parse()
     native.load()
     read, read_bytes = plain_read(a.bytes // 4)
-    peaks = {name: flops_per_s(name) for name in ("bfloat16", "float32")}
+    large = {name: large_product(name) for name in ("bfloat16", "float32")}
+    peaks: dict[str, list[float]] = {name: [] for name in large}
     rows = []
     for kind, count in itertools.product(("bfloat16", "float32", *FORMATS), ROWS):
         names = (*EXPERTS,) if kind in FORMATS else (f"{INNER} x {COLUMNS}", *EXPERTS)
         for name in names:
             made = experts(name, count, kind, a.bytes) if name in EXPERTS else products(count, jnp.dtype(kind), a.bytes)
-            calls = (made.native, made.xla, made.cached, read)
+            wide = "float32" if kind == "float32" else "bfloat16"
+            calls = (made.native, made.xla, made.cached, read, large[wide])
             for call in calls:
                 seconds(call)
-            rounds = [[seconds(call) for call in calls] for _ in range(a.rounds)]
-            mine_s, xla_s, cached_s, read_s = zip(*rounds, strict=True)
+            rounds = []
+            for _ in range(a.rounds):
+                before = [seconds(call) for call in calls[:2]]
+                jax.block_until_ready(made.cached())  # into the caches
+                rounds.append(before + [seconds(call) for call in calls[2:]])
+            mine_s, xla_s, cached_s, read_s, large_s = zip(*rounds, strict=True)
             mine, xla, cached = ([made.num_bytes / s / 1e9 for s in times] for times in (mine_s, xla_s, cached_s))
             plain = [read_bytes / s / 1e9 for s in read_s]
-            least_s = made.flops / peaks["float32" if kind == "float32" else "bfloat16"]
-            floor = [min(speed, made.num_bytes / least_s / 1e9) for speed in plain]
+            speeds = [2 * LARGE**3 / s for s in large_s]
+            peaks[wide] += speeds
+            floor = [min(n, made.num_bytes * peak / made.flops / 1e9) for n, peak in zip(plain, speeds, strict=True)]
             row = {"what": name, "weights": kind, "rows": count}
             row |= {"gb_per_s": report.median(mine, 1), "xla_gb_per_s": report.median(xla, 1)}
             row |= {"cached_gb_per_s": report.median(cached, 1)}
@@ -196,7 +204,7 @@ def main() -> None:
             row |= {"read_gb_per_s": report.median(plain, 1), "of_read": report.ratio(mine, plain)}
             row |= {"of_floor": report.ratio(mine, floor), "of_xla": report.ratio(mine, xla)}
             rows.append(report.progress(row))
-    gflops = {name: round(peak / 1e9) for name, peak in peaks.items()}
+    gflops = {name: round(np.median(all_of) / 1e9) for name, all_of in peaks.items()}
     report.finish(
         {"versions": report.versions("jax"), "options": report.options(a), "large_product_gflop_per_s": gflops}
         | {"rows": rows}

@@ -29,15 +29,16 @@ inline void widen_vector(const Matrix<bfloat16>& w, int64_t first, int64_t last,
 
 template <Format kFormat>
 inline void widen_vector(const Blocks<kFormat>& w, int64_t first, int64_t last, int64_t n, uint32_t* to) {
+  constexpr bool kTwoAByte = Blocks<kFormat>::kTwoAByte;
   const Floats table = w.table();
   for (int64_t begin = first; begin < last;) {
     const int64_t end = std::min(last, (begin / w.kBlock + 1) * w.kBlock);
     const Floats scales = w.scales_at(begin, n);
     for (int64_t k = begin; k < end; k += 2, to += kPanel) {
-      const uint8_t* row = w.data + (w.kTwoAByte ? k / 2 : k) * w.N + n;
+      const uint8_t* row = w.data + (kTwoAByte ? k / 2 : k) * w.N + n;
       __builtin_prefetch(row + 16 * w.N);
       Floats low, high;
-      if constexpr (w.kTwoAByte) {
+      if constexpr (kTwoAByte) {
         const Words codes = words(load<Bytes>(row));
         low = look_up(table, codes), high = look_up(table, codes >> 4);
       } else {

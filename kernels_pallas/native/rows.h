@@ -24,8 +24,8 @@ inline int64_t slice_begin(int64_t K, int64_t slices, int64_t i) {
 // ahead by itself.
 constexpr int64_t kStreams = 4;
 
-// Matrices say how a row of x, numbers [first, last) of which are for a slice, is given to products as pairs: `pair_up`
-// makes them in its place. kInPairs: whether that is worth it.
+// Matrices say how products take a row of x in pairs, and whether (kInPairs): `pair_up` makes them in place of the numbers
+// [first, last), which are for a slice.
 
 // A matrix [K, N] of floats, N contiguous. Pairs are of a stream and the next, rows that are left over alone.
 template <class T>
@@ -51,7 +51,7 @@ struct Matrix {
 // One of 4 or 8 bits in blocks of 32 or 128 inputs, in the formats of kernels_pallas/compressed.py.
 enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3, kFp8 = 4 };
 
-// Pairs are of neighbours; 8-bit floats are made to floats faster.
+// Pairs are of neighbours. fp8 has none: to widen it to pairs takes longer than to floats.
 template <Format kFormat>
 struct Blocks {
   static constexpr int64_t kChunk = 32, kColumn = 1;
@@ -79,7 +79,7 @@ struct Blocks {
   }
   static Floats values(const uint8_t* from) {  // of one byte each; of fp8 1/256, which scales_at makes up for
     if constexpr (kFormat == Format::kFp8)
-      return e4m3_by_256(load<Bytes>(from));
+      return e4m3_over_256(load<Bytes>(from));
     else
       return floats(load<Chars>(from));
   }
@@ -88,7 +88,7 @@ struct Blocks {
     if constexpr (kTwoAByte)
       value = table()[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
     else if constexpr (kFormat == Format::kFp8)
-      value = e4m3_by_256(Bytes{} + data[k * N + n])[0] * 256.0f;
+      value = e4m3_over_256(Bytes{} + data[k * N + n])[0] * 256.0f;
     else
       value = int8_t(data[k * N + n]);
     if constexpr (kFormat == Format::kMxfp4) {
@@ -107,12 +107,13 @@ struct Blocks {
   }
 };
 
-// What products take rows of x as, which are floats of dtype T
+// What products with W take rows of x of dtype T as
 template <class T, class W>
 using Number = std::conditional_t<kHasPairs && W::kInPairs && std::is_same_v<T, bfloat16>, Pair, float>;
 
+// Makes that of a row of x, which is widened.
 template <class T, class W>
-inline void pair_up(const W*, float* x, int64_t K, int64_t slices) {
+inline void pair_up(float* x, int64_t K, int64_t slices) {
   if constexpr (std::is_same_v<Number<T, W>, Pair>)
     for (int64_t i = 0; i < slices; i++) W::pair_up(x, slice_begin(K, slices, i), slice_begin(K, slices, i + 1));
 }
@@ -154,21 +155,21 @@ inline void fetch(const void* from, int64_t ahead) {
 template <int TB, int NV, Format kFormat, class X>
 inline void add_block(
     const Blocks<kFormat>& w, const Chunk& chunk, const X* x, int64_t x_stride, int64_t n, float* y, int64_t y_stride) {
-  constexpr bool kPaired = std::is_same_v<X, Pair>;
+  constexpr bool kPaired = std::is_same_v<X, Pair>, kTwoAByte = Blocks<kFormat>::kTwoAByte;
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = splat(0);
   const Floats table = w.table();
-  for (int64_t k = chunk.k; k < chunk.end; k += w.kTwoAByte || kPaired ? 2 : 1) {
-    const uint8_t* row = w.data + (w.kTwoAByte ? k / 2 : k) * w.N + n;
-    const uint8_t* next = row + w.N;
+  for (int64_t k = chunk.k; k < chunk.end; k += kTwoAByte || kPaired ? 2 : 1) {
+    const uint8_t* row = w.data + (kTwoAByte ? k / 2 : k) * w.N + n;
+    const uint8_t* next = kPaired && !kTwoAByte ? row + w.N : row;
     fetch<NV * kLanes>(row, chunk.ahead);
-    if constexpr (kPaired && !w.kTwoAByte) fetch<NV * kLanes>(next, chunk.ahead);
+    if constexpr (kPaired && !kTwoAByte) fetch<NV * kLanes>(next, chunk.ahead);
     for (int v = 0; v < NV; v++, row += kLanes, next += kLanes) {
       auto add_all = [&](const auto& part, int64_t k) {
         for (int t = 0; t < TB; t++) sums[t][v] = add(sums[t][v], part, x[t * x_stride + k]);
       };
-      if constexpr (w.kTwoAByte) {
+      if constexpr (kTwoAByte) {
         const Words codes = words(load<Bytes>(row));
         if constexpr (kPaired) {
           add_all(look_up_pairs(table, codes), k);
@@ -187,8 +188,7 @@ inline void add_block(
     const Floats scales = w.scales_at(chunk.end - 1, n + v * kLanes);
     for (int t = 0; t < TB; t++) {
       float* to = y + t * y_stride + n + v * kLanes;
-      // in one expression, which is fused whatever TB and NV are
-      store(to, (chunk.fresh ? splat(0) : load<Floats>(to)) + sums[t][v] * scales);
+      store(to, add(chunk.fresh ? splat(0) : load<Floats>(to), sums[t][v], scales));
     }
   }
 }
@@ -234,7 +234,7 @@ inline void product(
       run(std::integral_constant<int, 1>());
     }
   }
-  for (; n < end; n++)
+  for (; n < end; n++)  // fp8 alone has numbers of columns that are not multiples of 16
     for (int64_t t = 0; t < rows; t++) {
       float total = 0;
       for (int64_t k = first; k < last; k++)
@@ -267,7 +267,7 @@ inline void add_block(
   for (int64_t i = 0; i < rows.steps; i++)
     for (int r = 0; r < NS; r += kTogether) {
       const int64_t k = i + r * rows.apart;
-      const T *row = w + k * N, *next = row + rows.apart * N;
+      const T *row = w + k * N, *next = kTogether > 1 ? row + rows.apart * N : row;
       if constexpr (kFetch) fetch<NV * kLanes * sizeof(T)>(row, rows.steps * N * sizeof(T));
       if constexpr (kFetch && kTogether > 1) fetch<NV * kLanes * sizeof(T)>(next, rows.steps * N * sizeof(T));
       for (int v = 0; v < NV; v++, row += kLanes, next += kLanes) {

@@ -132,12 +132,11 @@ void slot_mlp(
   a.x.resize(rows * d_stride);
   a.up.resize(up_slices * rows * u_stride);      // [slices, rows, U], then the activations in the first slice
   a.down.resize(down_slices * rows * d_stride);  // [slices, rows, D]
-  using X = Number<T, W>;
-  const W* const type = nullptr;
+  const auto numbers = [](const float* x) { return reinterpret_cast<const Number<T, W>*>(x); };
   for (int64_t r = 0; r < rows; r++) {
     float* row = a.x.data() + r * d_stride;
     widen(h + a.token[r] * s.D, s.D, row);
-    pair_up<T>(type, row, s.D, up_slices);
+    pair_up<T, W>(row, s.D, up_slices);
   }
 
   Scratch* scratch = &a;
@@ -161,8 +160,9 @@ void slot_mlp(
     const uint8_t* then = after < 0 ? up_begin(next) : after < down_spread.tasks() ? down_begin(after) : nullptr;
     product(
         matrix<W>(group.slot, s.w_up, s.w_up_scales, s.D, U), slice_begin(s.D, up_slices, slice),
-        slice_begin(s.D, up_slices, slice + 1), reinterpret_cast<const X*>(scratch->x.data()) + group.begin * d_stride, d_stride,
-        group.count, up_spread.begin(i), up_spread.end(i), scratch->up.data() + (slice * rows + group.begin) * u_stride, u_stride,
+        slice_begin(s.D, up_slices, slice + 1), numbers(scratch->x.data()) + group.begin * d_stride, d_stride,
+        group.count, up_spread.begin(i), up_spread.end(i),
+        scratch->up.data() + (slice * rows + group.begin) * u_stride, u_stride,
         then ? then - up_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase activate_rows(int(groups), [=](int g) {
@@ -172,7 +172,7 @@ void slot_mlp(
       float* row = scratch->up.data() + r * u_stride;
       for (int64_t slice = 1; slice < up_slices; slice++) add_to(row, row + slice * rows * u_stride, U);
       activate<T>(row, bias, s.F, U > s.F, s.activation);
-      pair_up<T>(type, row, s.F, down_slices);
+      pair_up<T, W>(row, s.F, down_slices);
     }
   });
   Phase project_down(down_spread.tasks(), [=](int i) {
@@ -181,9 +181,9 @@ void slot_mlp(
     const uint8_t* then = next < down_spread.tasks() ? down_begin(next) : nullptr;
     product(
         matrix<W>(group.slot, s.w_down, s.w_down_scales, s.F, s.D), slice_begin(s.F, down_slices, slice),
-        slice_begin(s.F, down_slices, slice + 1), reinterpret_cast<const X*>(scratch->up.data()) + group.begin * u_stride, u_stride,
-        group.count, down_spread.begin(i), down_spread.end(i), scratch->down.data() + (slice * rows + group.begin) * d_stride,
-        d_stride,
+        slice_begin(s.F, down_slices, slice + 1), numbers(scratch->up.data()) + group.begin * u_stride, u_stride,
+        group.count, down_spread.begin(i), down_spread.end(i),
+        scratch->down.data() + (slice * rows + group.begin) * d_stride, d_stride,
         then ? then - down_spread.begin(i) * W::kColumn : nullptr);
   });
   Phase add(int(s.tokens), [=](int token) {

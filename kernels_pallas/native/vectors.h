@@ -41,7 +41,7 @@ inline Floats floats(const Chars& x) { return (Floats)_mm512_cvtepi32_ps(_mm512_
 inline Floats look_up(const Floats& table, const Words& index) {
   return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
 }
-inline Floats e4m3_by_256(const Bytes& x) {  // what they are as halves, whose exponent has a bias larger by 8
+inline Floats e4m3_over_256(const Bytes& x) {  // what they are as halves, whose exponent has a bias larger by 8
   const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7);  // the sign in both upper bits
   return (Floats)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbfff))));
 }
@@ -55,10 +55,10 @@ inline Floats look_up(const Floats& table, const Words& index) {
   for (int i = 0; i < kLanes; i++) y[i] = table[index[i] & 15];
   return y;
 }
-inline Floats e4m3_by_256(const Bytes& x) {
+inline Floats e4m3_over_256(const Bytes& x) {
   const Words all = words(x), magnitude = all & 0x7f;
   const Floats normal = (Floats)((magnitude << 20) + (112u << 23));
-  const Floats tiny = __builtin_convertvector((Ints)magnitude, Floats) * (1 / 131072.0f);  // without leading one: n / 512
+  const Floats tiny = __builtin_convertvector((Ints)magnitude, Floats) * (1 / 512.0f / 256);  // without leading one
   const Words y = (Words)((Ints)magnitude < 8 ? tiny : normal);
   return (Floats)(y | (all >> 7 << 31));
 }
@@ -85,7 +85,8 @@ struct bfloat16 {
 inline Floats floats(const float* from) { return load<Floats>(from); }
 inline Floats floats(const bfloat16* from) { return (Floats)(words(load<Halves>(from)) << 16); }
 
-// Two numbers of bfloat16 in the bits of a float: processors with AVX512-BF16 multiply and add both at once.
+// Two numbers of bfloat16 in the bits of a float: processors with AVX512-BF16 multiply and add both at once, and take
+// subnormal ones as zeros.
 struct Pair {
   float bits;
 };
@@ -101,7 +102,7 @@ inline float high(Pair x) {
   return bfloat16{uint16_t(word >> 16)};
 }
 
-// Floats that bfloat16 has, two by two
+// Floats that are numbers of bfloat16, two by two
 inline Words paired(const Floats& low, const Floats& high) {
   return ((Words)low >> 16) | ((Words)high & 0xffff0000);
 }
@@ -111,22 +112,28 @@ inline Words paired(const bfloat16* low, const bfloat16* high) {
   return words(load<Halves>(low)) | (high ? words(load<Halves>(high)) << 16 : Words{});
 }
 
-// sum + w x; of pairs both products are added
-inline Floats add(const Floats& sum, const Floats& w, float x) { return sum + w * x; }
+// sum + w x, rounded once where the processor can, whatever the code around it; of pairs both products are added
+#if defined(__AVX512F__)
+inline Floats add(const Floats& sum, const Floats& w, const Floats& x) {
+  return (Floats)_mm512_fmadd_ps((__m512)w, (__m512)x, (__m512)sum);
+}
+#else
+inline Floats add(const Floats& sum, const Floats& w, const Floats& x) { return sum + w * x; }
+#endif
+inline Floats add(const Floats& sum, const Floats& w, float x) { return add(sum, w, splat(x)); }
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
 inline Floats add(const Floats& sum, const Words& w, Pair x) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_ps(x.bits));
 }
-// table[index % 16] and table[index / 16 % 16] of each; bfloat16 has what is in the table.
+// table[index % 16] and table[index / 16 % 16] of each; what is in the table are numbers of bfloat16.
 inline Words look_up_pairs(const Floats& table, const Words& index) {
   const __m512i twice = _mm512_broadcast_i64x4((__m256i)halves((Words)table >> 16));
   return (Words)_mm512_permutexvar_epi16((__m512i)(index | index << 12), twice);
 }
 #else
 constexpr bool kHasPairs = false;  // what is for pairs compiles, and is not to be called
-inline Floats add(const Floats& sum, const Words&, Pair) { return sum; }
-inline Words look_up_pairs(const Floats&, const Words& index) { return index; }
+Words look_up_pairs(const Floats& table, const Words& index);
 #endif
 
 inline float rounded(float x, const float*) { return x; }

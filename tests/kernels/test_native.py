@@ -79,10 +79,13 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             assert np.array_equal(native.few_row_matmul(x[:rows], w), alone[:rows])
 
 
-def test_the_weights_may_be_narrower() -> None:
+@dtypes
+@pytest.mark.parametrize("inner", [1, 3, 50])
+def test_the_weights_may_have_another_dtype(inner: int, dtype: Any) -> None:
     rng = np.random.default_rng(0)
-    (x, x64), (w, w64) = drawn(rng, (3, 50), jnp.float32), drawn(rng, (50, 20), jnp.bfloat16)
-    close(native.few_row_matmul(x, w), x64 @ w64, 50)
+    other = jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
+    (x, x64), (w, w64) = drawn(rng, (3, inner), dtype), drawn(rng, (inner, 20), other)
+    close(native.few_row_matmul(x, w), x64 @ w64, inner)
 
 
 def test_other_dtypes_are_refused() -> None:
@@ -281,7 +284,7 @@ def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: An
         assert_close(got, want, 2e-2)
 
 
-@pytest.mark.parametrize("kind", [FORMATS["int4"], FORMATS["int8"], None], ids=["int4", "int8", "bfloat16"])
+@pytest.mark.parametrize("kind", [*FORMATS.values(), None], ids=[*FORMATS, "bfloat16"])
 def test_a_token_does_not_depend_on_the_others(kind: Format | None) -> None:
     """Bit for bit: neither on tokens at the same experts nor on how many experts are in use, be they few or many."""
     (slots, _), table_E = slots_of(jnp.bfloat16, "swiglu", None, (256, 288, 6), kind)
