@@ -165,22 +165,25 @@ inline void add_block(
     const uint8_t* next = kPaired && !kTwoAByte ? row + w.N : row;
     fetch<NV * kLanes>(row, chunk.ahead);
     if constexpr (kPaired && !kTwoAByte) fetch<NV * kLanes>(next, chunk.ahead);
-    for (int v = 0; v < NV; v++, row += kLanes, next += kLanes) {
-      auto add_all = [&](const auto& part, int64_t k) {
+    for (int v = 0; v < NV; v++) {
+      const uint8_t* at = row + v * kLanes;
+      if constexpr (kPaired) {
+        Words part;
+        if constexpr (kTwoAByte)
+          part = look_up_pairs(table, words(load<Bytes>(at)));
+        else
+          part = paired(w.values(at), w.values(next + v * kLanes));
         for (int t = 0; t < TB; t++) sums[t][v] = add(sums[t][v], part, x[t * x_stride + k]);
-      };
-      if constexpr (kTwoAByte) {
-        const Words codes = words(load<Bytes>(row));
-        if constexpr (kPaired) {
-          add_all(look_up_pairs(table, codes), k);
-        } else {
-          add_all(look_up(table, codes), k);
-          add_all(look_up(table, codes >> 4), k + 1);
+      } else if constexpr (kTwoAByte) {
+        const Words codes = words(load<Bytes>(at));
+        const Floats low = look_up(table, codes), high = look_up(table, codes >> 4);
+        for (int t = 0; t < TB; t++) {
+          sums[t][v] = add(sums[t][v], low, x[t * x_stride + k]);
+          sums[t][v] = add(sums[t][v], high, x[t * x_stride + k + 1]);
         }
-      } else if constexpr (kPaired) {
-        add_all(paired(w.values(row), w.values(next)), k);
       } else {
-        add_all(w.values(row), k);
+        const Floats part = w.values(at);
+        for (int t = 0; t < TB; t++) sums[t][v] = add(sums[t][v], part, x[t * x_stride + k]);
       }
     }
   }
