@@ -49,7 +49,7 @@ ROWS = (1, 2, 8, 32)
 LAYERS, TABLES = 16, 32
 INNER, COLUMNS, LARGE = 2048, 4096, 2048
 LEAST_S = 0.01  # of a measurement
-MAX_SLOTS = 8192
+MAX_SLOTS = 8192  # else the smallest experts fill hundreds of thousands
 EXPERTS = {
     "8 experts of 32 x 32, 8 a token": (32, 32, 8, 8),
     "64 experts of 512 x 128, 8 a token": (512, 128, 64, 8),

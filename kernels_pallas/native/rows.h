@@ -51,7 +51,7 @@ struct Matrix {
 // One of 4 or 8 bits in blocks of 32 or 128 inputs, in the formats of kernels_pallas/compressed.py.
 enum class Format { kFloat = 0, kMxfp4 = 1, kInt4 = 2, kInt8 = 3, kFp8 = 4 };
 
-// Pairs are of neighbours. fp8 has none: to widen it to pairs takes longer than to floats.
+// Pairs are of neighbours; fp8 is widened to floats.
 template <Format kFormat>
 struct Blocks {
   static constexpr int64_t kChunk = 32, kColumn = 1;
@@ -253,6 +253,8 @@ struct Streams {
   bool fresh;
 };
 
+// Weights as rows of x are multiplied with them: one row, or in pairs it and the next (null: none). The last argument
+// gives the type of x.
 template <class T>
 inline Floats weights(const T* w, const T*, const float*) {
   return floats(w);

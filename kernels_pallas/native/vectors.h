@@ -112,7 +112,7 @@ inline Words paired(const bfloat16* low, const bfloat16* high) {
   return words(load<Halves>(low)) | (high ? words(load<Halves>(high)) << 16 : Words{});
 }
 
-// sum + w x, rounded once where the processor can, whatever the code around it; of pairs both products are added
+// sum + w x, with AVX-512 rounded once whatever the code around it; of pairs both products are added
 #if defined(__AVX512F__)
 inline Floats add(const Floats& sum, const Floats& w, const Floats& x) {
   return (Floats)_mm512_fmadd_ps((__m512)w, (__m512)x, (__m512)sum);
