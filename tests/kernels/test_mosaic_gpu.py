@@ -70,8 +70,9 @@ def test_grouped_matmul(sizes: tuple[int, ...], n: int, columns: int) -> None:
     assert_close(ours[: sum(sizes)], gm_reference.grouped_matmul(x, w, sizes_E)[: sum(sizes)], 1e-2)
 
 
+@pytest.mark.slow
 @needs_quick_interpreter
-@pytest.mark.parametrize(("columns", "transpose_rhs"), [(256, False), pytest.param(128, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("columns", "transpose_rhs"), [(256, False), (128, True)])
 def test_rows_by_index(columns: int, transpose_rhs: bool) -> None:
     """Tokens that are not dispatched: values and both gradients; an empty row, and rows beyond the groups."""
     num_tokens, d = NUM_ROWS // 2, 128

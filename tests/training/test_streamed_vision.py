@@ -122,6 +122,7 @@ def assert_alike(config: VisionTrainConfig, tiers: TiersConfig, folder: Path, *s
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), ours.params, parameters.params)
 
 
+@pytest.mark.slow
 def test_experts_in_host_memory_change_no_loss(tmp_path: Path) -> None:
     """Devices take 4, 2, 1 and 1 micro-batches; a task is contrastive; a layer of every kind."""
     contrastive = dataclasses.replace(CONFIG.tasks["middle"], head="contrastive", embedding_size=4)
