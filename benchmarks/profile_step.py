@@ -2,13 +2,13 @@
 
     python benchmarks/profile_step.py --batch 8 --init torch --capacity-factor 1.25   (options: training.py)
     python benchmarks/profile_step.py --hf-config benchmarks/peers/qwen3moe_64e.json --batch 4
-    python benchmarks/profile_step.py --batch 4 --init torch --capacity-factor 1.25 --processes 2 --replicate-dense
+    python benchmarks/profile_step.py --init torch --capacity-factor 1.25 --processes 2 --replicate-dense --ep 2
 
 milliseconds: of a step, by what the operations belong to (scope) and by what they do: matrix products, native
 operations (products and the elementwise work between them), copies (transposes, gathers of rows, concatenations),
 everything else (elementwise work and sums), collectives where nothing else runs, and idle, when nothing runs. Where
 operations overlap, the time is of the one that began first. Of several processes: rank 0's. large_product: what one
-product of 4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the model's products at that rate.
+product of 4,096 x 1,024 x 4,096 reaches in the same process, in between; floor_ms: the process's products at that rate.
 """
 
 if __name__ == "__main__":
@@ -142,7 +142,7 @@ def main() -> int:
                 timed()
         found, ops = spans(folder), operations(step.as_text())
     found = [span for span in found if span.name in ops]
-    tokens = config.batch_size * config.sequence_length
+    tokens = config.batch_size * config.sequence_length // a.processes
     rate = 2 * ROWS * INNER * COLUMNS / statistics.median(products)
     flops = config.model.flops_per_token(config.sequence_length) * tokens
     rows = accounted(found, ops, STEPS, found[0].begin_ns, max(span.end_ns for span in found))

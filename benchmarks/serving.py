@@ -16,7 +16,9 @@ throughput beside its engine's, in turn:
         "$load --start DIR --max-batch 32 --max-waiting 200"
 
 Clients take time from an engine on the same cores. `--cores 1` gives the first core to the engine, or to the server
-with its engine, and the others to the clients.
+with its engine, and the others to the clients. With `--start` and `--engine`, `processor_us` is what a token of an
+answer takes of the processor, by thread: `main` (the server's event loop; the engine where it is alone), `python` (all
+other threads of Python: the server's engine), XLA's threads by their names, and `clients`, this process.
 """
 
 import sys
@@ -38,7 +40,7 @@ import socket
 import statistics
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +272,7 @@ async def measure(a: argparse.Namespace, url: str, server: subprocess.Popen[byte
         client = Client(session, url, a.chat)
         requests = plans(a, a.model or (await client.get("/v1/models"))["data"][0]["id"])
         warm_up = [await client.ask(plan) for plan in requests[: a.warm_up]]
-        async with memory_of(server) as memory:
+        async with memory_of(server) as memory, processor_times(server) as processor_s:
             begun = time.perf_counter()
             if a.rate is None:
                 outcomes = await closed_loop(client, requests, a.concurrency)
@@ -279,6 +281,8 @@ async def measure(a: argparse.Namespace, url: str, server: subprocess.Popen[byte
             result = report(outcomes, time.perf_counter() - begun)
         result["warm_up_failed"] = sum(outcome.kind == FAILED for outcome in warm_up)
         result["left_behind"] = await left_behind(client)
+    if server:
+        result["processor_us"] = a_token(processor_s, result["completion_tokens"])
     if memory:  # what grows at first and then no more is no leak
         result["server_rss_bytes"] = {"start": memory[0], "middle": memory[len(memory) // 2], "end": memory[-1]}
     return result
@@ -305,6 +309,39 @@ async def memory_of(server: subprocess.Popen[bytes] | None) -> AsyncIterator[lis
     finally:
         task.cancel()
     look()
+
+
+def thread_times(pid: int) -> dict[str, float]:
+    """Processor seconds of a process by thread: `main`, the others by name, without their number."""
+    seconds: dict[str, float] = defaultdict(float)
+    for thread in psutil.Process(pid).threads():
+        try:
+            name = Path(f"/proc/{pid}/task/{thread.id}/comm").read_text().strip().split("/")[0]
+        except FileNotFoundError:  # it has ended
+            continue
+        seconds["main" if thread.id == pid else name] += thread.user_time + thread.system_time
+    return seconds
+
+
+@contextlib.asynccontextmanager
+async def processor_times(server: subprocess.Popen[bytes] | None) -> AsyncIterator[dict[str, float]]:
+    """Processor seconds, until the end, of a server's threads and of the `clients`; filled at the end."""
+    taken: dict[str, float] = {}
+    before, own_s = thread_times(server.pid) if server else {}, time.process_time()
+    yield taken
+    taken["clients"] = time.process_time() - own_s
+    if server:
+        taken |= since(before, thread_times(server.pid))
+
+
+def since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    return {name: s - before.get(name, 0.0) for name, s in now.items()}
+
+
+def a_token(seconds: dict[str, float], tokens: int) -> dict[str, float]:
+    """Microseconds a token by thread, the longest first; what is less than one is left out."""
+    us = {name: round(s * 1e6 / max(1, tokens), 1) for name, s in seconds.items()}
+    return {name: us[name] for name in sorted(us, key=us.__getitem__, reverse=True) if us[name] >= 1}
 
 
 @contextlib.contextmanager
@@ -356,9 +393,10 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
     sampling = {"max_new_tokens": a.max_tokens, "temperature": a.temperature, "ignore_eos": a.ignore_eos}
     with hugging_face_folder(config.model, print) as folder, Engine(folder, config.engine) as engine:
         engine.generate(prompts[: a.warm_up], **sampling)
-        begun = time.perf_counter()
+        before, begun = thread_times(os.getpid()), time.perf_counter()
         completions = engine.generate(prompts, **sampling)
         duration_s = time.perf_counter() - begun
+        processor_s = since(before, thread_times(os.getpid()))
     tokens = sum(len(completion.token_ids) for completion in completions)
     return {
         "duration_s": round(duration_s, 6),
@@ -366,6 +404,7 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
         COMPLETED: len(completions),
         "prompt_tokens": sum(len(completion.prompt_token_ids) for completion in completions),
         "completion_tokens": tokens,
+        "processor_us": a_token(processor_s, tokens),
     }
 
 

@@ -1,7 +1,8 @@
 """Training with experts on tiers: python benchmarks/training_tiers.py WHAT
 
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
-         as many bytes a second by itself, does to a step that needs no disk; --disk-bytes-per-s limits the disk
+         as many bytes a second by itself, does to a step that needs no disk; processor_s: of all threads of the
+         process, which tells computing from waiting; --disk-bytes-per-s limits the disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
 expected  bytes of a step, and hits, if the cache expects nothing, what the last accumulation step's tokens chose, what
@@ -92,6 +93,7 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result = {
         "step_s": step_s,
         "all_step_s": {name: [round(step.seconds, 4) for step in steps] for name, steps in seen.items()},
+        "processor_s": {name: median(step.processor_s for step in steps) for name, steps in seen.items()},
         "disk_s": disk_s,
         "read_bytes": read_bytes,
         "written_bytes": written_bytes,

@@ -12,6 +12,8 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -31,11 +33,45 @@ def _run(*command: str, check: bool = True) -> None:
     subprocess.run(command, check=check, capture_output=not check)
 
 
-def sent_bytes() -> int:
-    """Bytes that this node has sent over the link, all headers included."""
+def link_bytes() -> tuple[int, int]:
+    """Bytes that this node has (received, sent) over the link, all headers included."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
-    return int(line.split(":")[1].split()[8])
+    fields = line.split(":")[1].split()
+    return int(fields[0]), int(fields[8])
+
+
+def sent_bytes() -> int:
+    """Bytes that this node has sent over the link, all headers included."""
+    return link_bytes()[1]
+
+
+class LinkWatch:
+    """When a node's traffic over the link begins and ends, between entry and exit.
+
+    before_s, after_s: until a hundredth of the bytes have passed, and from when all but a hundredth have. A thread
+    looks at them every 2 ms.
+    """
+
+    before_s = after_s = 0.0
+
+    def __enter__(self) -> "LinkWatch":
+        self._ends = threading.Event()
+        self._seen = [(time.perf_counter(), sum(link_bytes()))]
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._ends.wait(0.002):
+            self._seen.append((time.perf_counter(), sum(link_bytes())))
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        (begun, first), (ended, last) = self._seen[0], (time.perf_counter(), sum(link_bytes()))
+        passed = lambda share: next((t for t, n in self._seen if n >= first + share * (last - first)), ended)  # noqa: E731
+        self.before_s, self.after_s = passed(0.01) - begun, ended - passed(0.99)
 
 
 class LinkedNodes:

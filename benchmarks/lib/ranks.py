@@ -104,7 +104,7 @@ class Clock:
         one = np.ones(1, np.float32)
         self.ones = jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), one)
         self.total = jax.jit(lambda x: x.sum())
-        self.sent_bytes = sent_bytes if has_link else lambda: 0
+        self.has_link, self.sent_bytes = has_link, sent_bytes if has_link else lambda: 0
 
     def barrier(self) -> None:
         self.total(self.ones).block_until_ready()

@@ -69,12 +69,13 @@ def config_of(a: argparse.Namespace, folder: Path, mesh: MeshConfig | None = Non
 
 
 class StepCost(NamedTuple):
-    """What a step took, and its loss; bytes are those of NVMe."""
+    """What a step took, and its loss; bytes are those of NVMe; processor_s: of all threads of the process."""
 
     seconds: float
     read_bytes: int
     written_bytes: int
     loss: float = math.nan
+    processor_s: float = math.nan
 
 
 class Session:
@@ -94,11 +95,12 @@ class Session:
         drawn = self.draw(np.random.default_rng(number), shape)
         place = NamedSharding(self.mesh, ACCUMULATED_BATCH)
         tokens = jax.make_array_from_callback(shape, place, lambda index: drawn[index])
-        before, begun = self.moved_bytes(), time.perf_counter()
+        before, processor_s, begun = self.moved_bytes(), time.process_time(), time.perf_counter()
         self.state, metrics = self.program.step(self.state, tokens)
         jax.block_until_ready((self.state, metrics))
-        seconds, after = time.perf_counter() - begun, self.moved_bytes()
-        return StepCost(seconds, after[0] - before[0], after[1] - before[1], float(metrics["loss"]))
+        seconds, processor_s = time.perf_counter() - begun, time.process_time() - processor_s
+        read, written = (after - b for after, b in zip(self.moved_bytes(), before, strict=True))
+        return StepCost(seconds, read, written, float(metrics["loss"]), processor_s)
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Return random tokens."""

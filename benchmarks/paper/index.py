@@ -61,7 +61,15 @@ def _shares(result: Result) -> str:
     for rate in rates:
         row = _row(result["rows"], mbit_per_s=rate, variant="none")
         parts.append(f"{row['all_to_alls_s'] / row['seconds']:.0%} at {rate:g} Mbit/s")
-    return f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time"
+    waits = [
+        _row(result["rows"], mbit_per_s=rate, variant="ready")["all_to_all_s"]
+        / _row(result["rows"], mbit_per_s=rate, variant="fixed")["all_to_all_s"]
+        for rate in rates
+    ]
+    return (
+        f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time; among data-parallel gradients "
+        f"(`ready`) one is done {min(waits):.1f} to {max(waits):.1f} times as late as ahead of them (`fixed`)"
+    )
 
 
 def _step_times(result: Result) -> str:
@@ -216,7 +224,8 @@ def _float16(result: Result) -> str:
 
 def _fusion(result: Result) -> str:
     rows = [row for row in result["rows"] if row["variant"] == "fused"]
-    return ", ".join(f"{row['ratio_to_one_by_one']:.2f} times at {row['mbit_per_s']:g} Mbit/s" for row in rows)
+    kind = lambda row: f"{'with experts' if row['experts'] else 'dense'}, {row['mbit_per_s']:g} Mbit/s"  # noqa: E731
+    return "; ".join(f"{kind(row)}: {row['ratio_to_one_by_one']:.2f} times" for row in rows)
 
 
 def _beside_deepspeed(result: Result, model: str) -> str:
@@ -294,7 +303,8 @@ ROOM = (
     "python benchmarks/training_tiers.py room --hidden-size 256 --intermediate-size 256 --experts 64 --top-k 1 "
     "--batch-size 1 --sequence-length 64 --rounds 9"
 )
-NOT_AT_HAND = "not at hand: the text of the paper could not be had where this was measured"
+NO_MOESYS = "not at hand: `curl https://arxiv.org/pdf/2205.10034` says `Could not resolve host`"
+NO_LINA = "not at hand: `curl https://www.usenix.org/system/files/atc23-li-jiamin.pdf` says `Could not resolve host`"
 NO_INFERENCE = (
     "DeepSpeed's inference operators are for CUDA: `python -c 'from deepspeed.ops.op_builder import InferenceBuilder; "
     "InferenceBuilder().load()'` says `This op had not been implemented on CPU backend.`"
@@ -313,7 +323,7 @@ PLACES = (
         "MoESys",
         "Table 1",
         "a dense model against a peer",
-        NOT_AT_HAND,
+        NO_MOESYS,
         "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 --experts 0",
         "training_peers_cpu.json",
         _dense,
@@ -369,7 +379,7 @@ PLACES = (
         _fusion,
         quick="benchmarks/communication.py fusion --rates 0 --rounds 1",
         limit_s=240,
-        lacking="24 dense layers without experts: gathers and reductions as one buffer and one by one, no all-to-all",
+        lacking="24 small layers; one level in place of two, fused and one by one: all rows",
     ),
     Place(
         "moesys-table-6",
@@ -493,7 +503,7 @@ PLACES = (
         "Lina",
         "Tables 1 and 2, Figures 2 to 6",
         "the all-to-all's share of a step; its contention with the all-reduce",
-        NOT_AT_HAND,
+        NO_LINA,
         ORDER,
         ORDER_FILE,
         _shares,
@@ -517,7 +527,7 @@ PLACES = (
         "Lina",
         "section 7.2, forward and backward time of a layer",
         "time of a layer in the order `ready` over its in chunks",
-        NOT_AT_HAND,
+        NO_LINA,
         LAYERS,
         ORDER_FILE,
         _layer_times,
@@ -528,7 +538,7 @@ PLACES = (
         "Lina",
         "section 7.2, ablation",
         "each of Lina's means by itself, 200 Mbit/s, step time of `ready` over its",
-        NOT_AT_HAND,
+        NO_LINA,
         ORDER,
         ORDER_FILE,
         _ablation,
@@ -552,7 +562,7 @@ PLACES = (
         "Lina",
         "section 7.2, partition size",
         "speed of a step over that of `ready` by the size of a chunk",
-        NOT_AT_HAND,
+        NO_LINA,
         "sudo NPROC=4 python benchmarks/communication.py order --rates 50 --variants ready chunks --rounds 5 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
@@ -625,7 +635,7 @@ PLACES = (
         _inference,
         quick="benchmarks/paper/lina_inference.py --rate 0 --quick",
         limit_s=300,
-        lacking="what Lina's Table 6 shows could not be read",
+        lacking=f"Lina's Table 6 is {NO_LINA}",
     ),
     Place(
         "simulator",

@@ -97,6 +97,7 @@ def test_starts_and_stops_the_server(load: Callable[..., dict[str, Any]], monkey
     result = load("--requests", "4", "--start", "some-model", "--policy", "ring")
     assert result["completed"] == 4
     assert min(result["server_rss_bytes"].values()) > 1 << 20
+    assert result["processor_us"]["clients"] > 1
     assert result["args"]["start"] == ["some-model", "--policy", "ring"]
 
 
@@ -108,6 +109,8 @@ def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -
     result = load(*requests, "--engine", str(model_folder), *options)
     assert (result["completed"], result["completion_tokens"]) == (3, 12)
     assert result["tokens_per_s"] == pytest.approx(12 / result["duration_s"], rel=0.05)
+    us = sum(result["processor_us"].values())
+    assert 0 < us * 12e-6 < result["duration_s"] * os.cpu_count() + 0.1  # counted in hundredths of a second
 
 
 def test_server_that_does_not_start(
