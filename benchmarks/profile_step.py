@@ -151,7 +151,7 @@ def main() -> int:
         "step_ms": report.median([1e3 * s for s in seconds], 2),
         "all_step_ms": [round(1e3 * s, 2) for s in seconds],
         "large_product_flops_per_s": round(rate),
-        "model_flops": round(flops),
+        "process_flops": round(flops),
         "floor_ms": round(1e3 * flops / rate, 2),
         "page_faults": round(statistics.median(faults)),
         "milliseconds": rows,

@@ -17,8 +17,9 @@ throughput beside its engine's, in turn:
 
 Clients take time from an engine on the same cores. `--cores 1` gives the first core to the engine, or to the server
 with its engine, and the others to the clients. With `--start` and `--engine`, `processor_us` is what a token of an
-answer takes of the processor, by thread: `main` (the server's event loop; the engine where it is alone), `python` (all
-other threads of Python: the server's engine), XLA's threads by their names, and `clients`, this process.
+answer takes of the processor, spinning included, by thread: `main` (the server's event loop; the engine where it is
+alone), `clients` (this process), all others by their names: `tf_XLAEigen` is XLA's, `python` the server's engine and
+the helpers of native operations (from Python 3.14 on, a thread of Python has its own name).
 """
 
 import sys
@@ -282,7 +283,7 @@ async def measure(a: argparse.Namespace, url: str, server: subprocess.Popen[byte
         result["warm_up_failed"] = sum(outcome.kind == FAILED for outcome in warm_up)
         result["left_behind"] = await left_behind(client)
     if server:
-        result["processor_us"] = a_token(processor_s, result["completion_tokens"])
+        result["processor_us"] = microseconds_per_token(processor_s, result["completion_tokens"])
     if memory:  # what grows at first and then no more is no leak
         result["server_rss_bytes"] = {"start": memory[0], "middle": memory[len(memory) // 2], "end": memory[-1]}
     return result
@@ -331,14 +332,14 @@ async def processor_times(server: subprocess.Popen[bytes] | None) -> AsyncIterat
     yield taken
     taken["clients"] = time.process_time() - own_s
     if server:
-        taken |= since(before, thread_times(server.pid))
+        taken |= difference(before, thread_times(server.pid))
 
 
-def since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+def difference(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
     return {name: s - before.get(name, 0.0) for name, s in now.items()}
 
 
-def a_token(seconds: dict[str, float], tokens: int) -> dict[str, float]:
+def microseconds_per_token(seconds: dict[str, float], tokens: int) -> dict[str, float]:
     """Microseconds a token by thread, the longest first; what is less than one is left out."""
     us = {name: round(s * 1e6 / max(1, tokens), 1) for name, s in seconds.items()}
     return {name: us[name] for name in sorted(us, key=us.__getitem__, reverse=True) if us[name] >= 1}
@@ -396,7 +397,7 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
         before, begun = thread_times(os.getpid()), time.perf_counter()
         completions = engine.generate(prompts, **sampling)
         duration_s = time.perf_counter() - begun
-        processor_s = since(before, thread_times(os.getpid()))
+        processor_s = difference(before, thread_times(os.getpid()))
     tokens = sum(len(completion.token_ids) for completion in completions)
     return {
         "duration_s": round(duration_s, 6),
@@ -404,7 +405,7 @@ def engine_alone(a: argparse.Namespace) -> dict[str, Any]:
         COMPLETED: len(completions),
         "prompt_tokens": sum(len(completion.prompt_token_ids) for completion in completions),
         "completion_tokens": tokens,
-        "processor_us": a_token(processor_s, tokens),
+        "processor_us": microseconds_per_token(processor_s, tokens),
     }
 
 

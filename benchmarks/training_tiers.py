@@ -2,7 +2,7 @@
 
 step     seconds of a step with and without fetching ahead, beside max(computing, bytes / disk rate); what fio, moving
          as many bytes a second by itself, does to a step that needs no disk; processor_s: of all threads of the
-         process, which tells computing from waiting; --disk-bytes-per-s limits the disk
+         process, spinning and I/O included; --disk-bytes-per-s limits the disk
 traffic  bytes of a step with half of the experts idle, beside those with all of them in use
 write_back  bytes written a step, and by a save after it, with `tiers.write_back_every_steps` = 0, 1, 4 and 16
 expected  bytes of a step, and hits, if the cache expects nothing, what the last accumulation step's tokens chose, what

@@ -32,22 +32,19 @@ from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, Ro
 from jmoe.mesh import ACCUMULATED_BATCH
 
 COMMANDS = {
-    "fusion": "24 small layers, dense and with experts: parameters as one buffer and one by one, one level and two",
+    "fusion": "24 small layers, their dense parameters as one buffer and one by one",
     "levels": "flat against two levels and dedup, top-2 and top-8",
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
     "ddp": "the same with dense parameters on every rank, their gradients all-reduced, as in Lina",
 }
 ORDERINGS = ("order", "ddp")  # of one rank a node; their all-to-alls are looked at one by one
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
-TWO_LEVELS = {"exchange": "hierarchical", "hierarchical": True}
-ONE_BY_ONE = {"schedule": "none", "fuse_dense": False}
 ORDERS = ("ready", "none", "fixed", "priority", "chunks", "pipelined")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fusion": {
-        "one_by_one": ONE_BY_ONE | TWO_LEVELS,
-        "fused": TWO_LEVELS,
-        "fused_flat": ONE_LEVEL,
-        "one_by_one_flat": ONE_BY_ONE | ONE_LEVEL,
+        "one_by_one": {"schedule": "none", "fuse_dense": False},
+        "fused": {},
+        "fused_flat": {"hierarchical": False},
     },
     "levels": {"flat": ONE_LEVEL, "hierarchical": {"exchange": "dedup"}},
     "order": {name: {"schedule": name} for name in ORDERS},
@@ -56,7 +53,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 # (hidden size, layers, experts, top-k, tokens of a rank, intermediate size)
 ORDERED = (512, 4, 2, 1, 768, 8192)  # computing takes as long as the link at 200 Mbit/s
 SHAPES = {
-    "fusion": [(64, 24, 0, 1, 64, 128), (64, 24, 8, 1, 64, 128)],
+    "fusion": [(64, 24, 0, 1, 64, 128)],
     "levels": [(256, 2, 8, 2, 512, 256), (256, 2, 64, 8, 256, 256)],
     "order": [ORDERED],
     "ddp": [ORDERED],

@@ -49,10 +49,11 @@ def sent_bytes() -> int:
 class LinkWatch:
     """When a node's traffic over the link begins and ends, between entry and exit.
 
-    before_s, after_s: until a hundredth of the bytes have passed, and from when all but a hundredth have. A thread
-    looks at them every 2 ms.
+    before_s: until more than QUIET_BYTES have come or gone; after_s: since no more than that was left. What this node
+    sends is counted before it waits for the link, what it receives after that. A thread looks every 5 ms.
     """
 
+    QUIET_BYTES = 20_000  # more than what barriers exchange
     before_s = after_s = 0.0
 
     def __enter__(self) -> "LinkWatch":
@@ -63,15 +64,16 @@ class LinkWatch:
         return self
 
     def _look(self) -> None:
-        while not self._ends.wait(0.002):
+        while not self._ends.wait(0.005):
             self._seen.append((time.perf_counter(), sum(link_bytes())))
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
         self._thread.join()
         (begun, first), (ended, last) = self._seen[0], (time.perf_counter(), sum(link_bytes()))
-        passed = lambda share: next((t for t, n in self._seen if n >= first + share * (last - first)), ended)  # noqa: E731
-        self.before_s, self.after_s = passed(0.01) - begun, ended - passed(0.99)
+        starts = next((t for t, n in self._seen if n > first + self.QUIET_BYTES), ended)
+        stops = next((t for t, n in self._seen if n >= last - self.QUIET_BYTES), ended)
+        self.before_s, self.after_s = starts - begun, ended - stops
 
 
 class LinkedNodes:

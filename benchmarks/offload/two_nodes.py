@@ -4,8 +4,9 @@ Two processes, each a node of its own (`benchmarks.lib.linked_nodes`) with half 
 compared take turns: experts on NVMe with the next layer's fetched ahead, without (`device_layers` = 1), and everything
 in host memory, which without a link limit is what computing alone takes. `disk_s` is what the disk, which both share,
 needs for a step's bytes at the rates measured: to read and then to write; with --disk-bytes-per-s, a limit for each,
-the longer of the two. `before_link_s` and `after_link_s`, of the first node: a step's time before its first bytes go
-over the link, and after the last, in which the link must lie idle; `processor_s`: of all threads of that node.
+the longer of the two. `before_link_s` and `after_link_s`, of the first node and the last step that does not count: its
+time until traffic over the link begins, and since it ends (`LinkWatch`, which takes time itself); `processor_s`: of all
+threads of that node, spinning and I/O included.
 """
 
 import argparse
@@ -51,21 +52,22 @@ class Steps:
         self.session = Session(config, mesh)
         self.costs: list[StepCost] = []
         self.sent: list[int] = []  # over the link
-        self.idle: list[tuple[float, float]] = []  # seconds before the first and after the last byte of the link
+        self.idle = 0.0, 0.0  # seconds until traffic over the link begins, and since it ends
 
     def run(self, number: int, clock: Clock, *, counts: bool) -> None:
         from jax.experimental.multihost_utils import process_allgather
 
         costs: list[StepCost] = []
-        with LinkWatch() if clock.has_link else nullcontext() as watch:
+        clock.barrier()
+        with LinkWatch() if clock.has_link and not counts else nullcontext() as watch:
             seconds, sent = clock(lambda: costs.append(self.session.step(number)))
         mine = np.array([sent, costs[0].read_bytes, costs[0].written_bytes], np.float32)
         sent, read, written = process_allgather(mine).reshape(NUM_NODES, 3).sum(axis=0)
+        if watch:
+            self.idle = watch.before_s, watch.after_s
         if counts:
             self.sent.append(int(sent))
             self.costs.append(StepCost(seconds, int(read), int(written), processor_s=costs[0].processor_s))
-            if watch:
-                self.idle.append((watch.before_s, watch.after_s))
 
 
 def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
@@ -102,8 +104,8 @@ def worker(a: argparse.Namespace) -> list[dict[str, Any]]:
             "all_step_s": [round(cost.seconds, 3) for cost in steps.costs],
             "link_bytes": median(steps.sent),
             "link_s": median(steps.sent) * 8e-6 / rate if rate else 0.0,
-            "before_link_s": median(before for before, _ in steps.idle) if rate else 0.0,
-            "after_link_s": median(after for _, after in steps.idle) if rate else 0.0,
+            "before_link_s": steps.idle[0],
+            "after_link_s": steps.idle[1],
             "processor_s": median(cost.processor_s for cost in steps.costs),
             "read_bytes": median(cost.read_bytes for cost in steps.costs),
             "written_bytes": median(cost.written_bytes for cost in steps.costs),

@@ -61,14 +61,11 @@ def _shares(result: Result) -> str:
     for rate in rates:
         row = _row(result["rows"], mbit_per_s=rate, variant="none")
         parts.append(f"{row['all_to_alls_s'] / row['seconds']:.0%} at {rate:g} Mbit/s")
-    waits = [
-        _row(result["rows"], mbit_per_s=rate, variant="ready")["all_to_all_s"]
-        / _row(result["rows"], mbit_per_s=rate, variant="fixed")["all_to_all_s"]
-        for rate in rates
-    ]
+    among, ahead = (_row(result["ddp"]["rows"], variant=name) for name in ("ready", "fixed"))
     return (
-        f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time; among data-parallel gradients "
-        f"(`ready`) one is done {min(waits):.1f} to {max(waits):.1f} times as late as ahead of them (`fixed`)"
+        f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time; among all-reduces of dense "
+        f"gradients (`ready`) an all-to-all takes {among['all_to_all_s'] / ahead['all_to_all_s']:.1f} times as long as "
+        f"ahead of them (`fixed`), at {among['mbit_per_s']:g} Mbit/s"
     )
 
 
@@ -224,8 +221,7 @@ def _float16(result: Result) -> str:
 
 def _fusion(result: Result) -> str:
     rows = [row for row in result["rows"] if row["variant"] == "fused"]
-    kind = lambda row: f"{'with experts' if row['experts'] else 'dense'}, {row['mbit_per_s']:g} Mbit/s"  # noqa: E731
-    return "; ".join(f"{kind(row)}: {row['ratio_to_one_by_one']:.2f} times" for row in rows)
+    return ", ".join(f"{row['ratio_to_one_by_one']:.2f} times at {row['mbit_per_s']:g} Mbit/s" for row in rows)
 
 
 def _beside_deepspeed(result: Result, model: str) -> str:
@@ -379,7 +375,7 @@ PLACES = (
         _fusion,
         quick="benchmarks/communication.py fusion --rates 0 --rounds 1",
         limit_s=240,
-        lacking="24 small layers; one level in place of two, fused and one by one: all rows",
+        lacking="24 dense layers without experts: gathers and reductions as one buffer and one by one, no all-to-all",
     ),
     Place(
         "moesys-table-6",

@@ -110,7 +110,7 @@ def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -
     assert (result["completed"], result["completion_tokens"]) == (3, 12)
     assert result["tokens_per_s"] == pytest.approx(12 / result["duration_s"], rel=0.05)
     us = sum(result["processor_us"].values())
-    assert 0 < us * 12e-6 < result["duration_s"] * os.cpu_count() + 0.1  # counted in hundredths of a second
+    assert 0 <= us * 12e-6 < result["duration_s"] * os.cpu_count() + 0.1  # counted in hundredths of a second
 
 
 def test_server_that_does_not_start(
