@@ -336,6 +336,7 @@ async def processor_times(server: subprocess.Popen[bytes] | None) -> AsyncIterat
 
 
 def difference(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """Processor seconds by thread between two looks; threads that have ended in between are left out."""
     return {name: s - before.get(name, 0.0) for name, s in now.items()}
 
 

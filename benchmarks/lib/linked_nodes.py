@@ -53,7 +53,7 @@ class LinkWatch:
     sends is counted before it waits for the link, what it receives after that. A thread looks every 5 ms.
     """
 
-    QUIET_BYTES = 20_000  # more than what barriers exchange
+    QUIET_BYTES = 20_000  # a barrier sums one number of each rank
     before_s = after_s = 0.0
 
     def __enter__(self) -> "LinkWatch":

@@ -58,7 +58,7 @@ class Steps:
         from jax.experimental.multihost_utils import process_allgather
 
         costs: list[StepCost] = []
-        clock.barrier()
+        clock.barrier()  # the watch begins when all ranks do
         with LinkWatch() if clock.has_link and not counts else nullcontext() as watch:
             seconds, sent = clock(lambda: costs.append(self.session.step(number)))
         mine = np.array([sent, costs[0].read_bytes, costs[0].written_bytes], np.float32)
