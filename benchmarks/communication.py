@@ -2,7 +2,8 @@
 
     sudo python benchmarks/communication.py exchange             50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
     sudo python benchmarks/communication.py exchange --rates 100 --shapes 2:8:560 --kinds flat dedup
-    sudo python benchmarks/communication.py fusion --rates 200      training steps: one buffer against many
+    sudo python benchmarks/communication.py fusion --rates 200   training steps: one buffer or many, one level or two
+    sudo python benchmarks/communication.py fusion --shapes experts     of its models, the one with experts
     sudo python benchmarks/communication.py levels               training steps: two levels and dedup against flat
     sudo python benchmarks/communication.py levels --nodes 4     the same on four nodes that share the link
     sudo NPROC=4 python benchmarks/communication.py order        training steps: orders of collectives
@@ -47,7 +48,13 @@ def parse() -> argparse.Namespace:
         command.add_argument("--nodes", type=int, choices=range(2, len(NODES) + 1), default=NUM_NODES)
         command.add_argument("--cache-dir", help="keep compiled programs in this folder")
         add_rank_options(command)
-    return parser.parse_args()
+    a = parser.parse_args()
+    if a.command in steps.COMMANDS:
+        for option, known in (("shapes", steps.SHAPES[a.command]), ("variants", steps.VARIANTS[a.command])):
+            for name in getattr(a, option) or ():
+                if name not in known:
+                    parser.error(f"--{option} {name}: must be among {', '.join(known)}")
+    return a
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
     script.reexec_with_env()
 
-import os
 import resource
 import statistics
 import time
@@ -20,22 +19,7 @@ from pathlib import Path
 
 from benchmarks.lib import report
 from benchmarks.lib.engines import about, add_engine_options, engine_of
-
-
-def evict(folder: Path) -> None:
-    """Drop the pages of a folder's files from the page cache."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-def disk_read_bytes() -> int:
-    """Bytes that this process has read from disk."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+from benchmarks.lib.page_cache import disk_read_bytes, evict
 
 
 def main() -> None:

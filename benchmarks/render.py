@@ -121,7 +121,8 @@ def papers() -> Iterator[str]:
     """The papers' tables and figures, ours beside theirs."""
     yield "## the papers' tables and figures\n"
     yield "`python -m benchmarks.paper` lists them with their commands; `--all --quick` runs smoke tests of those that"
-    yield "need neither root nor hours. Environments of the peers come from `benchmarks/peers/setup.py`.\n"
+    yield "need neither root nor hours. Environments of the peers come from `benchmarks/peers/setup.py`;"
+    yield "`benchmarks/peers/accelerate_decoding.py` decodes by accelerate with weights on disk.\n"
     yield from (f"![figures of {name[7:-4]}, drawn from the committed results]({name})\n" for name in PICTURES)
     yield "| paper | shows | the paper has | here | not shown here |\n|---|---|---|---|---|"
     for place in PLACES:

@@ -1,7 +1,9 @@
 """A simulation of 8 to 1024 nodes: bytes by level and time by link model; nothing here is measured.
 
-    python benchmarks/simulate_communication.py                     also draws docs/communication_simulated.png
-    python benchmarks/simulate_communication.py --nodes 8 --across-gb-per-s 25 --plot ''
+    python benchmarks/simulate_communication.py
+    python benchmarks/simulate_communication.py --nodes 8 --across-gb-per-s 25 --result '' --plot ''
+
+Writes benchmarks/results/communication_simulated.json and draws docs/communication_simulated.png from it.
 
 Nodes of 8 GPUs, NVLink inside, one InfiniBand port a GPU across, 32 nodes below each leaf switch and the spine between
 these; every GPU has its own tokens, whatever the number of nodes. Bytes are those of `exchange_traffic` and
@@ -22,6 +24,8 @@ if __name__ == "__main__":
     import script  # noqa: F401  makes benchmarks and jmoe importable
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +93,15 @@ def _row(what: str, kind: str, nodes: int, sent: Traffic, seconds: float) -> dic
     return {"what": what, "kind": kind, "nodes": nodes} | sizes | {"seconds": seconds}
 
 
-def draw(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
+def draw(result: dict[str, Any], path: Path) -> None:
     """Bytes that leave a GPU's node, and time, against the number of nodes."""
     from matplotlib.figure import Figure
 
+    rows, a = result["rows"], argparse.Namespace(**result["options"])
+    caption = (
+        f"NVLink {a.inside_gb_per_s:g} GB/s, InfiniBand {a.across_gb_per_s:g} GB/s a GPU; "
+        f"{a.tokens} tokens a GPU, hidden {a.hidden_size}, top-{a.top_k}, vocabulary {a.vocab_size}, bfloat16"
+    )
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
     figure.suptitle(f"Simulated, not measured\n{caption}", fontsize=10)
@@ -131,8 +140,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--spine-latency-us", type=float, default=25)
     parser.add_argument("--inside-latency-us", type=float, default=8)
     parser.add_argument("--message-us", type=float, default=0.5, help="of each message of a collective")
-    default = Path(__file__).resolve().parent.parent / "docs" / "communication_simulated.png"
-    parser.add_argument("--plot", default=str(default), help="where the plot goes; empty: nowhere")
+    benchmarks = Path(__file__).resolve().parent
+    result = benchmarks / "results" / "communication_simulated.json"
+    parser.add_argument("--result", default=str(result), help="where the result goes; empty: nowhere")
+    plot = benchmarks.parent / "docs" / "communication_simulated.png"
+    parser.add_argument("--plot", default=str(plot), help="where the plot of it goes; empty: nowhere")
     return parser.parse_args(arguments)
 
 
@@ -148,14 +160,15 @@ def simulate(a: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     a = parse()
-    rows = simulate(a)
+    command = shlex.join(["python", "benchmarks/simulate_communication.py", *sys.argv[1:]])
+    options = report.options(a, "result", "plot")
+    result = {"benchmark": "simulate_communication", "command": command, "simulated": True, "options": options}
+    result["rows"] = [report.progress(row) for row in simulate(a)]
+    if a.result:
+        report.write(result, Path(a.result))
     if a.plot:
-        link = f"NVLink {a.inside_gb_per_s:g} GB/s, InfiniBand {a.across_gb_per_s:g} GB/s a GPU"
-        sizes = f"{a.tokens} tokens a GPU, hidden {a.hidden_size}, top-{a.top_k}, vocabulary {a.vocab_size}"
-        draw(rows, Path(a.plot), f"{link}; {sizes}, bfloat16")
-    for row in rows:
-        report.progress(row)
-    report.finish({"benchmark": "simulate_communication", "simulated": True, "options": vars(a), "rows": rows})
+        draw(result, Path(a.plot))
+    report.finish(result)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--replicate-dense", action="store_true", help="no ZeRO-3: every process holds all dense parameters"
     )
+    parser.add_argument("--bucket-bytes", type=int, default=0, help="see `CommConfig.bucket_bytes`")
     parser.add_argument("--data", choices=("random", "text"), default="random")
     parser.add_argument(
         "--init",
@@ -101,7 +102,7 @@ def train_config(a: argparse.Namespace) -> TrainConfig:
             learning_rate=a.lr, schedule="constant", warmup_steps=0, beta2=0.999, weight_decay=0.01, clip_norm=1.0
         ),
         mesh=MeshConfig(expert_intra=a.ep),
-        comm=CommConfig(shard_dense=not a.replicate_dense),
+        comm=CommConfig(shard_dense=not a.replicate_dense, bucket_bytes=a.bucket_bytes),
         num_steps=a.warmup + a.steps,
         batch_size=a.batch * a.processes,
         sequence_length=a.seq,

@@ -42,7 +42,6 @@ class _Comm(CommConfig):
     hierarchical: Unsettable[bool] = CommConfig.hierarchical
     shard_dense: Unsettable[bool] = CommConfig.shard_dense
     fuse_dense: Unsettable[bool] = CommConfig.fuse_dense
-    bucket_bytes: Unsettable[int] = CommConfig.bucket_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,5 +93,10 @@ def runs(eqn: Any, primitive: str) -> bool:
     """Whether an equation of a traced function is this primitive, or calls a function that has it."""
     if eqn.primitive.name == primitive:
         return True
+    return any(runs(inner, primitive) for function in called(eqn) for inner in function.eqns)
+
+
+def called(eqn: Any) -> list[Any]:
+    """Return the functions that an equation calls."""
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
-    return any(runs(inner, primitive) for leaf in leaves if hasattr(leaf, "eqns") for inner in leaf.eqns)
+    return [leaf for leaf in leaves if hasattr(leaf, "eqns")]

@@ -23,6 +23,7 @@ def test_moments_go_where_the_weights_are(tier: str) -> None:
 def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_train(["tiny-unfused", "--comm.exchange", "flat"], PRESETS)
     assert config.comm == CommConfig(exchange="flat", schedule="none", fuse_dense=False)
+    assert parse_train(["tiny", "--comm.bucket-bytes", "1000"], PRESETS).comm.bucket_bytes == 1000
     with pytest.raises(SystemExit):
         parse_train(["tiny", "--comm.fuse-dense", "False"], PRESETS)
     assert "Unrecognized options: --comm.fuse-dense" in capsys.readouterr().err
@@ -38,10 +39,12 @@ def test_ablations_are_presets_and_no_options(capsys: pytest.CaptureFixture[str]
         (["tiny", "--model.hiden-size", "32"], "Perhaps you meant: --model.hidden-size"),
         (["tiny", "--batch-size", "seven"], "--batch-size: invalid literal for int() with base 10: 'seven'"),
         (["tiny", "--model.hidden-size", "0"], "hidden_size = 0: must be greater than 0"),
+        (["tiny", "--comm.bucket-bytes", "-1"], "bucket_bytes = -1: must not be negative"),
+        (["tiny-unfused", "--comm.bucket-bytes", "1"], "bucket_bytes = 1: must be 0 with fuse_dense = False"),
         (["tiny", "--model.num-experts-per-tok", "9"], "num_experts_per_tok = 9: must be between 1 and num_experts"),
         (["tiny", "--profile.steps", "5:3"], "profile.steps = '5:3': must read FIRST:LAST"),
     ],
-    ids=["preset", "field", "type", "value", "pair", "profile"],
+    ids=["preset", "field", "type", "value", "bytes", "buckets", "pair", "profile"],
 )
 def test_a_mistake_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,5 +1,6 @@
 """The index of the papers' tables and figures: whole, true to the result files; what fails stops nothing."""
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import simulate_communication
 from benchmarks.comm import trace
 from benchmarks.lib.linked_nodes import LinkedNodes
 from benchmarks.lib.parts import run_part
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import moesys_table6, pictures, simulator
+from benchmarks.paper import moesys_table6, pictures, simulator, step_simulator
 from benchmarks.paper.index import PLACES, RESULTS, Place
 from tests.fakes import wait_for
 
@@ -67,6 +69,43 @@ def test_the_simulator_predicts_what_was_measured() -> None:
     assert min(row["error"] for row in simulator.check({"rows": doubled})) > 0.8
 
 
+def test_what_is_simulated_is_what_the_code_gives() -> None:
+    """Both files are what their commands write; rows that nothing was measured for say so."""
+    steps = json.loads((RESULTS / "steps_simulated.json").read_text())
+    assert steps == json.loads(json.dumps(step_simulator.predict()))
+    assert all(row["simulated"] and "seconds" not in row and row["nodes"] > 2 for row in steps["simulated"])
+    nodes = json.loads((RESULTS / "communication_simulated.json").read_text())
+    assert nodes["simulated"] and nodes["rows"] == simulate_communication.simulate(simulate_communication.parse([]))
+
+
+def test_the_simulated_steps_are_those_that_were_measured() -> None:
+    """Four nodes from two, and whole orders from their session's `ready`, within 10 %; no row from itself."""
+    rows = step_simulator.predict()
+    assert max(abs(row["error"]) for row in rows["four_nodes"]) < 0.1
+    assert all(row["predicted_bytes"] == pytest.approx(row["sent_bytes"], rel=0.01) for row in rows["four_nodes"])
+    ready = [row for row in rows["orders"] if row["compute"] == "ready"]
+    fitted = ("rows", 200.0, "chunks"), ("rows", 200.0, "pipelined")
+    assert all((row["session"], row["mbit_per_s"], row["variant"]) not in fitted for row in rows["orders"])
+    assert all(row["variant"] != "ready" for row in ready)
+    assert all(abs(row["error"]) < 0.1 for row in ready if row["shown"] == 1)
+
+
+def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two ranks, top-1 of 4 experts: 32 tokens of 256 bytes over 8 Mbit/s, a byte a microsecond."""
+    monkeypatch.setattr(simulator, "LATENCY_S", 0.0)
+    assert step_simulator.step_s(2.0, 3.0) == 5.0 and step_simulator.step_s(2.0, 3.0, shown=0.5) == 4.0
+    # 32 / 4 x 1.25 = 10 rows for a rank, in eights 16, there and back in both passes, and 4 bytes for the one expert
+    block = 4 * 16 * 256 + 4
+    row = {"variant": "flat", "experts": 4, "top_k": 1, "tokens_per_rank": 32, "hidden_size": 128, "layers": 3}
+    row |= {"mbit_per_s": 8.0, "sent_bytes": 3 * 2 * 2 * block + 6000}
+    sent, seconds = step_simulator.traffic(row, 2, on_link=2)
+    assert sent == row["sent_bytes"] and seconds == pytest.approx(2e-6 * sent)
+    # 8 ranks have an expert each: 5 rows, in eights 8, for 6 ranks of other nodes; of a ring 7/8 in place of 3/4
+    sent, seconds = step_simulator.traffic(row, 4, on_link=4)
+    assert sent == pytest.approx(3 * 2 * 6 * (4 * 8 * 256 + 4) + 6000 * (7 / 8) / (3 / 4))
+    assert seconds == pytest.approx(4e-6 * sent)
+
+
 def test_idle_is_a_collective_without_computation() -> None:
     """A loop is neither, and what runs side by side counts once."""
     ops = {name: trace.Op(kind, "", [], 4, "main", 0) for name, kind in KINDS.items()}
@@ -108,6 +147,44 @@ def test_the_parts_of_a_step_add_up() -> None:
 def test_the_papers_figures_are_drawn_from_the_results(name: str, tmp_path: Path) -> None:
     assert pictures.draw(name, tmp_path).read_bytes().startswith(b"\x89PNG")
     assert (ROOT / "docs" / name).is_file()
+
+
+@pytest.mark.parametrize("name", [*command.panels(), "lina-planning"])
+def test_a_place_draws_its_own_figure(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "DRAWN", tmp_path)
+    path = command.draw(command.chosen([name])[0])
+    assert (path is None) == (name == "lina-planning")
+    assert path is None or path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_names_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The picture's path comes first, then what the place's command prints."""
+    made = dataclasses.replace(command.chosen(["lina-ablation"])[0], command="python -c 'print({})'")
+    monkeypatch.setattr(command, "PLACES", (made,))
+    monkeypatch.setattr(command, "DRAWN", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.paper", "lina-ablation"])
+    assert command.main() == 0
+    drawn, last = capfd.readouterr().out.splitlines()
+    assert drawn.endswith(str(tmp_path / "lina-ablation.png")) and last == "{}"
+
+
+def fusion_row(variant: str, experts: int, rate: float, ratio: float, all_to_all: float) -> dict[str, Any]:
+    row = {"variant": variant, "experts": experts, "top_k": 1, "mbit_per_s": rate}
+    return row | {"ratio_to_one_by_one_flat": ratio, "parts_s": {"all_to_all": all_to_all}}
+
+
+def test_fused_and_in_two_levels_crosswise() -> None:
+    """Each model and rate beside its own row one by one and flat; dense layers lack a cell and have no all-to-alls."""
+    dense = [fusion_row(*cell, 0.0) for cell in (("one_by_one_flat", 0, 0.0, 1.0), ("fused", 0, 0.0, 3.0))]
+    cells = {"one_by_one_flat": 1.0, "one_by_one": 1.1, "fused_flat": 1.5, "fused": 1.7, "fused_chunks": 2.0}
+    sparse = [fusion_row(name, 8, 200.0, ratio, 0.4 / ratio) for name, ratio in cells.items()]
+    place = next(place for place in PLACES if place.name == "moesys-table-5")
+    assert place.ours({"rows": dense + sparse}) == (
+        "dense, 0 Mbit/s: fused in two levels 3.00 times; top-1 of 8 experts, 200 Mbit/s: fused 1.50 times, "
+        "two levels 1.10 times, fused in two levels 1.70 times, its all-to-alls 41% shorter"
+    )
 
 
 def test_how_many_nodes_one_machine_makes() -> None:
@@ -152,8 +229,13 @@ def test_a_smoke_test_that_fails_stops_nothing(
     ],
 )
 def test_bad_input(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(command, "DRAWN", tmp_path)
     monkeypatch.setattr(sys, "argv", ["benchmarks.paper", *arguments])
     with pytest.raises(SystemExit):
         command.main()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
-from benchmarks.peers import nvme_training, setup
+from benchmarks.peers import accelerate_decoding, nvme_training, oversized, setup
 from benchmarks.peers.to_gguf import pairs_side_by_side
 from benchmarks.peers.training import Contestant
 
@@ -45,7 +45,16 @@ def test_a_program_of_a_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["deepspeed_training", "nvme_training", "transformers_training", "transformers_side", "to_gguf"]
+    "program",
+    [
+        "accelerate_decoding",
+        "deepspeed_training",
+        "nvme_training",
+        "oversized",
+        "to_gguf",
+        "transformers_side",
+        "transformers_training",
+    ],
 )
 def test_programs_of_peers_explain_themselves_here(program: str) -> None:
     """Their environments are not this one: options are read before torch is looked for."""
@@ -66,6 +75,51 @@ def test_what_deepspeed_cannot_do(options: list[str], message: str) -> None:
     command = [sys.executable, "benchmarks/peers/deepspeed_training.py", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "nowhere"], "--model nowhere: config.json cannot be read"),
+        (["--model", "bare"], "--model bare: has no .safetensors files"),
+        (["--memory-mb", "-1"], "--memory-mb -1: must be at least 0"),
+        (["--new-tokens", "0"], "--new-tokens 0: must be at least 1"),
+        (["--offload-folder", "nowhere"], "--offload-folder nowhere: is not a folder"),
+        (["--prompt-ids", "3", "64"], "token 64: must be an id below the model's vocab_size = 64"),
+        (["--ids", "nowhere"], "--ids nowhere: cannot be read"),
+        (["--ids", "ids.json"], "--ids ids.json: must be a list of --prompt + --new-tokens = 56 ids"),
+        (["--ids", "ids.json", "--prompt-ids", "3"], "not allowed with argument --ids"),
+    ],
+)
+def test_what_accelerate_is_not_given(options: list[str], message: str, tmp_path: Path) -> None:
+    for name in ("model", "bare"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 64}')
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "ids.json").write_text("[3, 4, 5]")
+    program = Path("benchmarks/peers/accelerate_decoding.py").resolve()
+    command = [sys.executable, str(program), "--model", "model", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_a_prompt_and_the_text_behind_it(tmp_path: Path) -> None:
+    """Without a text the model goes on by itself."""
+    (tmp_path / "ids.json").write_text("[3, 4, 5, 6, 7]")
+    parse = accelerate_decoding.options().parse_args
+    common = ["--model", "model", "--prompt", "2", "--new-tokens", "2"]
+    text = parse([*common, "--ids", str(tmp_path / "ids.json")])
+    assert accelerate_decoding.prompt_and_text(text, 64) == ([3, 4], [5, 6])
+    assert accelerate_decoding.prompt_and_text(parse([*common, "--prompt-ids", "9", "8", "7"]), 64) == ([9, 8, 7], [])
+    drawn, text_behind = accelerate_decoding.prompt_and_text(parse(common), 64)
+    assert len(drawn) == 2 and max(drawn) < 64 and text_behind == []
+
+
+def test_accelerates_row_is_against_ours_of_the_same_round() -> None:
+    kept = {"disk_read_bytes_per_token": 7, "bytes_in_memory": 0, "peak_rss_bytes": 9}
+    runs = [{"tokens_per_s": rate} | kept for rate in (0.5, 1.0, 0.25)]
+    row = oversized.accelerate_row([{"tokens_per_s": rate} for rate in (10.0, 10.0, 20.0)], runs)
+    assert row == {"tokens_per_s": {"accelerate": 0.5, "ratio": 20.0, "rounds": [0.5, 1.0, 0.25]}} | kept
 
 
 def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:

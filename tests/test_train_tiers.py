@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.command_line import parse_train
+from jmoe.configs import PRESETS
 from jmoe.memory.record_checkpoint import ITEM
 from jmoe.memory.saved_records import read_lists
+from jmoe.run.metrics import read_events
 from jmoe.run.overview import read_overview
+from jmoe.run.planner import training_plan
 from tests.train_runs import (
     ENDLESS,
     Run,
@@ -40,6 +44,24 @@ def on_host(runs: TrainRuns) -> Path:
 def test_tiers_change_no_loss_but_by_rounding(runs: TrainRuns, on_host: Path) -> None:
     ordinary = losses(runs.reference[0])[:STEPS]
     assert losses(on_host) == [(step, pytest.approx(loss, rel=1e-5, abs=0)) for step, loss in ordinary]
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_has_predictions_with_an_estimated_and_the_measured_share(
+    runs: TrainRuns, tmp_path: Path
+) -> None:
+    """The plan of a run to which that share is given says the same."""
+    few = (*NVME, "--model.num-experts", 64, "--model.num-experts-per-tok", 1, "--batch-size", 1, "--num-steps", 2)
+    few = (*few, "--machine.nvme-read-bytes-per-s", "1e6")
+    screen = runs.finish(tmp_path, *few)
+    (event,) = [event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "tiers"]
+    estimated_s, measured_s = event["predicted_step_s"], event["predicted_step_s_measured_share"]
+    assert 0 < event["chosen_share"] <= event["most_chosen_share"] <= 1 and estimated_s != measured_s > 0
+    shown = f"step: predicted {estimated_s:.3g} s ({measured_s:.3g} s with the measured share of chosen experts), "
+    assert f"{shown}measured {event['measured_step_s']:.3g} s; " in screen
+    again = runs.command(tmp_path, *few, "--tiers.chosen-share", event["chosen_share"])
+    planned = training_plan(parse_train(list(map(str, again[1:])), PRESETS))
+    assert planned.step_s() == pytest.approx(measured_s)
 
 
 def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(

@@ -95,6 +95,10 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
             "tiers.device_experts = 0.5: must be 1 for images, whose tasks say what a device holds",
         ),
         (
+            ("--tiers.experts", "host", "--tiers.chosen-share", "0.5"),
+            "tiers.chosen_share = 0.5: must be 0 for images, whose tasks name their experts",
+        ),
+        (
             ("--layout", "elastic", "--elastic.replan-every-steps", "9", "--tiers.experts", "host"),
             "elastic.replan_every_steps = 9: must be 0 with experts on other tiers than the device",
         ),

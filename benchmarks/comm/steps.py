@@ -4,6 +4,11 @@ Every comparison runs one model with several `CommConfig`s in turn, from the sam
 the median, round by round, of the first one's seconds to this one's: how many times as fast it is. Over several steps
 the losses have to stay the same.
 
+fusion: crosswise, dense parameters as one buffer or one by one, and one level (`_flat`) or two; the order is the same,
+`none`. `fused_chunks` is `fused` in the default order. Two levels are those of buffers and of the tokens' exchange:
+matrices one by one cross in one level whatever `hierarchical` says, so without experts `one_by_one` is left out. In
+float32, because XLA:CPU gathers bfloat16 as float32 where no buffer holds it as integers.
+
 parts_s: of a step, traced on rank 0, by what runs; where several things do, an all-to-all counts before the optimizer,
 that before the backward and the forward pass, and these before other collectives. forward_layer_s, backward_layer_s: of
 the layers' pass from its first operation to its last, over the number of layers.
@@ -32,19 +37,24 @@ from jmoe.config import CommConfig, MeshConfig, ModelConfig, OptimizerConfig, Ro
 from jmoe.mesh import ACCUMULATED_BATCH
 
 COMMANDS = {
-    "fusion": "24 small layers, their dense parameters as one buffer and one by one",
+    "fusion": "dense parameters as one buffer and one by one, one level and two: 24 small layers, 4 with experts",
     "levels": "flat against two levels and dedup, top-2 and top-8",
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
     "ddp": "the same with dense parameters on every rank, their gradients all-reduced, as in Lina",
 }
 ORDERINGS = ("order", "ddp")  # of one rank a node; their all-to-alls are looked at one by one
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
+TWO_LEVELS = {"exchange": "hierarchical", "hierarchical": True}
+ONE_BY_ONE = {"schedule": "none", "fuse_dense": False}
+FUSED = {"schedule": "none"}
 ORDERS = ("ready", "none", "fixed", "priority", "chunks", "pipelined")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fusion": {
-        "one_by_one": {"schedule": "none", "fuse_dense": False},
-        "fused": {},
-        "fused_flat": {"hierarchical": False},
+        "one_by_one_flat": ONE_BY_ONE | ONE_LEVEL,
+        "one_by_one": ONE_BY_ONE | TWO_LEVELS,
+        "fused_flat": FUSED | ONE_LEVEL,
+        "fused": FUSED | TWO_LEVELS,
+        "fused_chunks": TWO_LEVELS,
     },
     "levels": {"flat": ONE_LEVEL, "hierarchical": {"exchange": "dedup"}},
     "order": {name: {"schedule": name} for name in ORDERS},
@@ -52,23 +62,27 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 # (hidden size, layers, experts, top-k, tokens of a rank, intermediate size)
 ORDERED = (512, 4, 2, 1, 768, 8192)  # computing takes as long as the link at 200 Mbit/s
-SHAPES = {
-    "fusion": [(64, 24, 0, 1, 64, 128)],
-    "levels": [(256, 2, 8, 2, 512, 256), (256, 2, 64, 8, 256, 256)],
-    "order": [ORDERED],
-    "ddp": [ORDERED],
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "fusion": {"dense": (64, 24, 0, 1, 64, 128), "experts": (128, 4, 8, 1, 256, 256)},
+    "levels": {"0": (256, 2, 8, 2, 512, 256), "1": (256, 2, 64, 8, 256, 256)},
+    "order": {"0": ORDERED},
+    "ddp": {"0": ORDERED},
 }
 SEQUENCE_LENGTH = 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", help="of the comparison; the first is what others are compared to")
-    parser.add_argument("--shapes", type=int, nargs="+", help="which of the comparison's shapes, by number")
+    parser.add_argument(
+        "--shapes", nargs="+", help="which of the comparison's shapes, by name: fusion's are dense, experts"
+    )
     parser.add_argument("--chunk-bytes", type=int, help="default: what the link carries in 20 ms")
-    parser.add_argument("--bucket-bytes", type=int, default=0)
+    parser.add_argument("--bucket-bytes", type=int, default=0, help="see `CommConfig.bucket_bytes`")
 
 
-def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, comm: dict[str, Any]) -> TrainConfig:
+def config_of(
+    a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, comm: dict[str, Any], dtype: str = "bfloat16"
+) -> TrainConfig:
     hidden, layers, experts, top_k, num_tokens, intermediate = shape
     rate = a.rates[0] or 1000
     return TrainConfig(
@@ -95,16 +109,15 @@ def config_of(a: argparse.Namespace, shape: tuple[int, ...], num_ranks: int, com
         ),
         batch_size=num_ranks * num_tokens // SEQUENCE_LENGTH,
         sequence_length=SEQUENCE_LENGTH,
-        compute_dtype="bfloat16",
+        compute_dtype=dtype,
     )
 
 
 def measure(a: argparse.Namespace, mesh: Any, clock: Clock) -> list[dict[str, Any]]:
     """One row for every shape and variant."""
     rows = []
-    for number, shape in enumerate(SHAPES[a.command]):
-        if a.shapes is None or number in a.shapes:
-            rows += measure_shape(a, mesh, clock, shape)
+    for name in a.shapes or SHAPES[a.command]:
+        rows += measure_shape(a, mesh, clock, SHAPES[a.command][name])
     return rows
 
 
@@ -131,7 +144,8 @@ class Run:
 
         from jmoe.training.trainer import make_trainer
 
-        config = config_of(a, shape, mesh.size, VARIANTS[a.command][variant])
+        dtype = "float32" if a.command == "fusion" else "bfloat16"
+        config = config_of(a, shape, mesh.size, VARIANTS[a.command][variant], dtype)
         program = make_trainer(config, mesh)
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         rng = np.random.default_rng(a.rank)
@@ -182,12 +196,16 @@ class Run:
 
 
 def measure_shape(a: argparse.Namespace, mesh: Any, clock: Clock, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    runs = {variant: Run(a, mesh, shape, variant) for variant in a.variants or VARIANTS[a.command]}
+    variants = a.variants or [name for name in VARIANTS[a.command] if shape[2] or name != "one_by_one"]
+    runs = {variant: Run(a, mesh, shape, variant) for variant in variants}
     for run in runs.values():
         clock(run)
     for _ in range(a.rounds):
         for run in runs.values():
             run.round(clock, ordering=a.command in ORDERINGS)
+    if a.command == "fusion":
+        losses = [run.losses for run in runs.values()]
+        assert np.allclose(losses, losses[0], rtol=1e-3, atol=0), losses
     references = dict.fromkeys((next(iter(runs)), *({"none"} & runs.keys())))
     rows = []
     names = ("hidden_size", "layers", "experts", "top_k", "tokens_per_rank", "intermediate_size")

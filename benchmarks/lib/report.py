@@ -43,6 +43,11 @@ def finish(result: Any) -> None:
     print(json.dumps(result), flush=True)
 
 
+def write(result: Any, path: Path) -> None:
+    """Write a result as `benchmarks/results` has them."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def median(values: Iterable[float], digits: int = 4) -> float:
     """Return the rounded median."""
     return round(statistics.median(values), digits)

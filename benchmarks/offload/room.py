@@ -13,6 +13,7 @@ import jax
 from benchmarks.lib import report
 from benchmarks.offload.session import TextSession, config_of
 from jmoe.config import RouterConfig, TrainConfig
+from jmoe.run.planner import training_plan
 
 WARM_UP = 8  # steps, in which programs are compiled and the share is measured
 
@@ -46,6 +47,7 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         session.program.close()
     del session
     sessions.clear()
+    plan = training_plan(config_with(share))  # whose seconds are the same for any room
     rows = [
         {"room_for": name, "device_experts": room}
         | device_bytes(config_with(room))
@@ -60,6 +62,8 @@ def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps_with_the_same_loss": len(losses["all"]),
         "slot_bytes_against_all": round(rows[1]["slot_bytes"] / rows[0]["slot_bytes"], 3),
         "device_bytes_against_all": round(rows[1]["device_bytes"] / rows[0]["device_bytes"], 3),
+        "predicted_step_s": round(plan.step_s(), 4),
+        "predicted_step_s_measured_share": round(plan.with_chosen_share(stats.chosen_share).step_s(), 4),
         "step_s_against_all": report.ratio(taken["chosen"], taken["all"]),
         "rows": [report.progress(row) for row in rows],
     }

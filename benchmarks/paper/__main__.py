@@ -2,6 +2,7 @@
 
     python -m benchmarks.paper                       lists them, with their figures and ours
     python -m benchmarks.paper moesys-table-3        runs the command that makes it
+    python -m benchmarks.paper lina-step             draws its figures from the committed result first, if it has any
     python -m benchmarks.paper --all --quick         smoke tests of all, and the committed figures beside the papers'
 
 A smoke test shows that a benchmark runs, not what it measures: figures come from `benchmarks/results`. One that fails
@@ -18,6 +19,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
@@ -25,6 +28,7 @@ from benchmarks.lib.parts import run_part
 from benchmarks.paper.index import PLACES, RESULTS, Place
 
 ROOT = RESULTS.parents[1]
+DRAWN = ROOT / "runs" / "papers"  # figures of single places
 
 
 def beside(place: Place) -> dict[str, Any]:
@@ -42,6 +46,41 @@ def smoke_test(place: Place) -> dict[str, Any]:
     done = run_part(shlex.split(place.quick), place.limit_s, os.environ | {"PYTHONPATH": str(ROOT)}, ROOT)
     done.pop("result", None)
     return row | {"ran": True} | done
+
+
+def panels() -> dict[str, tuple[Callable[..., None], ...]]:
+    """Return what draws the figures of each place that has any."""
+    from benchmarks.paper import pictures
+
+    return {
+        "moesys-table-4": (pictures.embedding,),
+        "moesys-table-5": (pictures.fusion,),
+        "moesys-figure-10": (pictures.levels,),
+        "moesys-figure-12": (pictures.ring,),
+        "lina-step": (pictures.step_times, pictures.all_to_alls),
+        "lina-layer": (pictures.layers,),
+        "lina-ablation": (pictures.step_times,),
+        "lina-partition-size": (pictures.partition_sizes,),
+        "lina-popularity": (pictures.paths,),
+        "lina-inference": (pictures.inference,),
+    }
+
+
+def draw(place: Place) -> Path | None:
+    """Draw a place's figures from its committed result, if it has any; return the picture's path."""
+    drawn = panels().get(place.name, ())
+    if not drawn:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(drawn), 3.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False).flat, drawn, strict=True):
+        panel(axes, place.committed())
+        axes.grid(axis="y", alpha=0.3)
+    DRAWN.mkdir(parents=True, exist_ok=True)
+    path = DRAWN / f"{place.name}.png"
+    figure.savefig(path, dpi=110)
+    return path
 
 
 def chosen(names: list[str]) -> list[Place]:
@@ -79,6 +118,8 @@ def main() -> int:
             print(f"    paper: {place.paper_has}\n    here: {place.here()}\n    {place.command}{lacking}")
         return 0
     for place in places:
+        if path := draw(place):
+            print(f"{place.name}: drawn from benchmarks/results/{place.result}: {path}", flush=True)
         if "DIR" in place.command or "FILE" in place.command or ", " in place.command:
             parser.error(f"{place.name}: needs what you have: {place.command}")
         command = place.command.replace("python ", f"{shlex.quote(sys.executable)} ", 1)

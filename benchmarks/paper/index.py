@@ -71,13 +71,14 @@ def _shares(result: Result) -> str:
 
 def _step_times(result: Result) -> str:
     rates = sorted({row["mbit_per_s"] for row in result["rows"]})
-    newest, slower = (_row(result[name]["rows"], variant="chunks") for name in ("layers", "slower_processor"))
+    newest = _row(result["layers"]["rows"], variant="chunks")
+    slower = [row["ratio_to_ready"] for row in result["slower_processor"]["rows"] if row["variant"] == "chunks"]
     steps = [_orders(result, rate, "ratio_to_ready")["chunks"] for rate in rates] + [newest["ratio_to_ready"]]
     sooner = [_orders(result, rate, "ratio_all_to_alls_to_ready")["chunks"] for rate in rates]
     sooner.append(newest["ratio_all_to_alls_to_ready"])
     return (
         f"{min(steps):.2f} to {max(steps):.2f} times, the backward pass has its all-to-alls {min(sooner):.1f} to "
-        f"{max(sooner):.1f} times sooner; on a slower processor {slower['ratio_to_ready']:.2f} times"
+        f"{max(sooner):.1f} times sooner; on a slower processor {min(slower):.2f} to {max(slower):.2f} times"
     )
 
 
@@ -111,6 +112,39 @@ def _partition_sizes(result: Result) -> str:
 def _simulated(result: Result) -> str:
     rows = check(result)
     return f"{len(rows)} exchanges, off by {max(abs(row['error']) for row in rows):.1%} at most"
+
+
+SOURCES = {"ready": "a step of the same session", "no link": "a step without a link"}
+
+
+def _simulated_steps(result: Result) -> str:
+    parts = {
+        f"orders from {words}": [row for row in result["orders"] if row["compute"] == source]
+        for source, words in SOURCES.items()
+    }
+    parts["four nodes from two"] = result["four_nodes"]
+    shown = [
+        f"{name} {sum(abs(row['error']) <= 0.1 for row in rows)} of {len(rows)}, off by "
+        f"{max(abs(row['error']) for row in rows):.0%} at most"
+        for name, rows in parts.items()
+    ]
+    nodes = max(row["nodes"] for row in result["simulated"])
+    steps = [row["simulated_s"] for row in result["simulated"] if row["nodes"] == nodes]
+    return (
+        f"steps within 10 % of measured ones: {'; '.join(shown)}. {nodes} nodes of two ranks, simulated, not measured: "
+        f"{min(steps):.1f} to {max(steps):.1f} s a step"
+    )
+
+
+def _many_nodes(result: Result) -> str:
+    parts = []
+    numbers = {row["nodes"] for row in result["rows"]}
+    for nodes in (min(numbers), max(numbers)):
+        flat, dedup = (_row(result["rows"], what="exchange", kind=kind, nodes=nodes) for kind in ("flat", "dedup"))
+        part = dedup["across_bytes"] / flat["across_bytes"]
+        times = f"{1e3 * dedup['seconds']:.0f} ms (flat {1e3 * flat['seconds']:.0f})"
+        parts.append(f"{nodes:,} nodes: dedup sends {part:.2f} of flat's bytes across, {times}")
+    return f"simulated, not measured, an exchange of a layer; {'; '.join(parts)}"
 
 
 def _packing(result: Result) -> str:
@@ -220,8 +254,22 @@ def _float16(result: Result) -> str:
 
 
 def _fusion(result: Result) -> str:
-    rows = [row for row in result["rows"] if row["variant"] == "fused"]
-    return ", ".join(f"{row['ratio_to_one_by_one']:.2f} times at {row['mbit_per_s']:g} Mbit/s" for row in rows)
+    cells = {"fused_flat": "fused", "one_by_one": "two levels", "fused": "fused in two levels"}
+    parts = []
+    for one in (row for row in result["rows"] if row["variant"] == "one_by_one_flat"):
+        same = [row for row in result["rows"] if all(row[name] == one[name] for name in ("experts", "mbit_per_s"))]
+        rows = {row["variant"]: row for row in same}
+        shown = [
+            f"{words} {rows[name]['ratio_to_one_by_one_flat']:.2f} times"
+            for name, words in cells.items()
+            if name in rows
+        ]
+        if one["experts"]:
+            shorter = 1 - rows["fused"]["parts_s"]["all_to_all"] / one["parts_s"]["all_to_all"]
+            shown.append(f"its all-to-alls {abs(shorter):.0%} {'shorter' if shorter >= 0 else 'longer'}")
+        model = f"top-{one['top_k']} of {one['experts']} experts" if one["experts"] else "dense"
+        parts.append(f"{model}, {one['mbit_per_s']:g} Mbit/s: {', '.join(shown)}")
+    return "; ".join(parts)
 
 
 def _beside_deepspeed(result: Result, model: str) -> str:
@@ -324,8 +372,10 @@ PLACES = (
         "training_peers_cpu.json",
         _dense,
         quick="benchmarks/training.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
-        lacking="the peer is DeepSpeed: Megatron-Core 0.16.1 ends in `model_parallel_cuda_manual_seed(1)` with `Found "
-        "no NVIDIA driver on your system`",
+        lacking="the peer is DeepSpeed: with Megatron-Core 0.16.1 "
+        "`python -c 'from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed; "
+        "model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)'` "
+        "ends with `Found no NVIDIA driver on your system`",
     ),
     Place(
         "moesys-table-2",
@@ -368,14 +418,16 @@ PLACES = (
         "moesys-table-5",
         "MoESys",
         "Table 5, Figure 11",
-        "communication fused, against a collective for each parameter",
+        "communication fused and in two levels, against a collective for each parameter in one",
         "all-to-alls 15.5 % shorter, 1.103 times end to end",
-        "sudo python benchmarks/communication.py fusion --rates 0 200",
+        "sudo python benchmarks/communication.py fusion --rates 0 200 --rounds 5",
         "fusion_two_nodes_cpu.json",
         _fusion,
-        quick="benchmarks/communication.py fusion --rates 0 --rounds 1",
+        quick="benchmarks/communication.py fusion --rates 0 --rounds 1 --shapes experts --variants one_by_one_flat "
+        "fused",
         limit_s=240,
-        lacking="24 dense layers without experts: gathers and reductions as one buffer and one by one, no all-to-all",
+        lacking="small layers, two nodes of two ranks; parameters one by one cross in one level always, so that two "
+        "levels without fusion are those of the all-to-alls",
     ),
     Place(
         "moesys-table-6",
@@ -643,5 +695,29 @@ PLACES = (
         "exchange_two_nodes_cpu.json",
         _simulated,
         quick="-m benchmarks.paper.simulator",
+    ),
+    Place(
+        "step-simulator",
+        "all",
+        "rows of more nodes than two",
+        "simulated steps: against measured ones, and on 4 to 64 nodes",
+        "-",
+        "python -m benchmarks.paper.step_simulator",
+        "steps_simulated.json",
+        _simulated_steps,
+        quick="-m benchmarks.paper.step_simulator --result ''",
+        lacking="computing changes from session to session; four nodes share one link and the cores of two",
+    ),
+    Place(
+        "communication-simulated",
+        "all",
+        "rows of more nodes than two, the papers' scale",
+        "simulated exchanges and embeddings on 8 to 1,024 nodes of 8 GPUs",
+        "-",
+        "python benchmarks/simulate_communication.py",
+        "communication_simulated.json",
+        _many_nodes,
+        quick="benchmarks/simulate_communication.py --nodes 8 --result '' --plot ''",
+        lacking="formulas alone: nothing of it is measured",
     ),
 )

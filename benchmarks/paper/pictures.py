@@ -69,7 +69,8 @@ def levels(axes: Axes, result: Result) -> None:
 def fusion(axes: Axes, result: Result) -> None:
     """Draw speeds of a step with fused communication and levels, crosswise."""
     axes.set_title("MoESys, Table 5 and Figure 11: fused and in two levels, crosswise", fontsize=9)
-    _bars(axes, _speeds(result["rows"], "ratio_to_one_by_one", _rate, "variant"), "speed, one by one = 1")
+    group = lambda row: f"{_rate(row)}\n{'with experts' if row['experts'] else 'dense'}"  # noqa: E731
+    _bars(axes, _speeds(result["rows"], "ratio_to_one_by_one_flat", group, "variant"), "speed, one by one, flat = 1")
 
 
 def ring(axes: Axes, result: Result) -> None:

@@ -15,18 +15,23 @@ from benchmarks.lib import report
 from jmoe.config.cluster import LinkConfig, LinksConfig
 from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_seconds
 
-MEASURED = Path(__file__).resolve().parents[1] / "results" / "exchange_two_nodes_cpu.json"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+MEASURED = RESULTS / "exchange_two_nodes_cpu.json"
 NODES, RANKS = 2, 2  # of which each; every node sends `formula_bytes`
 LATENCY_S = 1e-4  # of a collective on this link, and of a message
 
 
+def links_of(mbit_per_s: float, nodes: int = NODES) -> LinksConfig:
+    """Return a rank's part of a link that carries the bytes of so many nodes."""
+    link = LinkConfig(mbit_per_s * 1e6 / 8 / nodes / RANKS, LATENCY_S)
+    return LinksConfig(LinkConfig(float("inf"), 0.0), link, link, link, LATENCY_S)
+
+
 def predicted_s(row: dict[str, Any]) -> float:
     """Return the seconds of an exchange there and back (twice with its backward pass) over the row's link."""
-    link = LinkConfig(row["mbit_per_s"] * 1e6 / 8 / NODES / RANKS, LATENCY_S)
-    links = LinksConfig(LinkConfig(float("inf"), 0.0), link, link, link, LATENCY_S)
     plan = ExchangePlan(row["exchange"], "", NODES, RANKS, 1.0)
     sent = Traffic(across_bytes=row["formula_bytes"] // RANKS, inside_bytes=0)
-    return exchange_seconds(plan, sent, links, backward=row["direction"] == "backward")
+    return exchange_seconds(plan, sent, links_of(row["mbit_per_s"]), backward=row["direction"] == "backward")
 
 
 def check(measured: dict[str, Any]) -> list[dict[str, Any]]:

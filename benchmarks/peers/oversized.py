@@ -10,6 +10,10 @@ own under the limit, llama.cpp once with each number of `--threads`: the faster 
 runs both sides of every pair, files dropped from the page cache before. By all steps, and by the median step, which
 leaves out the first reads of a model that fits. Medians of the rounds, and of a round's ratios. Needs root, for the
 limit: a memory cgroup.
+
+--accelerate: the Python of an environment that `setup.py transformers` has made. Accelerate then decodes the same
+tokens of every pair, too, in bfloat16 whatever the pair has, with the weights on disk but for each of --accelerate-mb
+(`accelerate_decoding.py`). A run writes the model's experts beside the model first and removes them.
 """
 
 if __name__ == "__main__":
@@ -20,11 +24,12 @@ if __name__ == "__main__":
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.lib import report
+from benchmarks.lib.page_cache import evict
 from benchmarks.lib.peers import fastest
 
 HERE = Path(__file__).resolve().parent
@@ -65,19 +71,33 @@ def last_object(command: list[str], limit_bytes: int, folder: Path | None = None
     return last
 
 
-def evict(file: Path) -> None:
-    """Drop a file from the page cache."""
-    descriptor = os.open(file, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
 def speeds(seconds: list[float]) -> dict[str, float]:
     """Return tokens per second over all steps, and of the median step."""
     return {
         "tokens_per_s": round(len(seconds) / sum(seconds), 3),
         "median_step_tokens_per_s": round(1 / statistics.median(seconds), 3),
     }
+
+
+def accelerate_run(python: str, model: str, ids: Path, memory_mb: int, limit_bytes: int) -> dict[str, Any]:
+    """Return the figures of accelerate on a text with so much of the weights in memory."""
+    with tempfile.TemporaryDirectory(prefix="accelerate-", dir=Path(model).resolve().parent) as offloaded:
+        command = [python, str(HERE / "accelerate_decoding.py"), "--model", model, "--memory-mb", str(memory_mb)]
+        command += ["--offload-folder", offloaded, "--ids", str(ids)]
+        command += ["--prompt", str(PROMPT), "--new-tokens", str(NEW_TOKENS)]
+        run = last_object(command, limit_bytes)
+    [figures] = run["rounds"]
+    kept = {name: run[name] for name in ("bytes_in_memory", "peak_rss_bytes", "versions")}
+    return figures | kept
+
+
+def accelerate_row(ours: Sequence[dict[str, float]], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return accelerate's medians over the rounds, and ours as a multiple of them, round by round."""
+    row: dict[str, Any] = {}
+    for name in ours[0]:
+        mine, others = [side[name] for side in ours], [run[name] for run in runs]
+        row[name] = {"accelerate": report.median(others, 3), "ratio": report.ratio(mine, others), "rounds": others}
+    return row | {name: runs[-1][name] for name in ("disk_read_bytes_per_token", "bytes_in_memory", "peak_rss_bytes")}
 
 
 def main() -> None:
@@ -88,10 +108,19 @@ def main() -> None:
     parser.add_argument("--pair", nargs=3, action="append", required=True, metavar=("MODEL", "GGUF", "OPTIONS"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
+    parser.add_argument("--accelerate", metavar="PYTHON", help="of its environment: a third side")
+    parser.add_argument("--accelerate-mb", type=int, nargs="+", default=[0, 400], help="of weights in memory")
     a = parser.parse_args()
+    if a.accelerate and shutil.which(a.accelerate) is None:
+        parser.error(f"--accelerate {a.accelerate}: is not a program")
+    if min(a.accelerate_mb) < 0:
+        parser.error(f"--accelerate-mb {min(a.accelerate_mb)}: must be at least 0")
     limit, text = a.limit_mb * 2**20, a.text.resolve()
     rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in a.pair]
     details: list[dict[str, Any]] = [{} for _ in a.pair]
+    accelerate: list[dict[int, list[dict[str, Any]]]] = [{} for _ in a.pair]
+    if a.accelerate:
+        accelerate = [{mb: [] for mb in a.accelerate_mb} for _ in a.pair]
     with tempfile.TemporaryDirectory() as scratch:
         ids = Path(scratch) / "ids.json"
         for _ in range(a.rounds):
@@ -110,8 +139,12 @@ def main() -> None:
                 rounds[n].append((speeds(here["seconds"]), fastest(there)))
                 details[n] = {k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")}
                 report.progress({"gguf": gguf, "here": rounds[n][-1][0], "llama.cpp": there})
+                for mb, runs in accelerate[n].items():
+                    runs.append(accelerate_run(a.accelerate, model, ids, mb, limit))
+                    report.progress({"accelerate": model, "memory_mb": mb} | runs[-1])
     rows: list[dict[str, Any]] = []
-    for (model, gguf, options), both, detail in zip(a.pair, rounds, details, strict=True):
+    versions = report.versions("jax")
+    for (model, gguf, options), both, detail, others_mb in zip(a.pair, rounds, details, accelerate, strict=True):
         row = {"model": Path(model).name, "llama_cpp": Path(gguf).stem.rpartition("-")[2], "options": options}
         for name in both[0][0]:
             mine, others = ([side[name] for side in sides] for sides in zip(*both, strict=True))
@@ -121,8 +154,11 @@ def main() -> None:
                 "ratio": report.ratio(mine, others),
                 "rounds": [list(pair) for pair in zip(mine, others, strict=True)],
             }
+        for mb, runs in others_mb.items():
+            row.setdefault("accelerate", {})[f"{mb} MB"] = accelerate_row([sides[0] for sides in both], runs)
+            versions = runs[-1]["versions"] | versions
         rows.append(row | detail)
-    report.finish({"limit_mb": a.limit_mb, "versions": report.versions("jax"), "rows": rows})
+    report.finish({"limit_mb": a.limit_mb, "versions": versions, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -57,11 +57,11 @@ class Contestant:
         }
 
 
-def gpt_moe(python: str, experts: int) -> list[Contestant]:
+def gpt_moe(python: str, experts: int, bucket_bytes: int) -> list[Contestant]:
     """Return DeepSpeed's arrangements of a model and ours."""
     theirs = [python, str(HERE / "deepspeed_training.py"), "--experts", str(experts)]
     ours = [sys.executable, str(OURS), "--init", "torch", "--capacity-factor", "1.25", "--experts", str(experts)]
-    split = ["--processes", "2", "--replicate-dense"]
+    split = ["--processes", "2", "--replicate-dense", "--bucket-bytes", str(bucket_bytes)]
     if not experts:
         theirs, ours = [*theirs, "--ep", "1"], [*ours[:4], "--experts", "0"]
     return [
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--experts", type=int, nargs="+", default=[8], help="of GPT-MoE; 0: dense layers")
+    parser.add_argument("--bucket-bytes", type=int, default=0, help="of GPT-MoE in two processes, see `CommConfig`")
     a = parser.parse_args()
     if min(a.experts) < 0:
         parser.error(f"--experts {min(a.experts)}: must be at least 0")
@@ -99,7 +100,10 @@ def main() -> None:
         parser.error("--deepspeed or --transformers: must be given, and --rounds at least 1")
     sides: dict[str, list[Contestant]] = {}
     if a.deepspeed:
-        sides |= {f"{number} experts" if number else "dense": gpt_moe(a.deepspeed, number) for number in a.experts}
+        sides |= {
+            f"{number} experts" if number else "dense": gpt_moe(a.deepspeed, number, a.bucket_bytes)
+            for number in a.experts
+        }
     if a.transformers:
         sides |= {model: causal_lm(a.transformers, model) for model in MODELS}
     sides = {model: [side for side in both if side.dtype in a.dtypes] for model, both in sides.items()}

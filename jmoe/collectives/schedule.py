@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
+from kernels_pallas.native import multiplications
+
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # a collective whose input passes through `After`
 
@@ -97,7 +99,7 @@ def _exchanges(eqn: JaxprEqn) -> bool:
 
 
 def _products(eqn: JaxprEqn) -> int:
-    """Multiplications in its matrix products; of branches, those of the one with the most."""
+    """Multiplications in its matrix products and native operations; of branches, those of the one with the most."""
     if eqn.primitive.name == "while":  # tiles of overfull experts: none when tokens are balanced
         return 0
     if eqn.primitive.name == "dot_general":
@@ -105,6 +107,9 @@ def _products(eqn: JaxprEqn) -> int:
         left: Any = eqn.invars[0].aval
         out: Any = eqn.outvars[0].aval
         return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
+    if eqn.primitive.name == "ffi_call":
+        inputs: Any = [var.aval for var in eqn.invars]
+        return multiplications(eqn.params["target_name"], [x.shape for x in inputs])
     inner = (sum(map(_products, function.eqns)) for function in _inner(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 

@@ -72,11 +72,13 @@ class CommConfig:
     # times the experts that the mesh gives a device; auto: doubled while all-to-alls take longer than experts (Lina)
     packing: Literal["auto"] | int = 1
     chunk_bytes: int = 0  # of a gather or reduction that has to let all-to-alls through; 0: what takes 20 ms, measured
+    # float32 gradients of dense parameters that are reduced together, of several layers or of part of one; 0: of
+    # a layer. chunks and pipelined cut them again by chunk_bytes
+    bucket_bytes: int = 0
     # what the papers' figures compare with: presets of `configs/ablations.py` set these, the command line does not
     hierarchical: bool = True  # gathers and reductions of dense parameters cross between nodes once, then go on inside
     shard_dense: bool = True  # ZeRO-3: dense parameters and their optimizer state sharded over all devices
     fuse_dense: bool = True  # those of a layer travel as one buffer, the next layer's ahead; False: each on its own
-    bucket_bytes: int = 0  # float32 gradients reduced at once, of several layers or of part of one; 0: of one layer
 
     def __post_init__(self) -> None:
         literals(self)
@@ -90,6 +92,9 @@ class CommConfig:
         ordered = self.schedule == "none" or self.fuse_dense or not self.shard_dense
         constraint = "must be none with fuse_dense = False: every parameter is gathered and reduced by itself"
         check_field(ordered, self, "schedule", constraint)
+        buckets = not self.bucket_bytes or self.fuse_dense or not self.shard_dense
+        constraint = "must be 0 with fuse_dense = False: every parameter is reduced by itself"
+        check_field(buckets, self, "bucket_bytes", constraint)
         packing = self.packing
         power = (
             isinstance(packing, int) and not isinstance(packing, bool) and packing > 0 and not packing & (packing - 1)

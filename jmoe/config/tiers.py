@@ -34,6 +34,9 @@ class TiersConfig:
     pin_host_memory: Literal["auto", "on", "off"] = "auto"  # that records go to the device from; auto: of a GPU
     device_layers: int = 2  # layers whose experts are on the device at one time, the one that computes included
     device_experts: float = 1.0  # share of its experts of such a layer that a device has room for at first
+    # share of a device's experts of a layer that steps choose on average, as an earlier run measured it, for the
+    # planner's traffic and seconds; 0: estimated for even routing
+    chosen_share: float = 0.0
 
     def __post_init__(self) -> None:
         literals(self)
@@ -43,6 +46,8 @@ class TiersConfig:
         check(0 < share <= 1, "tiers.device_experts", share, "must be greater than 0 and at most 1")
         fetched = self.experts != "device" or share == 1
         check(fetched, "tiers.device_experts", share, "must be 1 with tiers.experts = 'device', where all of them are")
+        chosen = self.chosen_share
+        check(0 <= chosen <= 1, "tiers.chosen_share", chosen, "must be between 0 and 1")
         if "auto" not in (self.experts, self.optimizer):
             above = TIERS.index(self.optimizer) >= TIERS.index(self.experts)
             allowed = " or ".join(TIERS[TIERS.index(self.experts) :])

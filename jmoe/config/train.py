@@ -232,6 +232,8 @@ class TrainConfig:
         tiers = self.tiers.experts, self.tiers.optimizer
         has_experts = self.tiers.on_device or any(kind != "dense" for kind in self.model.layer_kinds)
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
+        if not self.init_from:  # whose model is not known here
+            self.check_chosen_share()
         stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
         check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
         check_field(self.plan or not self.cluster, self, "cluster", "must be given together with plan")
@@ -253,6 +255,15 @@ class TrainConfig:
         span = self.profile.span()
         ends = span is None or span[1] <= self.num_steps
         check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")
+
+    def check_chosen_share(self) -> None:
+        """Raise `ValueError` if `tiers.chosen_share` is less than the choices of one token."""
+        share, experts = self.tiers.chosen_share, self.model.num_experts
+        check(not share or experts > 0, "tiers.chosen_share", share, "must be 0 for a model without experts")
+        if share:
+            least = 1 if self.model.router.second_expert_policy == "random" else self.model.num_experts_per_tok
+            constraint = f"must be at least {least} / {experts}, what one token chooses"
+            check(share > least / experts - 1e-6, "tiers.chosen_share", share, constraint)
 
     def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
         """Return the mesh's shape for this many devices; raise `ValueError` if the run cannot be split over them.

@@ -235,11 +235,14 @@ class VisionTrainConfig(TrainConfig):
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
         share = self.tiers.device_experts
         check(share == 1, "tiers.device_experts", share, "must be 1 for images, whose tasks say what a device holds")
+        share = self.tiers.chosen_share
+        check(share == 0, "tiers.chosen_share", share, "must be 0 for images, whose tasks name their experts")
         every, constraint = self.elastic.replan_every_steps, "must be 0 with experts on other tiers than the device"
         check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
         check_field(not self.cluster, self, "cluster", "must not be given for images")
+        check(not self.comm.bucket_bytes, "comm.bucket_bytes", self.comm.bucket_bytes, "must be 0 for images")
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
         check(not self.comm.links, "comm.links", self.comm.links, "must be empty for images")
         check(self.comm.schedule == "none", "comm.schedule", self.comm.schedule, "must be none for images")

@@ -24,6 +24,18 @@ def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: flo
     return num_experts * (1 - (1 - num_experts_per_tok / num_experts) ** num_tokens)
 
 
+def scaled_share(
+    share: float, num_experts: int, num_experts_per_tok: int, *, measured_tokens: float, num_tokens: float
+) -> float:
+    """Return the share of a layer's experts that `num_tokens` touch, where `measured_tokens` touch `share` of them.
+
+    It changes by the factor of uniform routing, but not below what one token chooses.
+    """
+    touched = distinct_experts(num_experts, num_experts_per_tok, num_tokens)
+    scaled = share * touched / distinct_experts(num_experts, num_experts_per_tok, measured_tokens)
+    return min(1.0, max(scaled, min(share, num_experts_per_tok / num_experts)))
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """The weights to stream: `num_layers` layers with `num_experts` experts of `expert_bytes` each."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jmoe.config.tiers import TIERS, Tier
 from jmoe.planning.memory_plan import RESERVE
-from jmoe.planning.roofline import distinct_experts
+from jmoe.planning.roofline import distinct_experts, scaled_share
 
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 PASSES = 3  # products of a weight with a token: forward, two gradients
@@ -53,7 +53,9 @@ class TrainedModel:
     all of its devices: input_bytes, the layers' inputs; working_bytes, what a layer has in use at once; kept_bytes,
     what the layers keep besides for the backward pass; 0: they are computed again. A streamed step has the inputs and
     what is kept of all its micro-batches. max_micro_batches: of one sequence on each device. packing: how many times
-    the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them.
+    the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them. chosen_share:
+    of a device's experts of a layer, those that a step's tokens choose, as measured on average; 0: estimated for even
+    routing.
     """
 
     num_layers: int
@@ -75,6 +77,7 @@ class TrainedModel:
     replicas: int = 1
     packing: int = 1
     shard_dense: bool = True
+    chosen_share: float = 0.0
 
     @property
     def all_devices(self) -> int:
@@ -97,10 +100,20 @@ class TrainedModel:
         return self.all_parameters // self.num_devices
 
     @property
-    def active_experts(self) -> float:
+    def even_experts(self) -> float:
         """Return distinct experts of a device that a layer's tokens choose in a step, of any replica; uniformly."""
         chosen = distinct_experts(self.num_experts, self.num_experts_per_tok, self.step_tokens * self.replicas)
         return chosen / self.num_devices
+
+    @property
+    def active_experts(self) -> float:
+        """Return the same as measured, on average over steps and layers, or estimated."""
+        return self.chosen_share * self.num_experts / self.num_devices if self.chosen_share else self.even_experts
+
+    @property
+    def room_experts(self) -> float:
+        """Return for how many there has to be room: single steps choose more than they do on average."""
+        return max(self.even_experts, self.active_experts)
 
     @property
     def tokens_per_expert(self) -> float:
@@ -165,7 +178,7 @@ class TrainingPlan:
         if self.placement.experts == "device":
             return experts
         room = math.ceil(self.placement.device_experts * experts)
-        return min(experts, max(room, math.ceil(self.model.active_experts)))
+        return min(experts, max(room, math.ceil(self.model.room_experts)))
 
     @property
     def host_cache_bytes(self) -> int:
@@ -173,6 +186,10 @@ class TrainingPlan:
         on_disk = _record_bytes(self.model, self.placement) * self.model.device_parameters
         cache_bytes = self.placement.host_cache_bytes
         return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
+
+    def with_chosen_share(self, share: float) -> "TrainingPlan":
+        """Return the plan for steps that choose this share of a device's experts of a layer."""
+        return plan_training(replace(self.model, chosen_share=share), self.placement, self.machine)
 
     # Time
 
@@ -366,7 +383,7 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
         yield Change("tiers.gradients", gradients, model, replace(place, gradients=gradients))
     if place.streamed and place.experts != "device" and place.device_layers > 1:
         yield Change("tiers.device_layers", 1, model, replace(place, device_layers=1))
-    share = math.ceil(8 * model.active_experts * model.num_devices / model.num_experts) / 8
+    share = math.ceil(8 * model.room_experts * model.num_devices / model.num_experts) / 8
     if place.streamed and place.experts != "device" and share < place.device_experts:
         yield Change("tiers.device_experts", share, model, replace(place, device_experts=share))
     for share in (8, 16, 64):
@@ -405,7 +422,11 @@ def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
     """Return the model with a step of so many sequences on each device."""
     share = sequences / model.max_micro_batches
     smaller = _scaled(replace(model, max_micro_batches=sequences), share)
-    return replace(smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share)
+    smaller = replace(smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share)
+    measured_tokens, num_tokens = (m.step_tokens * m.replicas for m in (model, smaller))
+    routing = model.chosen_share, model.num_experts, model.num_experts_per_tok
+    chosen = scaled_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
+    return replace(smaller, chosen_share=chosen)
 
 
 def _scaled(model: TrainedModel, share: float) -> TrainedModel:

@@ -13,6 +13,7 @@ from jmoe.config.cluster import ClusterConfig, read_links
 from jmoe.config.tiers import TIERS
 from jmoe.planning.cluster import ClusterPlan, Exchanged, link_figures, plan_cluster
 from jmoe.planning.exchange import ExchangeLoad, plan_exchange
+from jmoe.planning.roofline import scaled_share
 from jmoe.planning.training import plan_training
 from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 
@@ -62,13 +63,22 @@ def on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainCo
     batch_size = config.batch_size
     if cluster.batch == "per_node":
         batch_size = batch_size * nodes // cluster.nodes[0]
-    split = dataclasses.replace(config, mesh=mesh, machine=cluster.machine, batch_size=batch_size)
+    tiers = dataclasses.replace(config.tiers, chosen_share=_chosen_share(config, batch_size))
+    split = dataclasses.replace(config, mesh=mesh, machine=cluster.machine, batch_size=batch_size, tiers=tiers)
     split = with_chosen_tiers(split)
     _, inter, intra = split.check_devices(devices, per_node)
     whole = intra == per_node or (per_node % (inter * intra) == 0)
     constraint = f"must be {per_node}, the devices of a node, or all experts inside a node"
     check(whole, "mesh.expert_intra", intra, constraint)
     return split
+
+
+def _chosen_share(config: TrainConfig, batch_size: int) -> float:
+    """Return `tiers.chosen_share` for steps of so many sequences."""
+    share, model = config.tiers.chosen_share, config.model
+    measured_tokens, num_tokens = (size * config.sequence_length for size in (config.batch_size, batch_size))
+    routing = share, model.num_experts, model.num_experts_per_tok
+    return scaled_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
 
 
 def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:

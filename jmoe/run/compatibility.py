@@ -31,6 +31,7 @@ FREE = (
     "profile.",
     "remat",
     "tiers.beta",
+    "tiers.chosen_share",
     "tiers.decay_every_steps",
     "tiers.device_experts",
     "tiers.device_layers",

@@ -66,6 +66,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         replicas=replicas,
         packing=packing,
         shard_dense=config.comm.shard_dense,
+        chosen_share=config.tiers.chosen_share,
     )
 
 
@@ -219,15 +220,21 @@ def tier_totals(stats: ExpertStats) -> dict[str, float]:
 
 
 def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
-    """Return what the planner predicted beside what was measured and `tier_totals`; also written to the log."""
+    """Return what the planner predicted beside what was measured and `tier_totals`; also written to the log.
+
+    Once more with the share of experts that steps chose, unless no step ran.
+    """
     steps = read_metrics(log.path)
     measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
-    predicted_s = training_plan(config).step_s()
-    log.write_event("tiers", len(steps), predicted_step_s=predicted_s, measured_step_s=measured_s, **totals)
-    return (
-        f"step: predicted {predicted_s:.3g} s, measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited\n"
-        + experts_line(totals)
-    )
+    plan = training_plan(config)
+    predicted = {"predicted_step_s": plan.step_s()}
+    line = f"step: predicted {plan.step_s():.3g} s"
+    if share := totals["chosen_share"]:
+        predicted_s = predicted["predicted_step_s_measured_share"] = plan.with_chosen_share(share).step_s()
+        line += f" ({predicted_s:.3g} s with the measured share of chosen experts)"
+    log.write_event("tiers", len(steps), **predicted, measured_step_s=measured_s, **totals)
+    line += f", measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited"
+    return f"{line}\n{experts_line(totals)}"
 
 
 def experts_line(totals: dict[str, float]) -> str:

@@ -39,7 +39,9 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     data = config.data
     if data.tokenizer is None and (folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
-    return dataclasses.replace(config, model=model, data=data)
+    config = dataclasses.replace(config, model=model, data=data)
+    config.check_chosen_share()
+    return config
 
 
 def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:

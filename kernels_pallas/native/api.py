@@ -6,6 +6,7 @@ P rows of a step, C tokens a row, H query heads, G key heads, d and e dimensions
 S positions of a row.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -197,3 +198,18 @@ def grouped_mlp_gradient(
         None if b_up_LU is None else db_up_LU,
         None if b_down_LD is None else db_down_LD,
     )
+
+
+def multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return those of the call `name` of a training step, by its inputs' shapes; 0 for other operations.
+
+    Rows beyond the groups' count as rows; what is masked does not.
+    """
+    gradient = name.endswith("_gradient")
+    if name.startswith("jmoe_causal_attention"):
+        (b, s, h, d), _, (*_, e) = shapes[:3]
+        return b * h * s * (s + 1) // 2 * (3 * d + 2 * e if gradient else d + e)
+    if name.startswith("jmoe_grouped_mlp"):
+        (num_tokens, d), (chosen,), _, (*_, u), (_, f, _) = shapes[:5]
+        return (chosen or num_tokens) * d * (u + f) * (2 if gradient else 1)
+    return 0

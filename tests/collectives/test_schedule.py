@@ -10,6 +10,7 @@ from jax import lax
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, After, chunk_bytes, cuts, interleave
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
+from kernels_pallas import native
 from tests.compiled import inside_shard_map, operations, origins
 
 MESH = make_mesh((1, 1, 8))
@@ -75,6 +76,30 @@ def test_interleave(name: str, order: str | None) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
     found = " ".join(op.kind[4] for op in operations(ours.as_text()))  # all-Gather, all-To-all
     assert order is None or found == order.replace("a", "t")
+
+
+@pytest.mark.parametrize("experts", ["products", "native"])
+def test_work_is_hidden_behind_experts(experts: str) -> None:
+    """Whether they are matrix products or one native operation: between the two all-to-alls."""
+    zeros = [jnp.zeros(shape, jnp.bfloat16) for shape in ((256, 16), (1, 16, 256), (1, 256, 16))]
+
+    def run(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+        there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(x.shape)
+        if experts == "native":
+            out = native.grouped_mlp((there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None))[0]
+        else:
+            out = there @ w_up[0] @ w_down[0]
+        return lax.all_to_all(out.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
+
+    def body(*args: jax.Array) -> Any:
+        work = [lambda after: lax.all_gather(after(args[0]), ALL, tiled=True)] * 4
+        return interleave(run, args, work, SCHEDULES["chunks"], ALL, args[0])
+
+    specs: Any = (BATCH, REPLICATED, REPLICATED)
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
+    kinds = [eqn.primitive.name for eqn in inside_shard_map(jax.make_jaxpr(mapped)(*zeros).jaxpr).eqns]
+    order = [kind[4] for kind in kinds if kind in ("all_gather", "all_to_all")]
+    assert "".join(order) == "tggggt"
 
 
 @pytest.mark.parametrize(("name", "gives_way"), [("chunks", True), ("ready", False)])

@@ -250,6 +250,18 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"optimizer": "host", "device_experts": 0.5},
         wrong("tiers.device_experts", 0.5, "must be 1 with tiers.experts = 'device'"),
     ),
+    *(
+        (TiersConfig, {"chosen_share": share}, wrong("tiers.chosen_share", share, "must be between 0 and 1"))
+        for share in (-0.1, 1.01, float("nan"))
+    ),
+    *(
+        (
+            TrainConfig,
+            {"model": ModelConfig(num_experts=16, **model), "tiers": TiersConfig(chosen_share=0.0624)},
+            wrong("tiers.chosen_share", 0.0624, f"must be at least {choices} / 16, what one token chooses"),
+        )
+        for choices, model in ((2, {}), (1, {"router": RouterConfig(kind="gshard", second_expert_policy="random")}))
+    ),
     (TiersConfig, {"experts": "disk"}, wrong("experts", "disk", "must be one of auto, device, host, nvme")),
     (TiersConfig, {"gradients": "device"}, wrong("gradients", "device", "must be one of host, nvme")),
     (TiersConfig, {"gradient_dtype": "float16"}, wrong("gradient_dtype", "float16", "must be one of")),
@@ -260,6 +272,17 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
 def test_bad_value_is_named(make: Callable[..., object], values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**values)
+
+
+def test_a_share_of_chosen_experts_is_at_least_what_a_token_chooses() -> None:
+    third = TiersConfig(chosen_share=1 / 3 - 1e-9)  # as a mean is rounded
+    TrainConfig(model=ModelConfig(num_experts=3, num_experts_per_tok=1), tiers=third)
+    with pytest.raises(ValueError, match="must be 0 for a model without experts"):
+        TrainConfig(model=ModelConfig(num_experts=0), tiers=third)
+    few = TiersConfig(chosen_share=0.01)
+    config = TrainConfig(init_from="folder", tiers=few)  # which may have more experts
+    with pytest.raises(ValueError, match=re.escape("tiers.chosen_share = 0.01: must be at least 2 / 8")):
+        config.check_chosen_share()
 
 
 def test_dense_model_needs_no_expert_settings() -> None:

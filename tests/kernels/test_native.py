@@ -460,3 +460,33 @@ def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr("kernels_pallas.native.library._compile", lambda compiler, path: path.touch())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build().name != library.name
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_multiplications_of_a_training_step(gather: bool) -> None:
+    """Of 6 rows in 2 groups, SwiGLU, and of 2 rows of 5 positions with 4 query heads on 2 key heads."""
+    t, d, f, rows = 3, 16, 32, jnp.zeros(6, jnp.int32) if gather else None
+    x, sizes = jnp.zeros((t if gather else 6, d)), jnp.full(2, 3, jnp.int32)
+    weights = jnp.zeros((2, d, 2 * f)), jnp.zeros((2, f, d)), None, None
+    attended = jnp.zeros((2, 5, 4, 16)), jnp.zeros((2, 5, 2, 16)), jnp.zeros((2, 5, 2, 32))
+
+    def all_of_them(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        y, h = native.grouped_mlp((x, rows, sizes), weights)
+        results = native.causal_attention(q, k, v, 1.0)
+        back = native.grouped_mlp_gradient((x, rows, sizes), weights, h, y)
+        return back, native.causal_attention_gradient((q, k, v), results, results[0], 1.0), native.top_k(x, 2)
+
+    found: dict[str, int] = {}
+    for eqn in jax.make_jaxpr(all_of_them)(*attended).eqns:
+        if eqn.primitive.name == "ffi_call":
+            inputs: Any = [var.aval for var in eqn.invars]
+            found[eqn.params["target_name"]] = native.multiplications(
+                eqn.params["target_name"], [a.shape for a in inputs]
+            )
+    assert found == {
+        "jmoe_grouped_mlp": 6 * 16 * 3 * 32,
+        "jmoe_grouped_mlp_gradient": 2 * 6 * 16 * 3 * 32,
+        "jmoe_causal_attention": 2 * 4 * 15 * (16 + 32),
+        "jmoe_causal_attention_gradient": 2 * 4 * 15 * (3 * 16 + 2 * 32),
+        "jmoe_top_k": 0,
+    }

@@ -14,6 +14,7 @@ from jmoe.planning.roofline import (
     predict_hybrid,
     predict_resident,
     predict_ring,
+    scaled_share,
 )
 
 # 8 layers of 64 experts of 1 MB, top-2; a link of 1 GB/s: a layer takes 64 ms, an expert 1 ms.
@@ -28,6 +29,18 @@ def test_distinct_experts() -> None:
     assert distinct_experts(8, 2, 2) == pytest.approx(3.5)  # 8 (1 - (3/4)^2)
     assert distinct_experts(64, 2, 100_000) == pytest.approx(64)
     assert distinct_experts(4, 4, 1) == 4
+
+
+def test_a_measured_share_changes_as_with_uniform_routing() -> None:
+    def scaled(share: float, measured_tokens: int, num_tokens: int) -> float:
+        return scaled_share(share, 8, 2, measured_tokens=measured_tokens, num_tokens=num_tokens)
+
+    assert scaled(0.3, 10, 10) == pytest.approx(0.3)
+    assert scaled(0.4, 1, 2) == pytest.approx(0.4 * 3.5 / 2)
+    assert scaled(0.9, 1, 2) == 1
+    assert scaled(0.3, 100, 1) == 0.25  # what one token chooses
+    assert scaled(0.2, 100, 1) == 0.2  # random second experts
+    assert scaled(0, 10, 20) == 0
 
 
 def test_resident() -> None:

@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 
 from jmoe.config.tiers import TIERS
-from jmoe.planning.training import Machine, StatePlacement, TrainedModel, candidates, choose, plan_training
+from jmoe.planning.training import (
+    Machine,
+    StatePlacement,
+    TrainedModel,
+    TrainingPlan,
+    _changes,
+    candidates,
+    choose,
+    plan_training,
+)
 
 GB = 10**9
 # 1 billion parameters in 16 x 64 experts
@@ -65,6 +74,41 @@ def test_room_for_a_share_of_a_layers_experts() -> None:
     assert "tiers.device_experts = 0.5" in advice
     (advice,) = plan_training(MODEL, NVME, tight).advice()  # a step of so many tokens chooses all
     assert "tiers.device_experts" not in advice
+
+
+def test_a_measured_share_of_chosen_experts() -> None:
+    """Routing is less even than estimated: traffic and seconds are those of so many experts, slots hold the most."""
+
+    def moved(plan: TrainingPlan) -> float:
+        experts = plan.model.num_layers * plan.model.active_experts
+        return experts * sum(sum(traffic) for traffic in plan.expert_traffic())
+
+    assert MODEL.active_experts == pytest.approx(64)
+    estimated = plan_training(MODEL, replace(NVME, device_experts=0.25), MACHINE)
+    half, quarter = (estimated.with_chosen_share(share) for share in (0.5, 0.25))
+    assert (half.model.active_experts, quarter.model.active_experts) == (32, 16)
+    assert (estimated.slot_experts, half.slot_experts, quarter.slot_experts) == (64, 64, 64)
+    few = plan_training(replace(MODEL, step_tokens=1, chosen_share=0.5), replace(NVME, device_experts=0.25), MACHINE)
+    assert few.slot_experts == 32  # more than even routing chooses
+    assert {row[:2]: row[2] for row in few.rows}["device", "experts: weights"] == 4 * 2 * 32 * 10**6
+    assert moved(estimated) == pytest.approx(2 * moved(half)) and moved(half) == pytest.approx(2 * moved(quarter))
+    assert half.step_s() == pytest.approx(estimated.step_s() / 2)  # all of it transfers
+    assert half.step_s(overlapped=False) == pytest.approx(sum(half.compute_s) + sum(half.transfers_s))
+    assert estimated.compute_s[0] > half.compute_s[0] > quarter.compute_s[0]  # updates of those chosen
+    assert quarter.model.tokens_per_expert == 4096 * 2 / 16
+    assert half.with_chosen_share(0) == estimated
+
+    spread = replace(half.model, num_devices=8)  # the share is of each device's experts
+    assert spread.active_experts == 4
+
+
+def test_a_smaller_batch_is_expected_to_choose_a_smaller_share() -> None:
+    few = replace(MODEL, chosen_share=0.3, step_tokens=32, max_micro_batches=4)
+    shares = [change.model.chosen_share for change in _changes(few, NVME) if change.setting == "batch_size"]
+    assert len(shares) == 2 and 0.3 > shares[0] > shares[1] > 2 / 64
+    assert shares[0] / 0.3 == pytest.approx(
+        replace(few, chosen_share=0.0, step_tokens=16).active_experts / replace(few, chosen_share=0.0).active_experts
+    )
 
 
 def test_what_a_save_takes() -> None:

@@ -81,6 +81,17 @@ def test_more_nodes_share_a_batch_or_bring_their_own() -> None:
     assert len({plan.all_to_all_s for plan in own}) == 1
 
 
+def test_a_larger_batch_chooses_a_larger_share() -> None:
+    tiers = dataclasses.replace(STREAMED.tiers, chosen_share=0.4)
+    config = dataclasses.replace(STREAMED, mesh=QWEN.mesh, batch_size=8, sequence_length=4, tiers=tiers)
+    own, shared = (
+        [plan.training.model.chosen_share for plan in planned(config, cluster(nodes=nodes, batch=batch))]
+        for nodes, batch in (((1, 2, 4), "per_node"), ((1,), "fixed"))
+    )
+    assert own[0] == pytest.approx(0.4) == shared[0]
+    assert own[0] < own[1] < own[2] < 1
+
+
 def test_faster_links_and_disks_take_less_time() -> None:
     config, on = dataclasses.replace(QWEN, mesh=MeshConfig(0, 4, 8)), cluster()
     slow = planned(config, on)

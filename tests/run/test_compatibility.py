@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, OptimizerConfig, TiersConfig, TrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.compatibility import check_compatible
 
@@ -24,6 +24,7 @@ def test_what_may_change_between_checkpoint_and_run() -> None:
         mesh=MeshConfig(expert_intra=2),
         checkpoint=CheckpointConfig(every_steps=3),
         remat="layer",
+        tiers=TiersConfig(chosen_share=0.5),
     )
     assert check_compatible(configured(), configured()) == []
     assert check_compatible(configured(), free) == []

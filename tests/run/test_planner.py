@@ -9,8 +9,16 @@ import pytest
 from jmoe.config import CommConfig, MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.configs import PRESETS
-from jmoe.run.metrics import peak_flops
-from jmoe.run.planner import machine, packing_line, packing_room, trained_model, training_plan, with_chosen_tiers
+from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops, read_events
+from jmoe.run.planner import (
+    machine,
+    packing_line,
+    packing_room,
+    tiers_summary,
+    trained_model,
+    training_plan,
+    with_chosen_tiers,
+)
 
 TINY = PRESETS["tiny"][1]
 
@@ -41,6 +49,41 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
     assert training_plan(tight).lacking == {}
     with pytest.raises(ValueError, match="tiers = 'auto'"):
         run(device_bytes=10**6)
+
+
+def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
+    """It is planned with, and the summary has the prediction with the share of its own run too."""
+
+    def run(share: float) -> TrainConfig:
+        tiers = TiersConfig(experts="nvme", optimizer="nvme", path=str(tmp_path), chosen_share=share)
+        return dataclasses.replace(TINY, tiers=tiers, machine=MachineConfig(flops=1e18, memory_bytes_per_s=1e18))
+
+    estimated, half, few = (training_plan(run(share)) for share in (0.0, 0.5, 0.3))
+    experts = TINY.model.num_experts
+    assert [plan.model.active_experts for plan in (half, few)] == pytest.approx([0.5 * experts, 0.3 * experts])
+    assert estimated.step_s() > half.step_s() > few.step_s()
+    assert few.step_s() == pytest.approx(0.6 * half.step_s())
+
+    def summary(config: TrainConfig, share: float) -> tuple[str, dict[str, Any]]:
+        counts = ("waited_s", "nvme_read_bytes", "nvme_written_bytes", "updates", "replayed_steps")
+        totals = dict.fromkeys(counts, 0.0) | {"chosen_share": share, "most_chosen_share": 0.9, "room": 1.0}
+        with MetricsLog(tmp_path / f"{config.tiers.chosen_share}-{share}", start_step=0) as log:
+            for step in range(4):
+                log.write_step(step, dict.fromkeys(REQUIRED, 0.0) | {"step_s": 2.5})
+            line = tiers_summary(config, totals, log).splitlines()[0]
+            (event,) = read_events(log.path)
+        assert event["measured_step_s"] == 2.5
+        return line, event
+
+    for given, plan in ((0.0, estimated), (0.5, half)):
+        line, event = summary(run(given), 0.3)
+        predicted = event["predicted_step_s"], event["predicted_step_s_measured_share"]
+        assert predicted == (plan.step_s(), few.step_s())
+        both = f"step: predicted {predicted[0]:.3g} s ({predicted[1]:.3g} s with the measured share of chosen experts)"
+        assert line == f"{both}, measured 2.5 s; 0.0 s waited"
+    line, event = summary(run(0.0), 0.0)  # resumed at its last step
+    assert line == f"step: predicted {event['predicted_step_s']:.3g} s, measured 2.5 s; 0.0 s waited"
+    assert "predicted_step_s_measured_share" not in event
 
 
 def test_a_model_without_experts_has_no_plan() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ import jax
 import pytest
 
 from jmoe.config import CommConfig, TrainConfig
-from jmoe.config.cluster import read_links
+from jmoe.config.cluster import LinksConfig, read_links
 from jmoe.training import bandwidth
 from jmoe.training.bandwidth import links_of, measured_chunk_bytes, measured_links
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import MODEL, mesh_of, spread_over
+from tests.train_runs import Run, free_port
 
 # What stays on its rail is soon there.
 LINKS = """
@@ -30,6 +34,51 @@ spine = {bytes_per_s = 25e9, latency_s = 3e-4}
 CONFIG = TrainConfig(
     model=dataclasses.replace(MODEL, num_experts_per_tok=1), batch_size=8, sequence_length=16, output_dir="nowhere"
 )
+
+# FOLDER ADDRESS RANK: one of two nodes with two devices each, with an output folder of its own. It writes what it
+# measured, and what a second start finds, which must not measure.
+WORKER = """
+import dataclasses, json, sys
+from pathlib import Path
+from jmoe.config import DistributedConfig
+from jmoe.run.distributed import start
+from jmoe.training import bandwidth
+
+folder, address, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+start(DistributedConfig(coordinator_address=address, num_processes=2, process_id=rank))
+from tests.model_configs import mesh_of
+from tests.training.test_bandwidth import CONFIG
+
+bandwidth.MOST_BYTES = 1 << 20
+config, mesh = dataclasses.replace(CONFIG, output_dir=f"{folder}/{rank}"), mesh_of(1, 2, 2)
+first = bandwidth.links_of(config, mesh)
+bandwidth.measured_links = None
+found = [dataclasses.asdict(links) for links in (first, bandwidth.links_of(config, mesh))]
+Path(folder, f"found-{rank}.json").write_text(json.dumps(found))
+"""
+# Starts a command with a rank behind it twice: here, and on two nodes with a slow link between them, in namespaces that
+# need no root where a user may have some.
+HERE = """
+"$@" 0 & "$@" 1 && wait $!
+"""
+SLOW = "root tbf rate 100mbit burst 128kb limit 64mb"
+ON_NODES = f"""
+node='
+  until ip addr add 10.0.0.1$0/24 dev node$0; do sleep 0.02; done 2>/dev/null
+  ip link set lo up && ip link set node$0 up && echo "10.0.0.1$0 $(hostname)" >$1/hosts-$0 &&
+  mount --bind $1/hosts-$0 /etc/hosts && tc qdisc add dev node$0 {SLOW} && shift && exec "$@" $0
+'
+ip link add node0 type veth peer name node1 || exit 1
+for rank in 0 1; do
+  unshare -nm sh -c "$node" $rank FOLDER "$@" &
+  pids="$pids $!"
+  while ip link show node$rank; do ip link set node$rank netns $!; sleep 0.02; done >/dev/null 2>&1
+done
+for pid in $pids; do wait $pid || exit 1; done
+"""
+TRIED = f"ip link add node0 type veth peer name node1 && tc qdisc add dev node0 {SLOW} && mount --bind /etc /etc"
+LIMIT = 12.5e6  # bytes a second that go each way from node to node
+EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 @pytest.fixture
@@ -75,6 +124,44 @@ def test_a_run_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert links_of(config, mesh) == first
     kept.write_text("inside = 3")
     assert links_of(config, mesh) == faster == read_links(kept)
+
+
+def links_of_two_processes(run_python: Run, folder: Path, address: str, *shell: str) -> LinksConfig:
+    """Return the links that both processes find and the first one keeps. shell: a shell and its script."""
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+    worker = [sys.executable, "-c", WORKER, folder, f"{address}:{free_port()}"]
+    environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "PYTHONWARNINGS": "error"}
+    done = run_python(["-c", EXECUTE, *shell, "sh", *worker], environment)
+    assert done.returncode == 0, done.stderr
+    (first, second), others = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert second == first and others == [first, first]
+    (kept,) = folder.glob("*/*")
+    assert kept == folder / "0" / "links-1x2x2.toml"
+    links = read_links(kept)
+    assert dataclasses.asdict(links) == first
+    for link in (links.inside, links.rail, links.leaf, links.spine):
+        assert 0 < link.bytes_per_s < math.inf and 0 < link.latency_s < math.inf
+    assert 0 <= links.message_s < math.inf
+    return links
+
+
+def test_two_processes_find_the_same_links(run_python: Run, tmp_path: Path) -> None:
+    links_of_two_processes(run_python, tmp_path, "127.0.0.1", "sh", "-c", HERE)
+
+
+@pytest.mark.slow
+def test_a_slow_link_between_two_nodes_is_seen(run_python: Run, tmp_path: Path) -> None:
+    for program in ("unshare", "ip", "tc"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program} command")
+    apart = ("unshare", "-rnmp", "--kill-child", "sh", "-c")
+    tried = run_python(["-c", EXECUTE, *apart, TRIED])
+    if tried.returncode:
+        pytest.skip(f"no networks for this user: {tried.stderr.strip()}")
+    links = links_of_two_processes(run_python, tmp_path, "10.0.0.10", *apart, ON_NODES.replace("FOLDER", str(tmp_path)))
+    for link in (links.rail, links.leaf):  # two devices share it
+        assert LIMIT / 8 < link.bytes_per_s < LIMIT and links.inside.bytes_per_s > 2 * link.bytes_per_s, links
 
 
 class Alone:

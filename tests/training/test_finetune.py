@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.config import TrainConfig
+from jmoe.config import TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.weights import flat
@@ -73,3 +73,9 @@ def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match=r"config.json: is missing"):
         with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path / "nowhere")))
+
+
+def test_a_share_of_chosen_experts_is_checked_with_the_model_of_the_folder() -> None:
+    with pytest.raises(ValueError, match=r"tiers.chosen_share = 0.01: must be at least \d+ / \d+, what one token"):
+        config_of("olmoe", tiers=TiersConfig(chosen_share=0.01))
+    assert config_of("olmoe", tiers=TiersConfig(chosen_share=1.0)).tiers.chosen_share == 1

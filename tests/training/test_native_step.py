@@ -16,6 +16,7 @@ from jmoe.training.step import FusedTrainer
 from jmoe.training.trainer import make_trainer
 from kernels_pallas import native
 from tests import model_configs
+from tests.compiled import called
 
 # Every token takes all experts: where rounding decides which one it takes, losses tell nothing about rounding.
 MODEL = dataclasses.replace(
@@ -113,6 +114,29 @@ def test_eight_devices_take_the_step_of_one() -> None:
     assert all(name in program and name in spread for name in OPERATIONS) and "jmoe_" not in without
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(eight[name], one[name], rtol=5e-3, err_msg=name)
+
+
+def collectives(config: TrainConfig) -> list[str]:
+    """Those of a step on eight devices, in the order in which it is traced."""
+    trainer: Any = FusedTrainer(model_configs.spread_over(config, 1, 2, 4), model_configs.mesh_of(1, 2, 4))
+    found: list[str] = []
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("all_gather", "all_to_all", "reduce_scatter"):
+                found.append(eqn.primitive.name)
+            for inner in called(eqn):
+                walk(inner)
+
+    walk(trainer.step.trace(trainer.state_shape, tokens_of(config)).jaxpr)
+    return found
+
+
+@pytest.mark.usefixtures("built")
+def test_collectives_hide_behind_native_operations_as_behind_products() -> None:
+    config = dataclasses.replace(CONFIG, batch_size=8, sequence_length=32)
+    ours, plain = collectives(config), collectives(dataclasses.replace(config, **XLA))
+    assert ours == plain and {"all_gather", "all_to_all", "reduce_scatter"} == {*ours}
 
 
 @pytest.mark.usefixtures("built")
