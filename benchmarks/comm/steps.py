@@ -78,6 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-bytes", type=int, help="default: what the link carries in 20 ms")
     parser.add_argument("--bucket-bytes", type=int, default=0, help="see `CommConfig.bucket_bytes`")
+    parser.add_argument("--native", choices=("auto", "on", "off"), default="auto", help="see `TrainConfig.native`")
 
 
 def config_of(
@@ -110,6 +111,7 @@ def config_of(
         batch_size=num_ranks * num_tokens // SEQUENCE_LENGTH,
         sequence_length=SEQUENCE_LENGTH,
         compute_dtype=dtype,
+        native=a.native,
     )
 
 
