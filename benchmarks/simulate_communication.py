@@ -142,7 +142,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--message-us", type=float, default=0.5, help="of each message of a collective")
     benchmarks = Path(__file__).resolve().parent
     result = benchmarks / "results" / "communication_simulated.json"
-    parser.add_argument("--result", default=str(result), help="where the result goes; empty: nowhere")
+    parser.add_argument(
+        "--result", default=str(result), help="where the result goes; default: over the committed one; empty: nowhere"
+    )
     plot = benchmarks.parent / "docs" / "communication_simulated.png"
     parser.add_argument("--plot", default=str(plot), help="where the plot of it goes; empty: nowhere")
     return parser.parse_args(arguments)

@@ -145,11 +145,11 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_the_papers_figures_are_drawn_from_the_results(name: str, tmp_path: Path) -> None:
-    assert pictures.draw(name, tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert pictures.draw_picture(name, tmp_path).read_bytes().startswith(b"\x89PNG")
     assert (ROOT / "docs" / name).is_file()
 
 
-@pytest.mark.parametrize("name", [*command.panels(), "lina-planning"])
+@pytest.mark.parametrize("name", [*pictures.PANELS, "lina-planning"])
 def test_a_place_draws_its_own_figure(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "DRAWN", tmp_path)
     path = command.draw(command.chosen([name])[0])

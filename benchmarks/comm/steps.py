@@ -64,9 +64,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 ORDERED = (512, 4, 2, 1, 768, 8192)  # computing takes as long as the link at 200 Mbit/s
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "fusion": {"dense": (64, 24, 0, 1, 64, 128), "experts": (128, 4, 8, 1, 256, 256)},
-    "levels": {"0": (256, 2, 8, 2, 512, 256), "1": (256, 2, 64, 8, 256, 256)},
-    "order": {"0": ORDERED},
-    "ddp": {"0": ORDERED},
+    "levels": {"top-2": (256, 2, 8, 2, 512, 256), "top-8": (256, 2, 64, 8, 256, 256)},
+    "order": {"top-1": ORDERED},
+    "ddp": {"top-1": ORDERED},
 }
 SEQUENCE_LENGTH = 64
 
@@ -74,7 +74,7 @@ SEQUENCE_LENGTH = 64
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", help="of the comparison; the first is what others are compared to")
     parser.add_argument(
-        "--shapes", nargs="+", help="which of the comparison's shapes, by name: fusion's are dense, experts"
+        "--shapes", nargs="+", help="of the comparison: dense, experts of fusion, top-2, top-8 of levels"
     )
     parser.add_argument("--chunk-bytes", type=int, help="default: what the link carries in 20 ms")
     parser.add_argument("--bucket-bytes", type=int, default=0, help="see `CommConfig.bucket_bytes`")

@@ -19,7 +19,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,39 +47,14 @@ def smoke_test(place: Place) -> dict[str, Any]:
     return row | {"ran": True} | done
 
 
-def panels() -> dict[str, tuple[Callable[..., None], ...]]:
-    """Return what draws the figures of each place that has any."""
-    from benchmarks.paper import pictures
-
-    return {
-        "moesys-table-4": (pictures.embedding,),
-        "moesys-table-5": (pictures.fusion,),
-        "moesys-figure-10": (pictures.levels,),
-        "moesys-figure-12": (pictures.ring,),
-        "lina-step": (pictures.step_times, pictures.all_to_alls),
-        "lina-layer": (pictures.layers,),
-        "lina-ablation": (pictures.step_times,),
-        "lina-partition-size": (pictures.partition_sizes,),
-        "lina-popularity": (pictures.paths,),
-        "lina-inference": (pictures.inference,),
-    }
-
-
 def draw(place: Place) -> Path | None:
     """Draw a place's figures from its committed result, if it has any; return the picture's path."""
-    drawn = panels().get(place.name, ())
-    if not drawn:
-        return None
-    from matplotlib.figure import Figure
+    from benchmarks.paper import pictures  # which needs matplotlib
 
-    figure = Figure(figsize=(6 * len(drawn), 3.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False).flat, drawn, strict=True):
-        panel(axes, place.committed())
-        axes.grid(axis="y", alpha=0.3)
+    if place.name not in pictures.PANELS:
+        return None
     DRAWN.mkdir(parents=True, exist_ok=True)
-    path = DRAWN / f"{place.name}.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return pictures.draw([place], DRAWN / f"{place.name}.png")
 
 
 def chosen(names: list[str]) -> list[Place]:

@@ -463,7 +463,7 @@ PLACES = (
         "sudo python benchmarks/communication.py levels --rates 100 --rounds 5 --nodes 4",
         "levels_cpu.json",
         _levels,
-        quick="benchmarks/communication.py levels --rates 0 --rounds 1 --shapes 0",
+        quick="benchmarks/communication.py levels --rates 0 --rounds 1 --shapes top-2",
         limit_s=240,
         lacking="two ranks a node; two nodes: the same without --nodes; two levels alone send as much as flat",
     ),

@@ -4,15 +4,14 @@ Writes docs/papers_moesys.png and docs/papers_lina.png. Titles name the figures 
 has is in `python -m benchmarks.paper`.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.paper.index import RESULTS
+from benchmarks.paper.index import PLACES, RESULTS, Place
 
 DOCS = RESULTS.parents[1] / "docs"
 Result = dict[str, Any]
@@ -69,8 +68,11 @@ def levels(axes: Axes, result: Result) -> None:
 def fusion(axes: Axes, result: Result) -> None:
     """Draw speeds of a step with fused communication and levels, crosswise."""
     axes.set_title("MoESys, Table 5 and Figure 11: fused and in two levels, crosswise", fontsize=9)
-    group = lambda row: f"{_rate(row)}\n{'with experts' if row['experts'] else 'dense'}"  # noqa: E731
-    _bars(axes, _speeds(result["rows"], "ratio_to_one_by_one_flat", group, "variant"), "speed, one by one, flat = 1")
+
+    def shape(row: dict[str, Any]) -> str:
+        return f"{_rate(row)}\n{'with experts' if row['experts'] else 'dense'}"
+
+    _bars(axes, _speeds(result["rows"], "ratio_to_one_by_one_flat", shape, "variant"), "speed, one by one, flat = 1")
 
 
 def ring(axes: Axes, result: Result) -> None:
@@ -141,39 +143,48 @@ def inference(axes: Axes, result: Result) -> None:
     axes.tick_params(axis="x", labelsize=6)
 
 
-PICTURES: dict[str, tuple[tuple[Callable[[Axes, Result], None], str], ...]] = {
-    "papers_moesys.png": (
-        (levels, "levels_cpu.json"),
-        (fusion, "fusion_two_nodes_cpu.json"),
-        (embedding, "embedding_two_nodes_cpu.json"),
-        (ring, "ring_prefill_cpu.json"),
-    ),
-    "papers_lina.png": (
-        (step_times, "order_two_nodes_cpu.json"),
-        (all_to_alls, "order_two_nodes_cpu.json"),
-        (layers, "order_two_nodes_cpu.json"),
-        (partition_sizes, "order_two_nodes_cpu.json"),
-        (paths, "popularity_cpu.json"),
-        (inference, "lina_inference_two_nodes_cpu.json"),
-    ),
+PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # of each place that has figures
+    "moesys-table-4": (embedding,),
+    "moesys-table-5": (fusion,),
+    "moesys-figure-10": (levels,),
+    "moesys-figure-12": (ring,),
+    "lina-step": (step_times, all_to_alls),
+    "lina-layer": (layers,),
+    "lina-ablation": (step_times,),
+    "lina-partition-size": (partition_sizes,),
+    "lina-popularity": (paths,),
+    "lina-inference": (inference,),
+}
+PICTURES = {
+    "papers_moesys.png": ("moesys-figure-10", "moesys-table-5", "moesys-table-4", "moesys-figure-12"),
+    "papers_lina.png": ("lina-step", "lina-layer", "lina-partition-size", "lina-popularity", "lina-inference"),
 }
 
 
-def draw(name: str, folder: Path) -> Path:
-    """Draw one picture into the folder; return its path."""
-    drawn = PICTURES[name]
-    figure = Figure(figsize=(12, 3.6 * len(drawn) / 2), layout="constrained")
-    for axes, (panel, result) in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
-        panel(axes, json.loads((RESULTS / result).read_text()))
+def draw(places: Sequence[Place], path: Path) -> Path:
+    """Draw the figures of these places, two side by side, from their committed results; return the path."""
+    drawn = [(panel, place.committed()) for place in places for panel in PANELS[place.name]]
+    columns = min(2, len(drawn))
+    figure = Figure(figsize=(6 * columns, 3.6 * len(drawn) / columns), layout="constrained")
+    for axes, (panel, result) in zip(
+        figure.subplots(len(drawn) // columns, columns, squeeze=False).flat, drawn, strict=True
+    ):
+        assert result is not None, "what has figures has a result"
+        panel(axes, result)
         axes.grid(axis="y", alpha=0.3)
-    path = folder / name
     figure.savefig(path, dpi=110)
     return path
 
 
+def draw_picture(name: str, folder: Path) -> Path:
+    """Draw one of `PICTURES` into the folder; return its path."""
+    by_name = {place.name: place for place in PLACES}
+    return draw([by_name[place] for place in PICTURES[name]], folder / name)
+
+
 def main() -> None:
     for name in PICTURES:
-        print(draw(name, DOCS))
+        print(draw_picture(name, DOCS))
 
 
 if __name__ == "__main__":

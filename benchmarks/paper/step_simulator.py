@@ -142,7 +142,11 @@ def predict() -> dict[str, Any]:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--result", default=str(RESULTS / "steps_simulated.json"), help="empty: written nowhere")
+    parser.add_argument(
+        "--result",
+        default=str(RESULTS / "steps_simulated.json"),
+        help="default: over the committed one; empty: nowhere",
+    )
     path, result = parser.parse_args().result, predict()
     if path:
         report.write(result, Path(path))

@@ -201,9 +201,9 @@ def grouped_mlp_gradient(
 
 
 def multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return those of the call `name` of a training step, by its inputs' shapes; 0 for other operations.
+    """Return the multiplications of a training step's call by the name of its target and its inputs' shapes.
 
-    Rows beyond the groups' count as rows; what is masked does not.
+    0 for other operations. Rows beyond the groups' count as rows; what is masked does not.
     """
     gradient = name.endswith("_gradient")
     if name.startswith("jmoe_causal_attention"):
