@@ -20,13 +20,12 @@ import re
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from typing import Any
 
 from benchmarks import training
-from benchmarks.comm.trace import COLLECTIVES, WHOLE, Op, Span, operations, spans, union_s
+from benchmarks.comm.trace import COLLECTIVES, WHOLE, Op, Span, operations, recording, union_s
 from benchmarks.lib import report
 
 SCOPES = ("optimizer", "loss", "attention", "moe", "mlp", "gather", "reduce", "embed", "auxiliary_losses")
@@ -136,12 +135,10 @@ def main() -> int:
             seconds.append(taken)
             products.append(time.perf_counter() - begun)
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(STEPS):
-                timed()
-        found, ops = spans(folder), operations(step.as_text())
-    found = [span for span in found if span.name in ops]
+    ops = operations(step.as_text())
+    with recording(ops) as found:
+        for _ in range(STEPS):
+            timed()
     tokens = config.batch_size * config.sequence_length // a.processes
     rate = 2 * ROWS * INNER * COLUMNS / statistics.median(products)
     flops = config.model.flops_per_token(config.sequence_length) * tokens

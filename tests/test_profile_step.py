@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from benchmarks.comm.trace import Op, Span
+import pytest
+
+from benchmarks.comm.trace import Op, Span, operations, with_background
 from benchmarks.profile_step import accounted, longest
 
 MS = 1e6  # nanoseconds
@@ -58,3 +60,19 @@ def test_times_are_of_one_step() -> None:
     assert accounted(found, OPS, 2, 0.0, 8 * MS)["attention"] == {"products": 3.0}
     first, second = longest(found, OPS, 2, 2)
     assert (first["op"], first["ms"], second["op"], second["ms"]) == ("dot.1", 3.0, "fusion.3", 0.5)
+
+
+def test_operations_in_the_background_last_as_long_as_they_ran() -> None:
+    """In the order in which they began; others as the trace has it."""
+    text = """ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %call.1 = f32[8]{0} custom-call(%x), custom_call_target="jmoe_grouped_mlp", backend_config={background = true}
+  %call.2 = f32[8]{0} custom-call(%x), custom_call_target="jmoe_grouped_mlp", backend_config={background = false}
+  ROOT %add.3 = f32[8]{0} add(%call.1, %call.2)
+}"""
+    ops = operations(text)
+    found = spans((0, 1, "call.1"), (1, 3, "call.2"), (4, 5, "add.3"), (6, 7, "call.1"))
+    longer = with_background(found, ops, [2e-3, 3e-3])
+    assert [(s.begin_ns / MS, s.end_ns / MS) for s in longer] == [(0, 2), (1, 3), (4, 5), (6, 9)]
+    with pytest.raises(ValueError, match="shorter"):
+        with_background(found, ops, [2e-3])

@@ -22,7 +22,6 @@ the link alone takes for the bytes of a step; a row with --rates 0 and the same 
 import argparse
 import hashlib
 import pickle
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -180,19 +179,15 @@ class Run:
         """One step, traced on rank 0."""
         import jax
 
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
         traced = jax.process_index() == 0
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options) if traced else nullcontext():
-                self.taken.add(*clock(self))
-            if traced:
-                found = [span for span in trace.spans(folder) if span.name in self.ops]  # others are the clock's
-                self.parts.append(trace.parts_s(found, self.ops))
-                self.layers.append(trace.layers_s(found, self.ops))
-                if ordering:
-                    self.exchanges.append(trace.exchanges(found, self.ops))
-                    self.busy.append(trace.busy_share(found, self.ops))
+        with trace.recording(self.ops, "jit_step") if traced else nullcontext([]) as found:
+            self.taken.add(*clock(self))
+        if traced:
+            self.parts.append(trace.parts_s(found, self.ops))
+            self.layers.append(trace.layers_s(found, self.ops))
+            if ordering:
+                self.exchanges.append(trace.exchanges(found, self.ops))
+                self.busy.append(trace.busy_share(found, self.ops))
         self.losses.append(float(self.metrics["loss"]))
         assert self.metrics["ok"]
 

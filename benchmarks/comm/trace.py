@@ -8,10 +8,13 @@ beside the rows. It is *ready* when the last matrix product is done that the row
 sorts: they are put off as the all-to-all is.
 """
 
+import contextlib
 import glob
 import itertools
 import math
 import re
+import tempfile
+from collections.abc import Iterator
 from typing import NamedTuple
 
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
@@ -21,7 +24,10 @@ BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "s16": 2, "bf16": 2, "f16": 2}  
 
 
 class Op(NamedTuple):
-    """An operation of the compiled program. index: of the part that it takes from a tuple."""
+    """An operation of the compiled program.
+
+    index: of the part that it takes from a tuple. background: a native one that runs on when its span has ended.
+    """
 
     kind: str
     scopes: str
@@ -30,6 +36,7 @@ class Op(NamedTuple):
     computation: str
     index: int
     loop: "Loop | None" = None  # of a loop, and of the parameter of its body
+    background: bool = False
 
 
 class Loop(NamedTuple):
@@ -76,7 +83,8 @@ def operations(text: str) -> dict[str, Op]:
             size = sum(BYTES.get(item, 4) * math.prod(map(int, filter(None, dims.split(",")))) for item, dims in shapes)
             inputs = re.findall(r"%([\w.-]+)", given)
             place = computation, int(index[1]) if index else 0
-            found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place)
+            background = kind == "custom-call" and "background = true" in line
+            found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place, background=background)
             if kind == "parameter":
                 parameters[computation] = name
             if root:
@@ -97,7 +105,40 @@ def operations(text: str) -> dict[str, Op]:
     return found
 
 
-def spans(folder: str, module: str = "") -> list[Span]:
+@contextlib.contextmanager
+def recording(ops: dict[str, Op], module: str = "") -> Iterator[list[Span]]:
+    """Fill a list, when the block has ended, with every run of these operations in it, by its beginning.
+
+    module: the program's name, where other programs run too whose operations may have the same names.
+    """
+    import jax
+
+    from kernels_pallas import native
+
+    background = any(op.background for op in ops.values())
+    if background:
+        native.record_background()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    found: list[Span] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            yield found
+        found += [span for span in _spans(folder, module) if span.name in ops]
+    if background:
+        found[:] = with_background(found, ops, native.recorded_background())
+
+
+def with_background(found: list[Span], ops: dict[str, Op], seconds: list[float]) -> list[Span]:
+    """The spans, with those of operations in the background as long as these ran, in the order in which they began."""
+    begun = [at for at, span in enumerate(found) if ops[span.name].background]
+    longer = list(found)
+    for at, took in zip(begun, seconds, strict=True):
+        longer[at] = found[at]._replace(end_ns=found[at].begin_ns + took * 1e9)
+    return longer
+
+
+def _spans(folder: str, module: str) -> list[Span]:
     """Every run of an operation in a trace, by its beginning; of one program, if its name is given."""
     import jax
 

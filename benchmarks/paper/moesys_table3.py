@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import tempfile
 import time
 from typing import Any
 
@@ -136,15 +135,10 @@ class Training:
 
     def traced_idle(self, clock: Clock) -> float:
         """Trace a step; return the part of it in which this process computes nothing, as it waits for the other."""
-        import jax
-
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        with tempfile.TemporaryDirectory() as folder:
-            clock.barrier()
-            with jax.profiler.trace(folder, profiler_options=options):
-                clock(self)
-            return trace.idle_share(trace.spans(folder, module="jit_step"), self.ops)  # others are the clock's
+        clock.barrier()
+        with trace.recording(self.ops, "jit_step") as found:
+            clock(self)
+        return trace.idle_share(found, self.ops)
 
     def time(self, clock: Clock) -> None:
         before = time.process_time()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from kernels_pallas.native import multiplications
+from kernels_pallas.native import hold, in_background, multiplications
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # a collective whose input passes through `After`
@@ -169,17 +169,21 @@ class _Program:
             begin = at + 1
         return places | {len(self.lines): sorted(left)}
 
-    def operand(self, products: list[int]) -> Any:
-        """Return the value known when the first of these that waits for the last all-to-all can begin, or None."""
+    def operands(self, products: list[int]) -> list[Any]:
+        """Return the values with which the first of these that waits for the last all-to-all can begin.
+
+        They are those that wait for an all-to-all too, or the last one known; none if there is no such product.
+        """
         latest = self._latest()
         products = [i for i in products if not self.lines[i].gives_way]
         if not products:
-            return None
+            return []
         first = self.lines[max(products, key=lambda i: (latest[i], -i))]
         known = {name: at for at, line in enumerate(self.lines) for name in line.outputs}
         inputs = zip(first.inputs, first.eqn.invars, strict=True)
-        numbers = (name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval))
-        return max(numbers, key=lambda name: known.get(name, -1))
+        numbers = [name for name, var in inputs if not isinstance(name, Literal) and _can_wait(var.aval)]
+        waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
+        return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
     def _latest(self) -> list[int]:
         """Return for each line the last all-to-all that it is or waits for, -1 without one."""
@@ -300,11 +304,17 @@ def interleave(
 
     def run_work(place: int) -> None:
         # XLA:CPU starts what is ready in turn, and a collective keeps what stands behind it from starting.
-        if shares.get(place) and (operand := program.operand(places[place])) is not None:
-            order.wait_for(values[operand])
+        if shares.get(place):
+            for operand in program.operands(places[place]):
+                order.wait_for(values[operand])
         for i in shares.get(place, ()):
             results[i] = work[i](order.after)
             order.done(results[i])
+        if shares.get(place) and in_background():
+            lines = [program.lines[i] for i in places[place] if program.lines[i].eqn.primitive.name == "ffi_call"]
+            names = {x: None for line in lines for x in (*line.inputs, *line.outputs) if not isinstance(x, Literal)}
+            if arrays := [values[x] for x in names if x in values]:
+                order.last = hold(order.last, arrays)
 
     can_start = order.zero
     for at, line in enumerate(program.lines):

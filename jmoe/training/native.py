@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig
@@ -39,7 +40,7 @@ def with_native(wanted: bool, function: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(function)
     def traced(*args: Any, **options: Any) -> Any:
-        with native.native_training(wanted):
+        with native.native_training(wanted, background=wanted and jax.process_count() > 1):
             return function(*args, **options)
 
     return traced

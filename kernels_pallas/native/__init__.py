@@ -13,16 +13,26 @@ from kernels_pallas.native.api import (
     find_slots,
     grouped_mlp,
     grouped_mlp_gradient,
+    hold,
     multiplications,
     rms_norm,
     slot_mlp,
     top_k,
 )
 from kernels_pallas.native.finder import SlotFinder
-from kernels_pallas.native.library import NotBuiltError, load, multiplies_many_rows, sources_digest, take_built
+from kernels_pallas.native.library import (
+    NotBuiltError,
+    load,
+    multiplies_many_rows,
+    record_background,
+    recorded_background,
+    sources_digest,
+    take_built,
+)
 from kernels_pallas.native.scope import (
     MAX_ROWS,
     SIZE_MULTIPLE,
+    in_background,
     native_operations,
     native_training,
     takes_native,
@@ -45,11 +55,15 @@ __all__ = [
     "find_slots",
     "grouped_mlp",
     "grouped_mlp_gradient",
+    "hold",
+    "in_background",
     "load",
     "multiplications",
     "multiplies_many_rows",
     "native_operations",
     "native_training",
+    "record_background",
+    "recorded_background",
     "rms_norm",
     "slot_mlp",
     "sources_digest",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.compressed import FORMATS, Format
+from kernels_pallas.native.scope import in_background
 
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
@@ -131,7 +132,9 @@ def causal_attention(
     """
     b, s, h, _ = q_BSHd.shape
     out = jax.ShapeDtypeStruct((b, s, h, v_BSGe.shape[3]), q_BSHd.dtype), jax.ShapeDtypeStruct((b, h, s), jnp.float32)
-    o_BSHe, lse_BHS = jax.ffi.ffi_call("jmoe_causal_attention", out)(q_BSHd, k_BSGd, v_BSGe, scale=np.float32(scale))
+    o_BSHe, lse_BHS = jax.ffi.ffi_call("jmoe_causal_attention", out)(
+        q_BSHd, k_BSGd, v_BSGe, scale=np.float32(scale), background=in_background()
+    )
     return o_BSHe, lse_BHS
 
 
@@ -144,7 +147,7 @@ def causal_attention_gradient(
     """Return the gradients of `causal_attention`'s three inputs, in bfloat16, from what it was given and returned."""
     out = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
     call = jax.ffi.ffi_call("jmoe_causal_attention_gradient", out)
-    dq_BSHd, dk_BSGd, dv_BSGe = call(*inputs, *results, do_BSHe, scale=np.float32(scale))
+    dq_BSHd, dk_BSGd, dv_BSGe = call(*inputs, *results, do_BSHe, scale=np.float32(scale), background=in_background())
     return dq_BSHd, dk_BSGd, dv_BSGe
 
 
@@ -166,7 +169,7 @@ def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.A
     src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
     biases = (none if b is None else b for b in (b_up_LU, b_down_LD))
     call = jax.ffi.ffi_call("jmoe_grouped_mlp", (y, h, workspace))
-    y_ND, h_NU, _ = call(x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, *biases)
+    y_ND, h_NU, _ = call(x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, *biases, background=in_background())
     return y_ND, h_NU
 
 
@@ -190,7 +193,7 @@ def grouped_mlp_gradient(
     src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
     call = jax.ffi.ffi_call("jmoe_grouped_mlp_gradient", results)
     dx_ND, dw_up_LDU, dw_down_LFD, db_up_LU, db_down_LD, _ = call(
-        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, h_NU, dy_ND
+        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, h_NU, dy_ND, background=in_background()
     )
     return dx_ND, (
         dw_up_LDU,
@@ -198,6 +201,15 @@ def grouped_mlp_gradient(
         None if b_up_LU is None else db_up_LU,
         None if b_down_LD is None else db_down_LD,
     )
+
+
+def hold(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return int32 [] `known`; until it is known, XLA gives the memory of these arrays to nothing else.
+
+    What an operation in the background reads and writes should be held: what is given a part of that memory would wait
+    for it.
+    """
+    return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(known, *arrays)
 
 
 def multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:

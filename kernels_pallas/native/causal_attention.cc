@@ -7,6 +7,7 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#include "background.h"
 #include "parallel.h"
 #include "products.h"
 #include "scratch.h"
@@ -180,56 +181,67 @@ Head head_of(const Shape& s, const bfloat16* q, const bfloat16* k, const bfloat1
       s.H * s.d, s.G * s.d, s.G * s.e, s.H * s.e};
 }
 
-ffi::Error handle_forward(
-    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Result<ffi::AnyBuffer> out,
-    ffi::ResultBuffer<ffi::F32> lse, float scale) {
-  if (!kHasPairs) return ffi::Error::InvalidArgument("causal attention: this processor has no AVX512-BF16");
-  const Shape s = shape_of(q, k, v);
-  Phase all(int(s.B * s.H), [&](int i) {
-    const int64_t b = i / s.H, h = i % s.H;
-    forward(
-        s, head_of(s, data(q), data(k), data(v), b, h), scale, data(out) + (b * s.S * s.H + h) * s.e,
-        lse->typed_data() + i * s.S);
-  });
-  Pool::get().run({&all});
-  return ffi::Error::Success();
+struct Gradients {
+  bfloat16 *q, *k, *v;
+};
+
+// The gradients of the keys and values of head g of sequence b, and of the queries that look at them.
+void backward_group(
+    const Shape& s, const bfloat16* q, const bfloat16* k, const bfloat16* v, const bfloat16* out, const float* lse,
+    const bfloat16* dout, float scale, int64_t b, int64_t g, const Gradients& to) {
+  const int64_t P = s.padded();
+  for (int64_t r = 0; r < s.group(); r++) {
+    const int64_t h = g * s.group() + r, at = (b * s.S * s.H + h) * s.e;
+    const Head head = head_of(s, q, k, v, b, h);
+    scratch.begin(backward_words(s));
+    uint32_t* k_packed = scratch.take<uint32_t>(P * s.d / 2);
+    float* dk_sum = scratch.take<float>(P * s.d);
+    float* dv_sum = scratch.take<float>(P * s.e);
+    if (r == 0) {
+      pack_rows(head.k, head.k_row, s.S, s.d, P / 2, k_packed);
+      std::fill_n(dk_sum, P * s.d, 0.0f);
+      std::fill_n(dv_sum, P * s.e, 0.0f);
+    }
+    const HeadGradient given{out + at, dout + at, lse + (b * s.H + h) * s.S, to.q + (b * s.S * s.H + h) * s.d};
+    backward(s, head, given, scale, k_packed, dk_sum, dv_sum);
+    if (r + 1 < s.group()) continue;
+    for (int64_t row = 0; row < s.S; row++) {
+      bfloat16* dk_row = to.k + ((b * s.S + row) * s.G + g) * s.d;
+      bfloat16* dv_row = to.v + ((b * s.S + row) * s.G + g) * s.e;
+      for (int64_t n = 0; n < s.d; n += kLanes) put(load<Floats>(dk_sum + row * s.d + n), dk_row + n);
+      for (int64_t n = 0; n < s.e; n += kLanes) put(load<Floats>(dv_sum + row * s.e + n), dv_row + n);
+    }
+  }
 }
 
-ffi::Error handle_backward(
-    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out, ffi::Buffer<ffi::F32> lse,
-    ffi::AnyBuffer dout, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-    ffi::Result<ffi::AnyBuffer> dv, float scale) {
-  if (!kHasPairs) return ffi::Error::InvalidArgument("causal attention: this processor has no AVX512-BF16");
-  const Shape s = shape_of(q, k, v);
-  Phase all(int(s.B * s.G), [&](int i) {
-    const int64_t b = i / s.G, g = i % s.G, P = s.padded();
-    for (int64_t r = 0; r < s.group(); r++) {
-      const int64_t h = g * s.group() + r, at = (b * s.S * s.H + h) * s.e;
-      const Head head = head_of(s, data(q), data(k), data(v), b, h);
-      scratch.begin(backward_words(s));
-      uint32_t* k_packed = scratch.take<uint32_t>(P * s.d / 2);
-      float* dk_sum = scratch.take<float>(P * s.d);
-      float* dv_sum = scratch.take<float>(P * s.e);
-      if (r == 0) {
-        pack_rows(head.k, head.k_row, s.S, s.d, P / 2, k_packed);
-        std::fill_n(dk_sum, P * s.d, 0.0f);
-        std::fill_n(dv_sum, P * s.e, 0.0f);
-      }
-      const HeadGradient given{
-          data(out) + at, data(dout) + at, lse.typed_data() + (b * s.H + h) * s.S,
-          data(dq) + (b * s.S * s.H + h) * s.d};
-      backward(s, head, given, scale, k_packed, dk_sum, dv_sum);
-      if (r + 1 < s.group()) continue;
-      for (int64_t row = 0; row < s.S; row++) {
-        bfloat16* dk_row = data(dk) + ((b * s.S + row) * s.G + g) * s.d;
-        bfloat16* dv_row = data(dv) + ((b * s.S + row) * s.G + g) * s.e;
-        for (int64_t n = 0; n < s.d; n += kLanes) put(load<Floats>(dk_sum + row * s.d + n), dk_row + n);
-        for (int64_t n = 0; n < s.e; n += kLanes) put(load<Floats>(dv_sum + row * s.e + n), dv_row + n);
-      }
-    }
-  });
-  Pool::get().run({&all});
-  return ffi::Error::Success();
+ffi::Future handle_forward(
+    ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Result<ffi::AnyBuffer> out,
+    ffi::ResultBuffer<ffi::F32> lse, float scale, bool background) {
+  if (!kHasPairs) return refuse("causal attention: this processor has no AVX512-BF16");
+  auto work = [s = shape_of(q, k, v), q = data(q), k = data(k), v = data(v), out = data(out),
+               lse = lse->typed_data(), scale] {
+    Phase all(int(s.B * s.H), [&](int i) {
+      const int64_t b = i / s.H, h = i % s.H;
+      forward(s, head_of(s, q, k, v, b, h), scale, out + (b * s.S * s.H + h) * s.e, lse + i * s.S);
+    });
+    Pool::get().run({&all});
+  };
+  return run(threads, background, work);
+}
+
+ffi::Future handle_backward(
+    ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
+    ffi::Buffer<ffi::F32> lse, ffi::AnyBuffer dout, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+    ffi::Result<ffi::AnyBuffer> dv, float scale, bool background) {
+  if (!kHasPairs) return refuse("causal attention: this processor has no AVX512-BF16");
+  auto work = [s = shape_of(q, k, v), q = data(q), k = data(k), v = data(v), out = data(out),
+               lse = lse.typed_data(), dout = data(dout), to = Gradients{data(dq), data(dk), data(dv)}, scale] {
+    Phase all(int(s.B * s.G), [&](int i) {
+      backward_group(s, q, k, v, out, lse, dout, scale, i / s.G, i % s.G, to);
+    });
+    Pool::get().run({&all});
+  };
+  return run(threads, background, work);
 }
 
 }  // namespace
@@ -237,16 +249,19 @@ ffi::Error handle_backward(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jmoe_causal_attention, handle_forward,
     ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<float>("scale"));
+        .Attr<float>("scale")
+        .Attr<bool>("background"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jmoe_causal_attention_gradient, handle_backward,
     ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
@@ -256,4 +271,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
-        .Attr<float>("scale"));
+        .Attr<float>("scale")
+        .Attr<bool>("background"));

@@ -8,6 +8,7 @@
 #include "xla/ffi/api/ffi.h"
 
 #include "activations.h"
+#include "background.h"
 #include "parallel.h"
 #include "products.h"
 #include "scratch.h"
@@ -217,15 +218,8 @@ Inputs inputs_of(
       b_up.element_count() ? b_up.typed_data() : nullptr, b_down.element_count() ? b_down.typed_data() : nullptr};
 }
 
-ffi::Error handle_forward(
-    ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer w_up,
-    ffi::AnyBuffer w_down, ffi::Buffer<ffi::F32> b_up, ffi::Buffer<ffi::F32> b_down, ffi::Result<ffi::AnyBuffer> y,
-    ffi::Result<ffi::AnyBuffer> h, ffi::ResultBuffer<ffi::U32> workspace) {
-  if (!kHasPairs) return ffi::Error::InvalidArgument("grouped MLP: this processor has no AVX512-BF16");
-  const Shape s = shape_of(x, w_up, w_down, source);
-  const Inputs in = inputs_of(x, source, w_up, w_down, b_up, b_down);
-  const Blocks blocks(s, sizes.typed_data());
-  uint32_t* up = workspace->typed_data();
+void forward(const Shape& s, const Inputs& in, const int32_t* sizes, bfloat16* y, bfloat16* h, uint32_t* up) {
+  const Blocks blocks(s, sizes);
   const Packed packed{up, up + s.L * s.D / 2 * s.U};
   Phase pack(int(2 * s.L), [&](int i) {
     const int64_t l = i / 2;
@@ -239,26 +233,23 @@ ffi::Error handle_forward(
     if (s.gated()) pack_rows(in.w_up + l * s.D * s.U + s.F, s.U, s.D, s.F, s.D / 2, to + s.D / 2 * s.F);
   });
   Phase compute(int(blocks.all.size()) + 1, [&](int i) {
-    if (i < int(blocks.all.size())) return forward_block(s, in, packed, blocks.all[i], data(y), data(h));
-    std::fill(data(y) + blocks.rows * s.D, data(y) + s.N * s.D, bfloat16{});
+    if (i < int(blocks.all.size())) return forward_block(s, in, packed, blocks.all[i], y, h);
+    std::fill(y + blocks.rows * s.D, y + s.N * s.D, bfloat16{});
   });
   Pool::get().run({&pack, &compute});
-  return ffi::Error::Success();
 }
 
-ffi::Error handle_backward(
-    ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer w_up,
-    ffi::AnyBuffer w_down, ffi::AnyBuffer h, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
-    ffi::ResultBuffer<ffi::F32> dw_up, ffi::ResultBuffer<ffi::F32> dw_down, ffi::ResultBuffer<ffi::F32> db_up,
-    ffi::ResultBuffer<ffi::F32> db_down, ffi::ResultBuffer<ffi::U32> workspace) {
-  if (!kHasPairs) return ffi::Error::InvalidArgument("grouped MLP: this processor has no AVX512-BF16");
-  const Shape s = shape_of(x, w_up, w_down, source);
-  if (int64_t(workspace->element_count()) < Workspace::words(s))
-    return ffi::Error::InvalidArgument("grouped MLP: the workspace is too small");
-  const Inputs in{
-      data(x), source.element_count() ? source.typed_data() : nullptr, data(w_up), data(w_down), nullptr, nullptr};
-  const Blocks blocks(s, sizes.typed_data());
-  const Workspace to(s, workspace->typed_data());
+// Where the gradients go; biases where they are not null.
+struct Gradients {
+  bfloat16* x;
+  float *w_up, *w_down, *b_up, *b_down;
+};
+
+void backward(
+    const Shape& s, const Inputs& in, const int32_t* sizes, const bfloat16* h, const bfloat16* dy,
+    const Gradients& out, uint32_t* workspace) {
+  const Blocks blocks(s, sizes);
+  const Workspace to(s, workspace);
   const int num_blocks = int(blocks.all.size());
   Phase pack(int(2 * s.L), [&](int i) {
     const int64_t l = i / 2;
@@ -269,8 +260,8 @@ ffi::Error handle_backward(
       pack_transposed(in.w_up + l * s.D * s.U, s.U, s.D, s.U, s.D, to.up + l * s.D * s.U / 2);
   });
   Phase rows(num_blocks + 1, [&](int i) {
-    if (i < num_blocks) return backward_block(s, in, to, blocks.all[i], i, data(h), data(dy), data(dx));
-    std::fill(data(dx) + blocks.rows * s.D, data(dx) + s.N * s.D, bfloat16{});
+    if (i < num_blocks) return backward_block(s, in, to, blocks.all[i], i, h, dy, out.x);
+    std::fill(out.x + blocks.rows * s.D, out.x + s.N * s.D, bfloat16{});
   });
   const int64_t up_tasks = (s.D + kBlockRows - 1) / kBlockRows, down_tasks = (s.F + kBlockRows - 1) / kBlockRows;
   Phase weights(int(s.L * (up_tasks + down_tasks)), [&](int i) {
@@ -279,15 +270,15 @@ ffi::Error handle_backward(
     if (task < up_tasks) {
       const int64_t first = task * kBlockRows, count = std::min(kBlockRows, s.D - first);
       const Right dh{to.dh, P, s.U, blocks.pair[l]};
-      weight_gradient(to.x, s.D, dh, pairs, first, count, dw_up->typed_data() + l * s.D * s.U);
+      weight_gradient(to.x, s.D, dh, pairs, first, count, out.w_up + l * s.D * s.U);
     } else {
       const int64_t first = (task - up_tasks) * kBlockRows, count = std::min(kBlockRows, s.F - first);
       const Right dys{to.dy, P, s.D, blocks.pair[l]};
-      weight_gradient(to.a, s.F, dys, pairs, first, count, dw_down->typed_data() + l * s.F * s.D);
+      weight_gradient(to.a, s.F, dys, pairs, first, count, out.w_down + l * s.F * s.D);
     }
   });
-  Phase biases(db_up->element_count() ? int(s.L) : 0, [&](int l) {
-    float *up = db_up->typed_data() + l * s.U, *down = db_down->typed_data() + l * s.D;
+  Phase biases(out.b_up ? int(s.L) : 0, [&](int l) {
+    float *up = out.b_up + l * s.U, *down = out.b_down + l * s.D;
     std::fill_n(up, s.U, 0.0f);
     std::fill_n(down, s.D, 0.0f);
     for (int b = 0; b < num_blocks; b++) {
@@ -297,11 +288,43 @@ ffi::Error handle_backward(
         store(up + n, load<Floats>(up + n) + load<Floats>(to.dh_sums + b * s.U + n));
       for (int64_t i = 0; i < block.count; i++)
         for (int64_t n = 0; n < s.D; n += kLanes)
-          store(down + n, load<Floats>(down + n) + floats(data(dy) + (block.first + i) * s.D + n));
+          store(down + n, load<Floats>(down + n) + floats(dy + (block.first + i) * s.D + n));
     }
   });
   Pool::get().run({&pack, &rows, &weights, &biases});
-  return ffi::Error::Success();
+}
+
+ffi::Future handle_forward(
+    ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes,
+    ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::Buffer<ffi::F32> b_up, ffi::Buffer<ffi::F32> b_down,
+    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> h, ffi::ResultBuffer<ffi::U32> workspace,
+    bool background) {
+  if (!kHasPairs) return refuse("grouped MLP: this processor has no AVX512-BF16");
+  auto work = [s = shape_of(x, w_up, w_down, source), in = inputs_of(x, source, w_up, w_down, b_up, b_down),
+               sizes = sizes.typed_data(), y = data(y), h = data(h), up = workspace->typed_data()] {
+    forward(s, in, sizes, y, h, up);
+  };
+  return run(threads, background, work);
+}
+
+ffi::Future handle_backward(
+    ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes,
+    ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::AnyBuffer h, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
+    ffi::ResultBuffer<ffi::F32> dw_up, ffi::ResultBuffer<ffi::F32> dw_down, ffi::ResultBuffer<ffi::F32> db_up,
+    ffi::ResultBuffer<ffi::F32> db_down, ffi::ResultBuffer<ffi::U32> workspace, bool background) {
+  if (!kHasPairs) return refuse("grouped MLP: this processor has no AVX512-BF16");
+  const Shape s = shape_of(x, w_up, w_down, source);
+  if (int64_t(workspace->element_count()) < Workspace::words(s))
+    return refuse("grouped MLP: the workspace is too small");
+  const Inputs in{
+      data(x), source.element_count() ? source.typed_data() : nullptr, data(w_up), data(w_down), nullptr, nullptr};
+  const bool biases = db_up->element_count();
+  const Gradients out{
+      data(dx), dw_up->typed_data(), dw_down->typed_data(), biases ? db_up->typed_data() : nullptr,
+      biases ? db_down->typed_data() : nullptr};
+  auto work = [s, in, sizes = sizes.typed_data(), h = data(h), dy = data(dy), out,
+               workspace = workspace->typed_data()] { backward(s, in, sizes, h, dy, out, workspace); };
+  return run(threads, background, work);
 }
 
 }  // namespace
@@ -309,6 +332,7 @@ ffi::Error handle_backward(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jmoe_grouped_mlp, handle_forward,
     ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
@@ -318,11 +342,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::U32>>());
+        .Ret<ffi::Buffer<ffi::U32>>()
+        .Attr<bool>("background"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jmoe_grouped_mlp_gradient, handle_backward,
     ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
@@ -335,4 +361,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::U32>>());
+        .Ret<ffi::Buffer<ffi::U32>>()
+        .Attr<bool>("background"));

@@ -25,6 +25,7 @@ OPERATIONS = (
     "jmoe_causal_attention_gradient",
     "jmoe_grouped_mlp",
     "jmoe_grouped_mlp_gradient",
+    "jmoe_hold",
 )
 # contractions to fused multiply-adds are wanted; -ffast-math would change how the whole process rounds tiny numbers
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
@@ -65,6 +66,23 @@ def load() -> Path:
 def multiplies_many_rows() -> bool:
     """Return whether products of many rows are native too: of bfloat16, where the processor has them (AVX512-BF16)."""
     return bool(ctypes.CDLL(str(load())).jmoe_multiplies_many_rows())
+
+
+def record_background() -> None:
+    """Forget what `recorded_background` returns, and record from now on."""
+    ctypes.CDLL(str(load())).jmoe_record_background()
+
+
+def recorded_background() -> list[float]:
+    """Return how many seconds each operation in the background took, in the order in which they began.
+
+    A profile of XLA's tells only when such an operation was started.
+    """
+    read = ctypes.CDLL(str(load())).jmoe_recorded_background
+    read.restype, read.argtypes = ctypes.c_int64, (ctypes.POINTER(ctypes.c_double), ctypes.c_int64)
+    seconds = (ctypes.c_double * read(None, 0))()
+    read(seconds, len(seconds))
+    return list(seconds)
 
 
 def build() -> Path:

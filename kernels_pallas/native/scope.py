@@ -14,6 +14,7 @@ MAX_ROWS = 32  # more compute longer than their weights take to read: XLA's prod
 
 _TOKENS = ContextVar("tokens of native operations", default=0)
 _TRAINING = ContextVar("native operations of a training step", default=False)
+_BACKGROUND = ContextVar("native operations of a training step run in the background", default=False)
 
 
 @contextlib.contextmanager
@@ -43,16 +44,23 @@ def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
 
 
 @contextlib.contextmanager
-def native_training(wanted: bool) -> Iterator[None]:
+def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]:
     """Let attention of whole sequences and experts, both with gradients, be native while a training step is traced.
 
-    wanted: only where `multiplies_many_rows` says that they can be; False changes nothing.
+    wanted: only where `multiplies_many_rows` says that they can be; False changes nothing. background: the program
+    goes on to what does not wait for them, as it does behind XLA's products: collectives travel meanwhile.
     """
-    token = _TRAINING.set(wanted or _TRAINING.get())
+    tokens = _TRAINING.set(wanted or _TRAINING.get()), _BACKGROUND.set(background or _BACKGROUND.get())
     try:
         yield
     finally:
-        _TRAINING.reset(token)
+        _TRAINING.reset(tokens[0])
+        _BACKGROUND.reset(tokens[1])
+
+
+def in_background() -> bool:
+    """Return whether the operations of a training step are to run in the background of the program."""
+    return _BACKGROUND.get()
 
 
 def trains_native(*dtypes: Any, multiples: tuple[int, ...]) -> bool:

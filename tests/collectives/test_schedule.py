@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, After, chunk_bytes, cuts, interleave
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
@@ -100,6 +101,32 @@ def test_work_is_hidden_behind_experts(experts: str) -> None:
     kinds = [eqn.primitive.name for eqn in inside_shard_map(jax.make_jaxpr(mapped)(*zeros).jaxpr).eqns]
     order = [kind[4] for kind in kinds if kind in ("all_gather", "all_to_all")]
     assert "".join(order) == "tggggt"
+
+
+def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -> None:
+    """All that it reads and writes: until the last work is known, for which the next all-to-all waits too."""
+    zeros = [jnp.zeros(shape, jnp.bfloat16) for shape in ((256, 16), (1, 16, 256), (1, 256, 16))]
+
+    def run(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+        there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(x.shape)
+        out = native.grouped_mlp((there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None))[0]
+        return lax.all_to_all(out.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
+
+    def body(*args: jax.Array) -> Any:
+        work = [lambda after: lax.all_gather(after(args[0]), ALL, tiled=True)] * 4
+        with native.native_training(True, background=True):
+            return interleave(run, args, work, SCHEDULES["chunks"], ALL, args[0])
+
+    specs: Any = (BATCH, REPLICATED, REPLICATED)
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
+    inside = inside_shard_map(jax.make_jaxpr(mapped)(*zeros).jaxpr)
+    experts, hold = (eqn for eqn in inside.eqns if eqn.primitive.name == "ffi_call")
+    gathers = [eqn for eqn in inside.eqns if eqn.primitive.name == "all_gather"]
+    _, back = (eqn for eqn in inside.eqns if eqn.primitive.name == "all_to_all")
+    held = [x for x in (*experts.invars, *experts.outvars) if not isinstance(x, Literal)]
+    assert hold.params["target_name"] == "jmoe_hold" and {*held} == {*hold.invars[1:]}
+    assert gathers[-1].outvars[0] in origins(inside, hold.invars[0])
+    assert hold.outvars[0] in origins(inside, back.invars[0])
 
 
 @pytest.mark.parametrize(("name", "gives_way"), [("chunks", True), ("ready", False)])

@@ -137,7 +137,9 @@ def logprobs(completions: list[Any]) -> list[float]:
     return [lp.logprob for c in completions for lp in (*c.prompt_logprobs, *c.logprobs)]
 
 
-@pytest.mark.parametrize("experts", LAYOUTS)
+@pytest.mark.parametrize(
+    "experts", [pytest.param(name, marks=pytest.mark.slow if name == "fp8" else ()) for name in LAYOUTS]
+)
 def test_what_is_written_is_served_as_it_is_stored(experts: str, tmp_path: Path) -> None:
     """The log-probabilities of the weights that the layout's definition gives; streamed, the same to the bit."""
     source = write_random(tmp_path / "model", fields_of("qwen3_moe", *SIZES[experts]))

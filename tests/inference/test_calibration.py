@@ -26,7 +26,9 @@ def layer_bytes(name: str) -> int:
         return checkpoint.expert_bytes * checkpoint.config.num_experts
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt_oss"))]
+)
 @pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 def test_auto_computes_what_resident_computes(
     name: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,16 @@ def test_mxfp4_is_kept_as_it_is_stored() -> None:
     assert kept_bytes - experts * biases == (wide_bytes - experts * biases) / 32 * 4.25
 
 
-@pytest.mark.parametrize(("kind", "native"), [*((kind, "auto") for kind in QUANTIZATION), ("fp8", "off")])
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [
+        *(
+            pytest.param(kind, "auto", marks=pytest.mark.slow if kind in ("fp8 of powers", "int4 in 128") else ())
+            for kind in QUANTIZATION
+        ),
+        ("fp8", "off"),
+    ],
+)
 def test_what_is_stored_compressed_is_kept(kind: str, native: str, tmp_path: Path) -> None:
     """Its own bytes on every tier; nothing but the order of sums differs from weights made wide."""
     name = "deepseek_v3" if kind == "fp8" else "qwen3_moe"

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, TOKENS, SLOTS = 4, 4, 3
 
 
+@pytest.mark.slow
 def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
     """For every contestant; with a forced balance no device has more to do than another."""
     folder = Path(shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "mixtral"))

@@ -126,3 +126,30 @@ def test_experts_read_the_rows_of_tokens() -> None:
         mapped, taken = (jax.vjp(partial(of, rows=rows), x_TD, weights) for rows in (RowMap(src_M, slot_TK), None))
     np.testing.assert_array_equal(mapped[0], taken[0])
     assert_near(mapped[1](dy), taken[1](dy), 1e-2)
+
+
+def test_in_the_background_they_compute_the_same_and_say_how_long_it_took() -> None:
+    """Each in a program of several operations, all of which wait for what they read."""
+    q, k, v, do = drawn([(2, 65, 4, 32), (2, 65, 2, 32), (2, 65, 2, 48), (2, 65, 4, 48)])
+    x, weights = drawn_mlp([100, 60], 32, 48, "swiglu", bias=True)
+    rows, arrays = (x, None, jnp.asarray([100, 60], jnp.int32)), tuple(weights)
+
+    def program(q: jax.Array, x: jax.Array) -> Any:
+        o, lse = native.causal_attention(q * 2, k, v, scale=0.2)
+        y, h = native.grouped_mlp((x * 2, *rows[1:]), arrays)
+        dq, dk, dv = native.causal_attention_gradient((q * 2, k, v), (o, lse), do + o, scale=0.2)
+        return dq + q, dk + k, dv + v, native.grouped_mlp_gradient(rows, arrays, h, y + 1)
+
+    def compiled(background: bool) -> Any:
+        with native.native_training(True, background=background):
+            return jax.jit(lambda q, x: program(q, x))(q, x)  # a function of its own, or JAX takes the first trace
+
+    plain = compiled(background=False)
+    native.record_background()
+    for got, want in zip(jax.tree.leaves(compiled(background=True)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(got, want)
+    seconds = native.recorded_background()
+    assert len(seconds) == 4 and all(0 < s < 60 for s in seconds)
+    native.record_background()
+    compiled(background=False)
+    assert native.recorded_background() == []

@@ -118,7 +118,14 @@ def in_memory_name(name: str) -> str:
 
 
 # Packed experts are dequantised when they are loaded: from there on it is the training of gpt_oss.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt_oss_mxfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("qwen2_moe", "qwen3_moe") else ())
+        for name in NAMES
+        if name != "gpt_oss_mxfp4"
+    ],
+)
 def test_training(name: str) -> None:
     """The loss with the balance loss, the gradient of every tensor, and five steps of AdamW."""
     ref, model = reference(name), loaded(name)

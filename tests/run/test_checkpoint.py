@@ -498,6 +498,7 @@ def run_ranks(start_python: Start, tmp_path: Path) -> RunRanks:
     return run
 
 
+@pytest.mark.slow
 def test_other_numbers_of_processes_go_on(run_ranks: RunRanks, tmp_path: Path) -> None:
     """2 processes x 2 devices, then 1 x 4, then 4 x 1; saves go on under collectives of the training step."""
     begin, made = 0, ""

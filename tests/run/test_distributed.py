@@ -412,6 +412,7 @@ def test_preparing_data_has_no_limit_while_it_goes_on(start_python: Start, tmp_p
     assert len(fingerprints) == 1
 
 
+@pytest.mark.slow
 def test_preparing_data_that_stands_still_ends_both_and_names_the_limit(start_python: Start, tmp_path: Path) -> None:
     results = prepare_slowly(start_python, tmp_path, 1000)
     assert all(code != 0 for code, _ in results), results

@@ -243,6 +243,7 @@ def test_snapshots_in_this_hosts_memory_are_shown(folder: Path, tmp_path: Path) 
     assert re.search(r"^in memory     step 6, \d+ s ago; on this host the shards of process 0, 2$", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_whole_run_without_jax(runs: TrainRuns, run_python: Run) -> None:
     """The program, on what a real run has left."""
     folder, _ = runs.reference

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.http_servers import LIMIT_S, HttpProcess
 
 CHECKS = (
@@ -24,6 +26,7 @@ def test_every_operation_tells_its_errors(server: HttpProcess) -> None:
             assert "422" not in operation["responses"], path
 
 
+@pytest.mark.slow
 def test_generated_requests(server: HttpProcess) -> None:
     """schemathesis: valid and invalid requests by the schema; no 5xx, no answer that the schema does not describe."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--no-color"]

@@ -309,6 +309,7 @@ def test_a_client_that_takes_no_answer(server: HttpProcess) -> None:
     watch.check()
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_takes(server: HttpProcess) -> None:
     """Its sequences, which would be drawn for an hour, end with its connection."""
     content = json.dumps({"prompt": "x", "stream": True, "logprobs": 5} | ENDLESS).encode()

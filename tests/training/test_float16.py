@@ -141,7 +141,7 @@ def assert_overflow_changes_the_scale_alone(trainer: Trainer) -> None:
     assert values["ok"] and int(state.step) == 2 and differing(but_for_scale(full_state(trainer, state)), before)
 
 
-@BOTH
+@pytest.mark.parametrize("trainer", ["device", pytest.param("host", marks=pytest.mark.slow)], indirect=True)
 def test_an_overflow_changes_the_scale_and_nothing_else(trainer: Trainer) -> None:
     assert_overflow_changes_the_scale_alone(trainer)
 

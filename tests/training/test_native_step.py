@@ -140,6 +140,22 @@ def test_collectives_hide_behind_native_operations_as_behind_products() -> None:
 
 
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("schedule", ["chunks", pytest.param("pipelined", marks=pytest.mark.slow)])
+def test_operations_in_the_background_change_no_number(schedule: Any) -> None:
+    """As in a run of several processes; and what they read and write is held until other collectives are done."""
+    config = dataclasses.replace(CONFIG, batch_size=8, sequence_length=24)
+    config = model_configs.spread_over(config, 1, 2, 2)
+    config = dataclasses.replace(config, comm=dataclasses.replace(config.comm, schedule=schedule))
+    plain, program = first_step(config, 1, 2, 2)
+    with native.native_training(False, background=True):
+        ahead, held = first_step(config, 1, 2, 2)
+    assert "background = true" in held and "background = true" not in program
+    assert "jmoe_hold" in held and "jmoe_hold" not in program
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_array_equal(ahead[name], plain[name], err_msg=name)
+
+
+@pytest.mark.usefixtures("built")
 def test_streamed_experts_take_the_step_of_resident_ones() -> None:
     tiers = TiersConfig(experts="host", optimizer="host")
     with contextlib.closing(

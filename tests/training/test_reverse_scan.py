@@ -151,11 +151,12 @@ def test_nothing_runs_in_front_of_an_all_to_all_that_could_start(schedule: Any, 
 REPLICATED: dict[str, Any] = {"shard_dense": False, "hierarchical": False, "exchange": "flat"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "comm", "kinds"),
     [
         ((1, 2, 2), REPLICATED, {"all-reduce"}),
-        pytest.param((2, 1, 2), {}, {"all-reduce", "all-gather", "reduce-scatter"}, marks=pytest.mark.slow),
+        ((2, 1, 2), {}, {"all-reduce", "all-gather", "reduce-scatter"}),
     ],
     ids=["replicated dense parameters", "experts' gradients over data"],
 )

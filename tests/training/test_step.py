@@ -220,7 +220,10 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
         pytest.param({"fuse_dense": False, "schedule": "none"}, marks=pytest.mark.slow),
         pytest.param({"exchange": "flat", "remat": "layer", "schedule": "ready"}, marks=pytest.mark.slow),
         {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
-        {"schedule": "pipelined", "exchange_chunks": 3, "chunk_bytes": 2000, "shard_dense": False},
+        pytest.param(
+            {"schedule": "pipelined", "exchange_chunks": 3, "chunk_bytes": 2000, "shard_dense": False},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"schedule": "pipelined", "chunk_bytes": 2000}, marks=pytest.mark.slow),
         pytest.param({"schedule": "fixed", "bucket_bytes": 2000}, marks=pytest.mark.slow),
         pytest.param({"schedule": "priority", "bucket_bytes": 20000}, marks=pytest.mark.slow),
@@ -259,12 +262,13 @@ def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: i
     assert text.count('all_to_all"(') == N * (there + back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
         ((1, 1, 2), {}),
-        pytest.param((2, 1, 1), {"gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
-        pytest.param((2, 1, 2), {"shard_dense": False, "chunk_bytes": 2000}, marks=pytest.mark.slow),
+        ((2, 1, 1), {"gradient_accumulation_steps": 4}),
+        ((2, 1, 2), {"shard_dense": False, "chunk_bytes": 2000}),
     ],
     ids=["dense parameters sharded", "experts' gradients over data", "dense parameters whole"],
 )

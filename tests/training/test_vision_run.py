@@ -33,6 +33,7 @@ def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[Ima
     return trainer, state_from_run(trainer, tasks)
 
 
+@pytest.mark.slow
 def test_a_further_task_changes_no_bit_of_the_others(tmp_path: Path) -> None:
     network = saved_run(tmp_path)
     trainer, state = begun(tmp_path, CLASSES)
