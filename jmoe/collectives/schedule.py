@@ -185,6 +185,12 @@ class _Program:
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
+    def of_native_operations(self, products: list[int]) -> list[Any]:
+        """Return what native operations among these read and write."""
+        lines = [self.lines[i] for i in products if self.lines[i].eqn.primitive.name == "ffi_call"]
+        names = [x for line in lines for x in (*line.inputs, *line.outputs) if not isinstance(x, Literal)]
+        return list(dict.fromkeys(names))
+
     def _latest(self) -> list[int]:
         """Return for each line the last all-to-all that it is or waits for, -1 without one."""
         waits_for: dict[Any, int] = {}
@@ -255,6 +261,11 @@ class _Order:
             first = y[(slice(0, 1),) * y.ndim].reshape(())
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
+    def hold(self, arrays: list[jax.Array]) -> None:
+        """Lets XLA give the memory of these to nobody else before the last collective is done."""
+        if arrays:
+            self.last = hold(self.last, arrays)
+
     def done(self, y: jax.Array) -> None:
         self.last = self.zero_of(y)
 
@@ -311,10 +322,7 @@ def interleave(
             results[i] = work[i](order.after)
             order.done(results[i])
         if shares.get(place) and in_background():
-            lines = [program.lines[i] for i in places[place] if program.lines[i].eqn.primitive.name == "ffi_call"]
-            names = {x: None for line in lines for x in (*line.inputs, *line.outputs) if not isinstance(x, Literal)}
-            if arrays := [values[x] for x in names if x in values]:
-                order.last = hold(order.last, arrays)
+            order.hold([values[x] for x in program.of_native_operations(places[place]) if x in values])
 
     can_start = order.zero
     for at, line in enumerate(program.lines):
