@@ -63,7 +63,7 @@ def test_times_are_of_one_step() -> None:
 
 
 def test_operations_in_the_background_last_as_long_as_they_ran() -> None:
-    """In the order in which they began; others as the trace has it."""
+    """From when they got a thread; others as the trace has it."""
     text = """ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %call.1 = f32[8]{0} custom-call(%x), custom_call_target="jmoe_grouped_mlp", backend_config={background = true}
@@ -72,7 +72,7 @@ def test_operations_in_the_background_last_as_long_as_they_ran() -> None:
 }"""
     ops = operations(text)
     found = spans((0, 1, "call.1"), (1, 3, "call.2"), (4, 5, "add.3"), (6, 7, "call.1"))
-    longer = with_background(found, ops, [2e-3, 3e-3])
-    assert [(s.begin_ns / MS, s.end_ns / MS) for s in longer] == [(0, 2), (1, 3), (4, 5), (6, 9)]
+    longer = with_background(found, ops, [(5e-4, 2e-3), (0, 3e-3)])
+    assert [(s.begin_ns / MS, s.end_ns / MS) for s in longer] == [(0.5, 2.5), (1, 3), (4, 5), (6, 9)]
     with pytest.raises(ValueError, match="shorter"):
-        with_background(found, ops, [2e-3])
+        with_background(found, ops, [(0, 2e-3)])

@@ -26,7 +26,8 @@ BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "s16": 2, "bf16": 2, "f16": 2}  
 class Op(NamedTuple):
     """An operation of the compiled program.
 
-    index: of the part that it takes from a tuple. background: a native one that runs on when its span has ended.
+    index: of the part that it takes from a tuple. native: one of jmoe's operations of a training step; background: one
+    that runs on when its span has ended.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Op(NamedTuple):
     computation: str
     index: int
     loop: "Loop | None" = None  # of a loop, and of the parameter of its body
+    native: bool = False
     background: bool = False
 
 
@@ -83,8 +85,9 @@ def operations(text: str) -> dict[str, Op]:
             size = sum(BYTES.get(item, 4) * math.prod(map(int, filter(None, dims.split(",")))) for item, dims in shapes)
             inputs = re.findall(r"%([\w.-]+)", given)
             place = computation, int(index[1]) if index else 0
-            background = kind == "custom-call" and "background = true" in line
-            found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place, background=background)
+            native = re.search(r'custom_call_target="jmoe_(causal_attention|grouped_mlp)', line) is not None
+            behind = native and "background = true" in line
+            found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place, native=native, background=behind)
             if kind == "parameter":
                 parameters[computation] = name
             if root:
@@ -129,13 +132,17 @@ def recording(ops: dict[str, Op], module: str = "") -> Iterator[list[Span]]:
         found[:] = with_background(found, ops, native.recorded_background())
 
 
-def with_background(found: list[Span], ops: dict[str, Op], seconds: list[float]) -> list[Span]:
-    """The spans, with those of operations in the background as long as these ran, in the order in which they began."""
-    begun = [at for at, span in enumerate(found) if ops[span.name].background]
-    longer = list(found)
-    for at, took in zip(begun, seconds, strict=True):
-        longer[at] = found[at]._replace(end_ns=found[at].begin_ns + took * 1e9)
-    return longer
+def with_background(found: list[Span], ops: dict[str, Op], seconds: list[tuple[float, float]]) -> list[Span]:
+    """The spans, with those of operations in the background from when these got a thread to when they were done.
+
+    seconds: (waited for a thread, ran) of each, in the order in which they were started, of one device.
+    """
+    started = [at for at, span in enumerate(found) if ops[span.name].background]
+    moved = list(found)
+    for at, (waited, ran) in zip(started, seconds, strict=True):
+        begin = found[at].begin_ns + waited * 1e9
+        moved[at] = found[at]._replace(begin_ns=begin, end_ns=begin + ran * 1e9)
+    return sorted(moved)
 
 
 def _spans(folder: str, module: str) -> list[Span]:
@@ -253,7 +260,7 @@ def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
 
 
 def _is_product(op: Op) -> bool:
-    return (op.kind == "dot" or "dot_general" in op.scopes) and "rematted" not in op.scopes
+    return (op.kind == "dot" or op.native or "dot_general" in op.scopes) and "rematted" not in op.scopes
 
 
 def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:

@@ -172,7 +172,8 @@ class _Program:
     def operands(self, products: list[int]) -> list[Any]:
         """Return the values with which the first of these that waits for the last all-to-all can begin.
 
-        They are those that wait for an all-to-all too, or the last one known; none if there is no such product.
+        They are those that wait for an all-to-all too, or, if none does, the input that is known last; none if there is
+        no such product.
         """
         latest = self._latest()
         products = [i for i in products if not self.lines[i].gives_way]
@@ -186,7 +187,7 @@ class _Program:
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
     def of_native_operations(self, products: list[int]) -> list[Any]:
-        """Return what native operations among these read and write."""
+        """Return what native operations among these lines read and write."""
         lines = [self.lines[i] for i in products if self.lines[i].eqn.primitive.name == "ffi_call"]
         names = [x for line in lines for x in (*line.inputs, *line.outputs) if not isinstance(x, Literal)]
         return list(dict.fromkeys(names))
@@ -262,7 +263,7 @@ class _Order:
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
     def hold(self, arrays: list[jax.Array]) -> None:
-        """Lets XLA give the memory of these to nobody else before the last collective is done."""
+        """Keeps XLA from using the memory of these before the last collective is done; the next waits for them too."""
         if arrays:
             self.last = hold(self.last, arrays)
 
@@ -322,7 +323,9 @@ def interleave(
             results[i] = work[i](order.after)
             order.done(results[i])
         if shares.get(place) and in_background():
-            order.hold([values[x] for x in program.of_native_operations(places[place]) if x in values])
+            begun = [i for i in places[place] if i < place]
+            order.hold([values[x] for x in program.of_native_operations(begun)])
+            results[shares[place][-1]] = order.after(results[shares[place][-1]])  # at the end nothing else would wait
 
     can_start = order.zero
     for at, line in enumerate(program.lines):

@@ -204,10 +204,10 @@ def grouped_mlp_gradient(
 
 
 def hold(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return int32 [] `known`; until it is known, XLA gives the memory of these arrays to nothing else.
+    """Return int32 [] `known`, once the arrays are known too; until then XLA uses their memory for nothing else.
 
-    What an operation in the background reads and writes should be held: what is given a part of that memory would wait
-    for it.
+    What an operation in the background reads and writes should be held: another that is given a part of that memory
+    would wait for it.
     """
     return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(known, *arrays)
 

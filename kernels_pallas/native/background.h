@@ -1,5 +1,5 @@
-// Operations that go on while the thread that starts a program's operations starts the next one: a collective, say,
-// which travels only from when that thread comes to it.
+// Operations that run on another thread, so that the one that starts a program's operations can go on: to a collective,
+// for example, which travels only once it is started.
 #pragma once
 
 #include <chrono>
@@ -7,12 +7,14 @@
 
 #include "xla/ffi/api/ffi.h"
 
-// How long each operation in the background ran, in the order in which they began, for profiles: XLA's tell only when one
-// was started.
+// How long each operation in the background waited for a thread and how long it ran, in the order in which they were
+// started, for profiles: XLA's show only the start.
 class Durations {
  public:
-  static int64_t begin();  // a number for `end`, -1 where nothing is recorded
-  static void end(int64_t number, double seconds);
+  using Clock = std::chrono::steady_clock;
+
+  static int64_t start();  // a number for `end`, -1 where nothing is recorded
+  static void end(int64_t number, Clock::time_point started, Clock::time_point begun);
 };
 
 // Runs `work` here, or on a thread of XLA's. It must own all that it reads but the buffers' contents: XLA's description
@@ -26,10 +28,11 @@ xla::ffi::Future run(xla::ffi::ThreadPool& threads, bool background, Work work) 
     promise.SetAvailable();
     return future;
   }
-  const auto begun = std::chrono::steady_clock::now();
-  threads.Schedule([promise, begun, number = Durations::begin(), work = std::move(work)]() mutable {
+  const auto started = Durations::Clock::now();
+  threads.Schedule([promise, started, number = Durations::start(), work = std::move(work)]() mutable {
+    const auto begun = Durations::Clock::now();
     work();
-    Durations::end(number, std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+    Durations::end(number, started, begun);
     promise.SetAvailable();
   });
   return future;

@@ -69,20 +69,20 @@ def multiplies_many_rows() -> bool:
 
 
 def record_background() -> None:
-    """Forget what `recorded_background` returns, and record from now on."""
+    """Forget what `recorded_background` returned, and record until it is called again."""
     ctypes.CDLL(str(load())).jmoe_record_background()
 
 
-def recorded_background() -> list[float]:
-    """Return how many seconds each operation in the background took, in the order in which they began.
+def recorded_background() -> list[tuple[float, float]]:
+    """Return how many seconds each operation in the background waited for a thread and ran, by when it was started.
 
-    A profile of XLA's tells only when such an operation was started.
+    XLA's profiles show only the start. With several devices in a process the order is that of no one device.
     """
     read = ctypes.CDLL(str(load())).jmoe_recorded_background
     read.restype, read.argtypes = ctypes.c_int64, (ctypes.POINTER(ctypes.c_double), ctypes.c_int64)
     seconds = (ctypes.c_double * read(None, 0))()
     read(seconds, len(seconds))
-    return list(seconds)
+    return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 
 def build() -> Path:

@@ -39,7 +39,8 @@ class Pool {
     if (parked_.load() > 0) generation_.notify_all();
     work(phases);
     phases_.store(nullptr);
-    while (entered_.load() != left_.load()) relax();  // who has seen the phases may still look at them
+    // who has seen the phases may still look at them; `left_` is read first: who enters in between counts as inside
+    for (int left = left_.load(); left != entered_.load(); left = left_.load()) relax();
   }
 
  private:

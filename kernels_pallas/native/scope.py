@@ -47,8 +47,8 @@ def takes_native_attention(dtype: Any, key_dim: int, value_dim: int) -> bool:
 def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]:
     """Let attention of whole sequences and experts, both with gradients, be native while a training step is traced.
 
-    wanted: only where `multiplies_many_rows` says that they can be; False changes nothing. background: the program
-    goes on to what does not wait for them, as it does behind XLA's products: collectives travel meanwhile.
+    wanted: only where `multiplies_many_rows` says that they can be; False leaves that as it is. background: a program
+    goes on to what does not wait for these operations, as it does behind XLA's products: collectives travel meanwhile.
     """
     tokens = _TRAINING.set(wanted or _TRAINING.get()), _BACKGROUND.set(background or _BACKGROUND.get())
     try:

@@ -15,18 +15,17 @@ from tests.inference.mesh_traffic import MAX_BATCH, Traffic, assert_logprobs, mo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLOAT_BYTES = 4
-NAMES = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3_yarn")
+OTHERS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3_yarn")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, np.ndarray]]:
     """Yield a model and its answers; the first has latent attention, a dense layer and shared experts."""
     with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
         yield request.param, traffic(engine), engine.expert_use()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_heads_on_several_devices_give_the_tokens_of_one(
     one_device: tuple[str, Traffic, np.ndarray], devices: int
 ) -> None:

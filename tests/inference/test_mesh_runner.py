@@ -52,14 +52,16 @@ def placed(runner: MeshRunner) -> PlacedExperts:
     return runner.residency
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "qwen2_moe", "gpt_oss"))],
+)
 def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, np.ndarray]]:
     """Yield a model and its answers; the first has latent attention, a dense layer and shared experts."""
     with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
         yield request.param, traffic(engine), engine.expert_use()
 
 
-@pytest.mark.slow
 def test_every_placement_gives_the_tokens_of_one_device(one_device: tuple[str, Traffic, np.ndarray]) -> None:
     """Even, random, Lina's and EPLB's, with chunks, prefixes from other devices and seeds; bit for bit each other.
 

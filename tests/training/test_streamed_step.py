@@ -171,7 +171,6 @@ def test_weights_come_from_files_that_are_memory(
     assert there.stats.moments.nvme.num_bytes > 0
 
 
-@pytest.mark.slow
 def test_accumulation_steps() -> None:
     config = dataclasses.replace(CONFIG, gradient_accumulation_steps=2)
     ours, theirs = train(config, HOST, steps=3), train(config, steps=3)
