@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.comm.trace import Op, Span, operations, with_background
+from benchmarks.comm.trace import Op, Span, exchanges, operations, with_background
 from benchmarks.profile_step import accounted, longest
 
 MS = 1e6  # nanoseconds
@@ -76,3 +76,19 @@ def test_operations_in_the_background_last_as_long_as_they_ran() -> None:
     assert [(s.begin_ns / MS, s.end_ns / MS) for s in longer] == [(0.5, 2.5), (1, 3), (4, 5), (6, 9)]
     with pytest.raises(ValueError, match="shorter"):
         with_background(found, ops, [(0, 2e-3)])
+
+
+def test_an_exchange_is_ready_when_the_native_operation_is_done_that_its_rows_come_from() -> None:
+    """Whatever that waited for itself, and not when other operations are done whose memory is held meanwhile."""
+    text = """ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %order.1 = bf16[8,8]{1,0} negate(%x), metadata={op_name="transpose/order/xor"}
+  %call.2 = bf16[8,8]{1,0} custom-call(%order.1), custom_call_target="jmoe_grouped_mlp_gradient"
+  %call.3 = bf16[8,8]{1,0} custom-call(%x), custom_call_target="jmoe_causal_attention_gradient"
+  %hold.4 = s32[] custom-call(%x, %call.2, %call.3), custom_call_target="jmoe_hold"
+  %rows.5 = bf16[8,8]{1,0} add(%call.2, %hold.4), metadata={op_name="transpose/moe/all_to_all_back/xor"}
+  ROOT %send.6 = bf16[8,8]{1,0} all-to-all(%rows.5), metadata={op_name="transpose/moe/all_to_all_back/all_to_all"}
+}"""
+    found = spans((0, 1, "order.1"), (1, 3, "call.2"), (1, 5, "call.3"), (5, 6, "hold.4"), (7, 9, "send.6"))
+    (exchange,) = exchanges(found, operations(text))
+    assert (exchange.ready_ns / MS, exchange.done_ns / MS) == (3, 9)

@@ -67,6 +67,12 @@ class Exchange(NamedTuple):
         return (self.done_ns - self.ready_ns) * 1e-9
 
 
+def _native_target(line: str) -> str:
+    """The name of the native operation that a line of a program calls, if it calls one."""
+    match = re.search(r'custom_call_target="jmoe_(\w+)', line)
+    return match[1] if match else ""
+
+
 def operations(text: str) -> dict[str, Op]:
     """The operations of a compiled program by name."""
     found: dict[str, Op] = {}
@@ -85,7 +91,8 @@ def operations(text: str) -> dict[str, Op]:
             size = sum(BYTES.get(item, 4) * math.prod(map(int, filter(None, dims.split(",")))) for item, dims in shapes)
             inputs = re.findall(r"%([\w.-]+)", given)
             place = computation, int(index[1]) if index else 0
-            native = re.search(r'custom_call_target="jmoe_(causal_attention|grouped_mlp)', line) is not None
+            target = _native_target(line)
+            native, kind = target.startswith(("causal_attention", "grouped_mlp")), target if target == "hold" else kind
             behind = native and "background = true" in line
             found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place, native=native, background=behind)
             if kind == "parameter":
@@ -243,20 +250,21 @@ def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
     """(product behind an all-to-all's input, whether its run of the loop's round before counts).
 
     Without those that only wait for another collective: what waits lies behind `interleave`'s scope "order", or belongs
-    to the sending itself.
+    to the sending itself. A native operation that the input comes from counts: it is not computed in parts.
     """
     behind: set[tuple[str, bool]] = set()
     todo = [(at, False) for at in ops[name].inputs]
     while todo:
         at, before = todo.pop()
-        if (at, before) not in behind and at in ops and ops[at].kind not in COLLECTIVES:
+        if (at, before) not in behind and at in ops and ops[at].kind not in (*COLLECTIVES, "hold"):
             behind.add((at, before))
             todo += [(source, before or earlier) for source, earlier in _sources(at, ops) if not before or not earlier]
     here = {at for at, before in behind if not before}
     late = {at for at in here if re.search(r"\border\b|all_to_all", ops[at].scopes)} | set(ops[name].inputs)
     while more := {at for at in here - late if late.intersection(ops[at].inputs)}:
         late |= more
-    return {(at, before) for at, before in behind if _is_product(ops[at]) and (before or at not in late)}
+    wanted = {(at, before) for at, before in behind if before or at not in late or ops[at].native}
+    return {(at, before) for at, before in wanted if _is_product(ops[at])}
 
 
 def _is_product(op: Op) -> bool:
