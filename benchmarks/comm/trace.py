@@ -3,9 +3,9 @@ computed meanwhile.
 
 The backward pass of a layer with experts exchanges twice: combine's gradients go to the experts, those of the experts'
 inputs come back. Such an exchange is all of its all-to-alls: of both levels, of all pieces, of what travels
-beside the rows. It is *ready* when the last matrix product is done that the rows of its last piece come from, and
-*done* with its last all-to-all. What is computed a second time for the backward pass does not count, nor do gathers and
-sorts: they are put off as the all-to-all is.
+beside the rows. It is *ready* when the last matrix product or native operation is done that the rows of its last piece
+come from, and *done* with its last all-to-all. What is computed a second time for the backward pass does not count, nor
+do gathers and sorts: they are put off as the all-to-all is.
 """
 
 import contextlib
@@ -92,9 +92,11 @@ def operations(text: str) -> dict[str, Op]:
             inputs = re.findall(r"%([\w.-]+)", given)
             place = computation, int(index[1]) if index else 0
             target = _native_target(line)
-            native, kind = target.startswith(("causal_attention", "grouped_mlp")), target if target == "hold" else kind
-            behind = native and "background = true" in line
-            found[name] = Op(kind, scopes[1] if scopes else "", inputs, size, *place, native=native, background=behind)
+            native = target.startswith(("causal_attention", "grouped_mlp"))
+            background = native and "background = true" in line
+            named = target if target == "hold" else kind
+            scope = scopes[1] if scopes else ""
+            found[name] = Op(named, scope, inputs, size, *place, native=native, background=background)
             if kind == "parameter":
                 parameters[computation] = name
             if root:
