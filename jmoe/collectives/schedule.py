@@ -262,10 +262,15 @@ class _Order:
             first = y[(slice(0, 1),) * y.ndim].reshape(())
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
-    def hold(self, arrays: list[jax.Array]) -> None:
-        """Keeps XLA from using the memory of these before the last collective is done; the next waits for them too."""
-        if arrays:
-            self.last = hold(self.last, arrays)
+    def hold(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
+        """Keeps XLA from using the memory of these before the last collective is done; the next waits for them too.
+
+        Returns the last one's result, which waits for them in its place where no other follows (`at_end`).
+        """
+        if not arrays:
+            return result
+        self.last = hold(self.last, arrays)
+        return self.after(result) if at_end else result
 
     def done(self, y: jax.Array) -> None:
         self.last = self.zero_of(y)
@@ -324,8 +329,8 @@ def interleave(
             order.done(results[i])
         if shares.get(place) and in_background():
             begun = [i for i in places[place] if i < place]
-            order.hold([values[x] for x in program.of_native_operations(begun)])
-            results[shares[place][-1]] = order.after(results[shares[place][-1]])  # at the end nothing else would wait
+            arrays, last = [values[x] for x in program.of_native_operations(begun)], shares[place][-1]
+            results[last] = order.hold(arrays, results[last], at_end=place == len(program.lines))
 
     can_start = order.zero
     for at, line in enumerate(program.lines):
