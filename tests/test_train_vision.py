@@ -83,6 +83,7 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
         (("--tasks.digits.path", "1", "9"), "tasks.digits.path = (1, 9): must lie between 0 and"),
         (("--compute-dtype", "float16"), "compute_dtype = 'float16': must be float32 or bfloat16 for images"),
         (("--comm.schedule", "chunks"), "comm.schedule = 'chunks': must be none for images"),
+        (("--comm.bucket-bytes", "1000"), "comm.bucket_bytes = 1000: must be 0 for images"),
         (("--layout", "elastic", "--mesh.expert-intra", "2"), "must be (1, 1) with layout = 'elastic'"),
         (("--tasks.fonts.num-steps", "-1"), "num_steps = -1: must not be negative"),
         (("--tasks.fonts.num-steps", "9"), "tasks.fonts.num_steps = 9: must be 0 with layout = 'even'"),
@@ -95,8 +96,8 @@ def test_the_plan_draws_who_runs_where(run_python: Run) -> None:
             "tiers.device_experts = 0.5: must be 1 for images, whose tasks say what a device holds",
         ),
         (
-            ("--tiers.experts", "host", "--tiers.chosen-share", "0.5"),
-            "tiers.chosen_share = 0.5: must be 0 for images, whose tasks name their experts",
+            ("--tiers.experts", "host", "--tiers.chosen-share", "0.01"),
+            "tiers.chosen_share = 0.01: must be 0 for images, whose tasks name their experts",
         ),
         (
             ("--layout", "elastic", "--elastic.replan-every-steps", "9", "--tiers.experts", "host"),

@@ -235,8 +235,7 @@ class VisionTrainConfig(TrainConfig):
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
         share = self.tiers.device_experts
         check(share == 1, "tiers.device_experts", share, "must be 1 for images, whose tasks say what a device holds")
-        share = self.tiers.chosen_share
-        check(share == 0, "tiers.chosen_share", share, "must be 0 for images, whose tasks name their experts")
+        self.check_chosen_share()
         every, constraint = self.elastic.replan_every_steps, "must be 0 with experts on other tiers than the device"
         check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
         wide = self.compute_dtype != "float16"
@@ -250,6 +249,11 @@ class VisionTrainConfig(TrainConfig):
         shape = self.mesh.expert_inter, self.mesh.expert_intra
         constraint = "must be (1, 1) with layout = 'elastic': devices that exchange tokens take equal steps"
         check(alone, "mesh.(expert_inter, expert_intra)", shape, constraint)
+
+    def check_chosen_share(self) -> None:
+        """Raise `ValueError` if `tiers.chosen_share` is set."""
+        share = self.tiers.chosen_share
+        check(share == 0, "tiers.chosen_share", share, "must be 0 for images, whose tasks name their experts")
 
     def tokens_until(self, step: int) -> int:
         """Return the patches of all steps before this one; tasks that end have none from then on."""

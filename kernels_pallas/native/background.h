@@ -20,7 +20,7 @@ class Durations {
 // Runs `work` here, or on a thread of XLA's. It must own all that it reads but the buffers' contents: XLA's description
 // of the buffers ends with the call.
 template <class Work>
-xla::ffi::Future run(xla::ffi::ThreadPool& threads, bool background, Work work) {
+xla::ffi::Future start(xla::ffi::ThreadPool& threads, bool background, Work work) {
   xla::ffi::Promise promise;
   xla::ffi::Future future(promise);
   if (!background) {

@@ -226,7 +226,7 @@ ffi::Future handle_forward(
     });
     Pool::get().run({&all});
   };
-  return run(threads, background, work);
+  return start(threads, background, work);
 }
 
 ffi::Future handle_backward(
@@ -241,7 +241,7 @@ ffi::Future handle_backward(
     });
     Pool::get().run({&all});
   };
-  return run(threads, background, work);
+  return start(threads, background, work);
 }
 
 }  // namespace

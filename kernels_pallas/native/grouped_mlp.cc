@@ -304,7 +304,7 @@ ffi::Future handle_forward(
                sizes = sizes.typed_data(), y = data(y), h = data(h), up = workspace->typed_data()] {
     forward(s, in, sizes, y, h, up);
   };
-  return run(threads, background, work);
+  return start(threads, background, work);
 }
 
 ffi::Future handle_backward(
@@ -324,7 +324,7 @@ ffi::Future handle_backward(
       biases ? db_down->typed_data() : nullptr};
   auto work = [s, in, sizes = sizes.typed_data(), h = data(h), dy = data(dy), out,
                workspace = workspace->typed_data()] { backward(s, in, sizes, h, dy, out, workspace); };
-  return run(threads, background, work);
+  return start(threads, background, work);
 }
 
 }  // namespace
