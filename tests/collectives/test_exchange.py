@@ -261,9 +261,9 @@ def test_a_dropless_first_try_holds_twice_the_fair_share_and_counts_the_rest() -
     ("kind", "k", "factor", "num_chunks"),
     [
         ("flat", 2, 0.5, 2),
-        ("flat", 2, None, 3),
+        pytest.param("flat", 2, None, 3, marks=pytest.mark.slow),
         ("hierarchical", 1, 1.0, 3),
-        ("dedup", 2, 0.5, 2),
+        pytest.param("dedup", 2, 0.5, 2, marks=pytest.mark.slow),
         ("dedup", 8, 0.6, 3),
         ("dedup", 2, None, 2),
     ],

@@ -410,6 +410,7 @@ def test_a_vocabulary_that_is_too_small_writes_nothing(tmp_path: Path, texts: Pa
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_standard_library(tmp_path: Path) -> None:
     names = [file.name for file in text_files.standard_library()]
     assert "inspect.py" in names

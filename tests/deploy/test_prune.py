@@ -110,7 +110,7 @@ def test_a_useless_expert_is_dropped(folder: Path, text: str, tmp_path: Path) ->
         assert len(engine.generate(["abc"], max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss_mxfp4"])
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "gpt_oss_mxfp4"])
 def test_every_family(name: str, text: str, tmp_path: Path) -> None:
     """Groups lose equally many; shared experts, biases, correction biases and dense layers stay."""
     shutil.copytree(CHECKPOINTS / name, tmp_path / "model")

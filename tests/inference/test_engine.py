@@ -46,7 +46,9 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
     return [(c.token_ids, c.logprobs) for c in a] == [(c.token_ids, c.logprobs) for c in b]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("qwen2_moe", "olmoe") else ()) for n in FAMILIES]
+)
 def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
     """transformers' greedy tokens up to a near-tie; streamed from host memory or disk, bit for bit the same."""
     expected = reference(name)

@@ -215,6 +215,7 @@ def test_a_ragged_exchange_gives_the_same_tokens(placement: Any, monkeypatch: py
     assert_logprobs(answer.logprobs, expected.logprobs)
 
 
+@pytest.mark.slow
 def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows on each of two devices, prefixes that cross from one to the other; nothing is compiled meanwhile.
 

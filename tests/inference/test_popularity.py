@@ -1,5 +1,6 @@
 """Guesses about the next layer: what they are, and that no guess changes a token."""
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22]]
+QUICK = {("gpt_oss", "host"), ("deepseek_v3_yarn", "nvme")}
 
 
 def test_counts_of_recent_steps() -> None:
@@ -65,8 +67,13 @@ def run(name: str, **options: Any) -> tuple[list[Completion], Any]:
         return found, engine.stats()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3_yarn", "gpt_oss"])
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [
+        pytest.param(name, tier, marks=() if (name, tier) in QUICK else pytest.mark.slow)
+        for name, tier in itertools.product(("mixtral", "deepseek_v3_yarn", "gpt_oss"), ("host", "nvme"))
+    ],
+)
 def test_a_guess_changes_no_token(name: str, tier: str, tmp_path: Path) -> None:
     resident, stats = run(name, policy="resident")
     layers = 3 if name == "gpt_oss" else 2

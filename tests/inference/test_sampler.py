@@ -280,7 +280,8 @@ def one_step(
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "spread"), [(999, 2.0), (20_000, 3.0), pytest.param(20_000, 0.5, marks=pytest.mark.slow)]
+    ("vocab_size", "spread"),
+    [(999, 2.0), *(pytest.param(20_000, spread, marks=pytest.mark.slow) for spread in (0.5, 3.0))],
 )
 @pytest.mark.parametrize("form", ["row by row", "whole batch"])
 def test_a_row_does_not_depend_on_its_batch(

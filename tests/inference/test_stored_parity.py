@@ -75,7 +75,7 @@ def test_logits_of_the_widened_model(name: str) -> None:
     np.testing.assert_allclose(found, ref["logits"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KEPT)
 def test_logits_and_bytes_of_every_tier(name: str, native: str, tmp_path: Path) -> None:
     """Logits as transformers has them; streamed the same to the bit, through a ring or by choice, from either tier."""

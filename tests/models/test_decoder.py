@@ -236,7 +236,9 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tupl
 # ---- tests
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("dense in between", "latent") else ()) for n in OPTIONS]
+)
 def test_every_option_agrees_with_a_plain_decoder(name: str) -> None:
     config = config_of(**OPTIONS[name])
     graph, state = build(config)

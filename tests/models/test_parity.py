@@ -121,7 +121,7 @@ def in_memory_name(name: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("qwen2_moe", "qwen3_moe") else ())
+        pytest.param(name, marks=() if name in ("deepseek_v3", "gpt_oss", "mixtral_sharded") else pytest.mark.slow)
         for name in NAMES
         if name != "gpt_oss_mxfp4"
     ],

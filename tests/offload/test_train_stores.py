@@ -91,7 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
         NVME,
         dataclasses.replace(NVME, write_back_every_steps=1),
         pytest.param(dataclasses.replace(NVME, gradients="host"), marks=pytest.mark.slow),
-        TiersConfig(experts="host", optimizer="nvme", gradients="nvme"),
+        pytest.param(TiersConfig(experts="host", optimizer="nvme", gradients="nvme"), marks=pytest.mark.slow),
         pytest.param(TiersConfig(experts="device", optimizer="nvme"), marks=pytest.mark.slow),
     ],
     ids=["nvme", "written-back", "gradients-host", "weights-host", "weights-device"],

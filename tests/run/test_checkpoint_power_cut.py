@@ -104,6 +104,7 @@ def test_steps_survive_a_power_cut_at_any_moment(cut: PowerCut) -> None:
         assert float(state["w"][0]) == 3 and values(store) == [3, 103, 203]
 
 
+@pytest.mark.slow
 def test_copies_of_records_survive_a_power_cut_where_the_node_is_lost(cut: PowerCut) -> None:
     """Of two steps kept one is whole without the pins: `durable` is said after the copies are on disk."""
     assert check(cut, without_local=True) > 50

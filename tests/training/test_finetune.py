@@ -28,7 +28,7 @@ def config_of(name: str, **options: object) -> TrainConfig:
     return with_pretrained_model(dataclasses.replace(tiny, init_from=str(CHECKPOINTS / name), **options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss_mxfp4"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow), "gpt_oss_mxfp4"])
 def test_first_steps(name: str) -> None:
     """The first loss is that of transformers; the state is the step's own, to write over as it likes."""
     config = config_of(name)

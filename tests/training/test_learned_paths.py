@@ -103,6 +103,7 @@ def test_what_is_drawn_depends_on_step_and_task_alone() -> None:
     assert [float(draw.temperature) for draw in draws[1:]] == pytest.approx([2.0, 0.4**0.5, 0.2])
 
 
+@pytest.mark.slow
 def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
     trainer, batches = trainer_of(1)
     state = trainer.init()

@@ -62,7 +62,11 @@ def layer_elements(model: ModelConfig) -> list[int]:
     return [attention + (sparse if kind == "moe" else mlp) for kind in model.layer_kinds]
 
 
-@pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 8), 0), ((2, 2, 2), 9000)], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    ("shape", "chunk_bytes"),
+    [pytest.param((1, 1, 8), 0, marks=pytest.mark.slow), ((2, 2, 2), 9000)],
+    ids=["whole", "chunks"],
+)
 def test_number_of_collectives(shape: tuple[int, int, int], chunk_bytes: int) -> None:
     """Every layer is gathered twice, but the last one once, and reduced once; the rest of the parameters once."""
     ops = Counter(op.kind for op in collectives(*shape, chunk_bytes=chunk_bytes))

@@ -124,7 +124,7 @@ def test_a_whole_table_is_reduced() -> None:
     assert len(reduced_tables(program(EIGHT, shard_dense=False))) == 1
 
 
-@pytest.mark.parametrize(("embedding", "tied"), CASES)
+@pytest.mark.parametrize(("embedding", "tied"), QUICK)
 def test_evaluation_and_logits(embedding: str, tied: bool) -> None:
     state, one, ours = steps(ONE, "replicated", tied)[1], program(ONE, tied=tied), program(EIGHT, embedding, tied)
     rng = np.random.default_rng(5)

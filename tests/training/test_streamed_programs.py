@@ -58,6 +58,7 @@ def test_the_losses_are_those_of_the_ordinary_step(ordinary: Trained, on_host: T
     same_training(on_host, ordinary)
 
 
+@pytest.mark.slow
 def test_it_starts_from_the_same_parameters() -> None:
     assert differing(train(SPREAD, HOST, steps=0).state, train(SPREAD, steps=0).state) == []
 
