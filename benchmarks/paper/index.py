@@ -91,7 +91,8 @@ def _ddp(result: Result) -> str:
     parts = [
         f"{row['variant']} {row['ratio_to_ready']:.2f} ({row['ratio_all_to_alls_to_ready']:.1f} sooner)" for row in rows
     ]
-    return f"{rows[0]['mbit_per_s']:g} Mbit/s: {', '.join(parts)}"
+    slower = _row(result["ddp"]["slower_processor"]["rows"], variant="chunks")["ratio_to_ready"]
+    return f"{rows[0]['mbit_per_s']:g} Mbit/s: {', '.join(parts)}; on a slower processor chunks {slower:.2f}"
 
 
 def _cutting(result: Result) -> str:
