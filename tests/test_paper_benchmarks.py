@@ -79,7 +79,7 @@ def test_what_is_simulated_is_what_the_code_gives() -> None:
 
 
 def test_the_simulated_steps_are_those_that_were_measured() -> None:
-    """Four nodes from two, nine in ten whole orders from their session's `ready`, within 10 %; no row from itself."""
+    """Four nodes from two, and whole orders from their session's `ready`, within 10 %; no row from itself."""
     rows = step_simulator.predict()
     assert max(abs(row["error"]) for row in rows["four_nodes"]) < 0.1
     assert all(row["predicted_bytes"] == pytest.approx(row["sent_bytes"], rel=0.01) for row in rows["four_nodes"])
@@ -87,8 +87,7 @@ def test_the_simulated_steps_are_those_that_were_measured() -> None:
     fitted = ("rows", 200.0, "chunks"), ("rows", 200.0, "pipelined")
     assert all((row["session"], row["mbit_per_s"], row["variant"]) not in fitted for row in rows["orders"])
     assert all(row["variant"] != "ready" for row in ready)
-    whole = [abs(row["error"]) for row in ready if row["shown"] == 1]
-    assert sum(error < 0.1 for error in whole) >= 0.9 * len(whole) and max(whole) < 0.15
+    assert all(abs(row["error"]) < 0.1 for row in ready if row["shown"] == 1)
 
 
 def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

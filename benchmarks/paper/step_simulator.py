@@ -11,8 +11,9 @@ chosen after the measured rows were seen.
 
 orders: steps of `order_two_nodes_cpu.json`, one rank a node, with the bytes that each sent. compute_s is another row's:
 `no link`, a step in the order priority without a link (for `rows` and `slower_hour`, which are of the same code); or
-`ready`, that order's step of the same session, rate and chunk size, less its link_s. shown is fitted to `rows` at 200
-Mbit/s. What something was fitted to is not predicted from it.
+`ready`, that order's step of the same session, rate and chunk size, less its link_s; seconds are then that step's over
+the median of the rounds' ratios to it, since the machine's speed changes between rounds. shown is fitted to `rows` at
+200 Mbit/s. What something was fitted to is not predicted from it.
 
 four_nodes: steps of `levels_cpu.json` on four nodes of two ranks, from those on two. shown x compute_s is the step on
 two nodes less its link_s, and doubles (shown_s), as twice as many ranks share the two cores. The bytes of all-to-alls
@@ -72,16 +73,18 @@ def orders(measured: Row) -> Iterator[Row]:
     names = "mbit_per_s", "variant", "chunk_bytes", "link_s", "seconds"
     for session, rows in ({"rows": measured["rows"]} | sessions).items():
         for row in rows:
-            variant, sources = row["variant"], {}
+            variant, sources = row["variant"], dict[str, tuple[float, float]]()  # seconds of computing, of the step
             if session in ("rows", "slower_hour") and variant not in OVERLAPPED:
-                sources["no link"] = without_link_s
+                sources["no link"] = without_link_s, row["seconds"]
             if variant != "ready" and not (variant in OVERLAPPED and row in fitted):
                 same = {key: row[key] for key in ("mbit_per_s", "chunk_bytes")}
-                sources["ready"] = _computing(_row(rows, variant="ready", **same))
-            for source, compute_s in sources.items():
+                ready = _row(rows, variant="ready", **same)
+                sources["ready"] = _computing(ready), round(ready["seconds"] / row["ratio_to_ready"], 4)
+            for source, (compute_s, seconds) in sources.items():
                 shown = parts.get(variant, 1.0)
                 known = {"compute": source, "compute_s": round(compute_s, 4), "shown": round(shown, 3)}
-                yield {"session": session} | predicted(row, names, step_s(compute_s, row["link_s"], shown), **known)
+                step = step_s(compute_s, row["link_s"], shown)
+                yield {"session": session} | predicted(row | {"seconds": seconds}, names, step, **known)
 
 
 def exchanged(row: Row, nodes: int, on_link: int) -> tuple[int, float]:
