@@ -1,57 +1,15 @@
 // Products of many rows in bfloat16, added up in float32: AVX512-BF16 takes two neighbours of the inner dimension, a
-// *pair*, at once. The left operand is read as it lies, the right one in panels of packed pairs.
+// *pair*, at once, AMX sixteen of them (tiles.h).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "operands.h"
+#include "tiles.h"
 #include "vectors.h"
 
-constexpr int64_t kPanelVectors = 4, kPanel = kPanelVectors * kLanes;  // columns of a right operand that lie together
 constexpr int64_t kTileRows = 6;  // 6 x 4 vectors of sums leave registers for a row of the panel
-
-// Left operands: `pair(m, p)` is pair p of row m, `from(m)` the rows from m on.
-
-// Of rows and pairs at even distances, in words.
-struct Left {
-  const uint32_t* data;
-  int64_t row, step;
-  uint32_t pair(int64_t m, int64_t p) const { return data[m * row + p * step]; }
-  Left from(int64_t m) const { return {data + m * row, row, step}; }
-};
-
-// Of rows anywhere, each from number `first` on.
-struct Rows {
-  const bfloat16* const* at;
-  int64_t first;
-  uint32_t pair(int64_t m, int64_t p) const {
-    uint32_t both;
-    std::memcpy(&both, at[m] + first + 2 * p, 4);
-    return both;
-  }
-  Rows from(int64_t m) const { return {at + m, first}; }
-};
-
-// Some columns of a right operand: of each pair so many vectors, `row` words apart.
-struct Panel {
-  const uint32_t* data;
-  int64_t row, vectors;
-};
-
-// A right operand [pairs, columns], panel by panel; of the last as many columns as there are, a multiple of 16.
-// first: the pair at which to begin.
-struct Right {
-  const uint32_t* data;
-  int64_t pairs, columns, first = 0;
-
-  int64_t width(int64_t n) const { return std::min(kPanel, columns - n); }
-  Panel panel(int64_t n) const { return {data + n * pairs + first * width(n), width(n), width(n) / kLanes}; }
-  // Where in such memory the word of a pair and a column is; the columns after it follow up to a multiple of 16.
-  static int64_t at(int64_t pairs, int64_t columns, int64_t pair, int64_t column) {
-    const int64_t n = column / kPanel * kPanel;
-    return n * pairs + pair * std::min(kPanel, columns - n) + column - n;
-  }
-};
 
 template <int R, int V, class L>
 inline void tile(const L& a, const Panel& b, int64_t pairs, float* c, int64_t c_row, bool add) {
@@ -92,6 +50,10 @@ inline void tiles(const L& a, int64_t rows, const Panel& b, int64_t pairs, float
 template <class L>
 inline void multiply(
     const L& a, int64_t rows, const Panel& b, int64_t pairs, float* c, int64_t c_row, bool add = false) {
+#if defined(JMOE_TILES)
+  if (has_tiles())
+    return multiply_in_tiles(a, rows, b.vectors * kLanes, [&](int64_t) { return b; }, pairs, c, c_row, add);
+#endif
   switch (b.vectors) {
     case 4: return tiles<4>(a, rows, b, pairs, c, c_row, add);
     case 3: return tiles<3>(a, rows, b, pairs, c, c_row, add);
@@ -103,6 +65,10 @@ inline void multiply(
 // The same for all columns.
 inline void multiply(
     const Left& a, int64_t rows, const Right& b, int64_t pairs, float* c, int64_t c_row, bool add = false) {
+#if defined(JMOE_TILES)
+  if (has_tiles())
+    return multiply_in_tiles(a, rows, b.columns, [&](int64_t n) { return b.panel(n); }, pairs, c, c_row, add);
+#endif
   for (int64_t n = 0; n < b.columns; n += kPanel) multiply(a, rows, b.panel(n), pairs, c + n, c_row, add);
 }
 

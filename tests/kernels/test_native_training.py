@@ -110,6 +110,18 @@ def test_experts_and_their_gradients(activation: str, bias: bool, sizes: list[in
     assert [w.dtype for w in jax.tree.leaves(ours[2])] == [jnp.float32] * (4 if bias else 2)
 
 
+@pytest.mark.parametrize("rows", [1, 6, 16, 17, 32, 49])
+def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
+    """Whichever instructions a processor has for many rows, sums over inner dimensions of any size have one order."""
+    x, weights = drawn_mlp([300], 80, 48, "swiglu", bias=False)
+
+    def first_rows(sizes: int) -> jax.Array:
+        with native.native_training(True):
+            return grouped_mlp(x, jnp.full(1, sizes, jnp.int32), weights, activation="swiglu", slots=32)[:rows]
+
+    np.testing.assert_array_equal(first_rows(rows), first_rows(300))
+
+
 def test_experts_read_the_rows_of_tokens() -> None:
     """A map of rows gives what the rows that it names give, and the gradient goes to their tokens."""
     x, weights = drawn_mlp([150, 146], 32, 48, "swiglu", bias=False)
