@@ -639,6 +639,8 @@ PLACES = (
         "sudo python benchmarks/paper/lina_packing.py",
         "lina_packing_two_nodes_cpu.json",
         _packing,
+        quick="benchmarks/paper/lina_packing.py --rates 0 --rounds 1 --shapes 1",
+        limit_s=240,
         lacking="utilisation: processor time over wall time and cores, in place of GPUs",
     ),
     Place(

@@ -190,7 +190,7 @@ def measure_shape(a: argparse.Namespace, num_ranks: int, clock: Clock, shape: tu
 def main() -> None:
     a = parse()
     if a.rank is not None:
-        a.ranks_per_node, a.bucket_bytes, a.native = RANKS_PER_NODE, 0, "auto"
+        a.nodes, a.ranks_per_node, a.bucket_bytes, a.native = NUM_NODES, RANKS_PER_NODE, 0, "auto"
         report.finish(measure(a, *join(a, RANKS_PER_NODE)))
         return
     with tempfile.TemporaryDirectory() as folder:
