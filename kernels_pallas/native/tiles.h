@@ -12,7 +12,7 @@
 
 #include <vector>
 
-constexpr int64_t kTileSize = 16;           // rows of a tile, and words of each
+constexpr int64_t kTileSize = 16;             // rows of a tile, and words of each
 constexpr int64_t kPassRows = 2 * kTileSize;  // rows that are computed at once
 
 // Asked once: Linux keeps tiles from processes that have not asked.
@@ -22,8 +22,8 @@ inline bool has_tiles() {
   return may;
 }
 
-// What tiles are, as LDTILECFG reads it. 0 and 1: sums of the first rows, 2 and 3: of the rows after them, 4 and 5: the left
-// operand's rows, 6 and 7: the right one's columns.
+// What the tiles are, as LDTILECFG reads it. 0 and 1: sums of the first sixteen rows of a pass, 2 and 3: of the rows
+// after them; 4 and 5: the left operand's rows; 6 and 7: the right one's pairs, sixteen columns each.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -94,8 +94,8 @@ inline void lay(const Rows& a, int64_t rows, int64_t first, int64_t count, uint3
       store(to + m * to_row + p, load_some(a.at[m] + a.first + 2 * (first + p), count - p));
 }
 
-// Where rows of pairs are, so many words apart; `last`: the last sixteen pairs or fewer, filled up with zeros, and their
-// rows' distance.
+// Where rows of pairs are, so many words apart; `last`: the last sixteen pairs or fewer, filled up with zeros, and the
+// distance of their rows.
 struct Tiles {
   const uint32_t* data;
   int64_t row;
@@ -144,8 +144,8 @@ inline void tile_product(const Tiles& a, const Tiles& b, int64_t pairs, float* s
   if constexpr (M == 2 && N == 2) _tile_stored(3, below + kLanes, stride);
 }
 
-// c [rows, columns] = a b, or more of it, where panel(n) are the columns of b from n on. Each row is added up alike,
-// whatever others there are.
+// c [rows, columns], rows c_row floats apart, = a b or, where add, more of it; panel(n): the columns of b from n on.
+// Each row is added up alike, whatever others there are.
 template <class L, class P>
 inline void multiply_in_tiles(
     const L& a, int64_t rows, int64_t columns, const P& panel, int64_t pairs, float* c, int64_t c_row, bool add) {
