@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-from tests.processes import QUICK_FUSIONS, Child, kill_group, start_logged, start_process
+from tests.processes import QUICK_XLA_FLAGS, Child, kill_group, start_logged, start_process
 from tests.train_runs import Run, TrainRuns
 
 NUM_DEVICES = 8
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set JAX up before any test module is imported."""
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # a plugin may have imported jax before us
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    flags = (QUICK_FUSIONS, os.environ.get("XLA_FLAGS", ""), PATIENCE)  # the last one of a name counts
+    flags = (QUICK_XLA_FLAGS, os.environ.get("XLA_FLAGS", ""), PATIENCE)  # the last one of a name counts
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))  # read when the backend starts
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     # JAX does not write cache entries atomically: parallel workers must not read each other's.

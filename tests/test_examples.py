@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.model_configs import CHECKPOINTS
-from tests.processes import QUICK_FUSIONS
+from tests.processes import QUICK_XLA_FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 MIXTRAL = CHECKPOINTS / "mixtral"
@@ -35,7 +35,7 @@ def test_at_most_sixty_lines(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PRINTS))
 def test_it_prints_what_it_promises(name: str, run_python: Callable[..., Any], tmp_path: Path) -> None:
     arguments = {"generate_offloaded.py": [MIXTRAL], "load_and_save.py": [MIXTRAL, tmp_path / "copy"]}.get(name, [])
-    environment = {"XLA_FLAGS": QUICK_FUSIONS, "JAX_NUM_CPU_DEVICES": None}
+    environment = {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_NUM_CPU_DEVICES": None}
     done = run_python([ROOT / "examples" / name, *arguments], environment)
     assert done.returncode == 0, done.stderr
     assert PRINTS[name] in done.stdout

@@ -1,7 +1,7 @@
 """Train with room on the device for all experts of a layer and for a share, and compare bit for bit.
 
 `python -m tests.training.room_for_experts CASE SHARE FOLDER` prints one JSON object. A process of its own, since XLA's
-older emitters, with which the tests compile (`tests.processes.QUICK_FUSIONS`), round the same fused loop over another
+older emitters, with which the tests compile (`tests.processes.QUICK_XLA_FLAGS`), round the same fused loop over another
 number of experts in another way.
 """
 
