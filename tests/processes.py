@@ -18,9 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A program compiled in one part takes less of the processor than in several that tests beside it have no cores for.
-# XLA's older emitters of fused loops compile in half of the time. Later versions have the new ones alone and end a
-# process that names their flag.
+# A program compiled in one part takes less processor time than in several. XLA's older emitters of fused loops compile
+# in half of the time; later versions have the new ones alone and end a process that names this flag.
 _OLD_FUSIONS = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
 QUICK_XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1" + _OLD_FUSIONS
 

@@ -6,8 +6,8 @@
     python -m benchmarks.paper --all --quick         smoke tests of all, and the committed figures beside the papers'
 
 A smoke test shows that a benchmark runs, not what it measures: figures come from `benchmarks/results`, and XLA leaves
-most optimisations out, which compiles in a third of the time. One that fails or runs into its limit is named with its
-last lines, and the rest goes on; the exit status is then 1. What needs root, a model or hours is not run with --quick.
+most optimisations out, to compile sooner. One that fails or runs into its limit is named with its last lines, and the
+rest goes on; the exit status is then 1. What needs root, a model or hours is not run with --quick.
 """
 
 if __name__ == "__main__":
