@@ -39,8 +39,8 @@ FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress inference.mesh_programs inference.stats inference.teacher kernels.groups
 kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.residency offload.saved_experts
-run.checkpoint_contents run.task_report runtime serving.answer serving.errors serving.metrics serving.schemas
-serving.service serving.vocabulary training.distilling training.evaluation
+run.checkpoint_contents run.task_report run.task_summary runtime serving.answer serving.errors serving.metrics
+serving.schemas serving.service serving.vocabulary training.distilling training.evaluation
 training.gradient_reduction training.session training.sharded_model training.streamed_experts
 training.streamed_vision_programs training.task_losses training.update"""
 
@@ -102,6 +102,19 @@ def test_offenders_are_found() -> None:
 def test_no_imports_go_round_in_a_circle() -> None:
     names = {module: imports(tree) for module, tree in SOURCES.items()}
     TopologicalSorter({m: {*ns, *(n.rpartition(".")[0] for n in ns)} - {m} for m, ns in names.items()}).prepare()
+
+
+def test_a_run_starts_without_matplotlib() -> None:
+    """It takes half a second to import, on every rank, and only process 0 draws, at the end."""
+    reached, ahead = set[str](), ["train"]
+    while ahead:
+        module = ahead.pop()
+        if module in SOURCES and module not in reached:
+            names = imports(ast.Module([node for node in SOURCES[module].body if hasattr(node, "names")], []))
+            ahead += [*names, *(name.rpartition(".")[0] for name in names)]
+        reached.add(module)
+    assert {"jmoe.training.vision_session", "jmoe.run.summary"} <= reached
+    assert not {name for name in reached if name.split(".")[0] == "matplotlib"}
 
 
 def test_no_two_public_things_have_one_name() -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
@@ -129,6 +128,8 @@ def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
 
 def _rendered(label_of: Callable[[int, int], int]) -> list[SourceImage]:
     """Return every character in every font, in three sizes; the sizes of a character in a font are one group."""
+    import matplotlib  # the rest of a run needs it for its picture alone
+
     folder, images = Path(matplotlib.get_data_path()) / "fonts" / "ttf", []
     for number, name in enumerate(FONTS):
         for size in (20, 23, 26):

@@ -41,6 +41,7 @@ from jmoe.status import duration
 
 METRICS_FILE: Final = "metrics.jsonl"
 TENSORBOARD_DIR: Final = "tensorboard"
+REPORT_FILE: Final = "report.png"
 REQUIRED: Final = ("loss", "tokens_per_s", "dropped_fraction")
 EXPERT_LOAD_VALUES_PER_STEP: Final = 256  # on average: 48 layers x 128 experts on every step is 5 GB in 100,000 steps
 TENSORBOARD_FLUSH_S: Final = 5.0  # a flush is an fsync, slow on a shared file system

@@ -1,82 +1,24 @@
-"""The report of a run on images: a table of its tasks, and `report.png`, drawn from `metrics.jsonl`."""
+"""The picture of a run on images: `report.png`, drawn from `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from jmoe.config import VisionTrainConfig
-from jmoe.data.images import ImageTask, Split
 from jmoe.data.shards import write_atomic
 from jmoe.planning.elastic import Layout
-from jmoe.run.metrics import METRICS_FILE, read_run
-from jmoe.run.report import REPORT_FILE
+from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, read_run
 
-RIDGE: Final = 1.0  # added to the diagonal of the normal equations
 COLORS: Final = ("#2563eb", "#ea580c", "#0d9488", "#be123c", "#7c3aed", "#65a30d", "#0891b2", "#a16207")
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """The figures of a run in one task; accuracies are those of held-out images."""
-
-    name: str
-    num_classes: int
-    before: float | None  # None: not measured
-    accuracy: float
-    linear: float
-    images_per_s: float  # in training; nan: not measured
-    path: tuple[int, ...] = ()  # the expert that it takes in each layer routed by task
-
-
-def linear_accuracy(task: ImageTask) -> float:
-    """Return what a linear model by least squares on the pixels, with a ridge of 1, gets right of the held-out images.
-
-    Its targets are 1 for an image's class and 0 for others; the largest output is the class.
-    """
-
-    def inputs(split: Split) -> np.ndarray:
-        x = split.pixels.reshape(len(split.labels), -1) / 255.0
-        return np.concatenate([x, np.ones((len(x), 1))], axis=1)
-
-    x, targets = inputs(task.train), np.eye(len(task.classes))[task.train.labels]
-    weights = np.linalg.solve(x.T @ x + RIDGE * np.eye(x.shape[1]), x.T @ targets)
-    return float(np.mean(np.argmax(inputs(task.held_out) @ weights, axis=1) == task.held_out.labels))
-
-
-def print_task_summary(results: Sequence[TaskResult], path: Path, stream: TextIO | None = None) -> None:
-    """Print a table with a row a task, and where the picture is."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("task")
-    for name in ("classes", "before", "accuracy", "linear model on pixels", "samples/s"):
-        table.add_column(name, justify="right")
-    routed = any(result.path for result in results)
-    if routed:
-        table.add_column("path")
-    for result in results:
-        before = "" if result.before is None else f"{result.before:.1%}"
-        rate = f"{result.images_per_s:,.0f}" if math.isfinite(result.images_per_s) else ""
-        cells = [str(result.num_classes), before, f"{result.accuracy:.1%}", f"{result.linear:.1%}", rate]
-        cells += [" ".join(map(str, result.path))] if routed else []
-        table.add_row(result.name, *cells)
-    console = Console(file=stream, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = 80
-    console.print()
-    console.print(table)
-    console.print(f"\nreport       {path}", soft_wrap=True)
 
 
 def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layout) -> Path:

@@ -21,9 +21,9 @@ from jmoe.run.distributed import Watchdog
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
 from jmoe.run.planner import tier_totals, tiers_summary
 from jmoe.run.prometheus import RunMetrics
-from jmoe.run.report import HeldOut, Summary, print_final_summary, write_report
 from jmoe.run.run_folder import RunFolder
 from jmoe.run.snapshots import Snapshots
+from jmoe.run.summary import HeldOut, Summary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.finetune import pretrained_state
@@ -220,6 +220,8 @@ class Session:
 
     def report(self) -> Path:
         """Draw the run so far and return the picture's path."""
+        from jmoe.run.report import write_report  # imports matplotlib, which no other part of a run needs
+
         return write_report(self.output_dir)
 
     def finish(self, state: TrainState, before: Any) -> None:

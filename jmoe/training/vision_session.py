@@ -21,7 +21,7 @@ from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.distributed import AskedSignal, from_rank_0
 from jmoe.run.metrics import read_events, read_metrics
 from jmoe.run.planner import experts_line, tier_totals
-from jmoe.run.task_report import TaskResult, linear_accuracy, print_task_summary, write_task_report
+from jmoe.run.task_summary import TaskResult, linear_accuracy, print_task_summary
 from jmoe.status import status
 from jmoe.training.packing import agreed, moved
 from jmoe.training.session import Session, say
@@ -204,6 +204,8 @@ class VisionSession(Session):
 
     def report(self) -> Path:
         """Draw the run so far and return the picture's path."""
+        from jmoe.run.task_report import write_task_report  # imports matplotlib
+
         assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
         return write_task_report(self.output_dir, self.config, self.trainer.layout)
 

@@ -33,7 +33,8 @@ from jmoe.run.metrics import (
     read_metrics,
     recent_expert_load,
 )
-from jmoe.run.report import HeldOut, Summary, print_final_summary, write_report
+from jmoe.run.report import write_report
+from jmoe.run.summary import HeldOut, Summary, print_final_summary
 
 
 def metrics(step: int = 0, *, layers: int = 2, experts: int = 4, **changes: object) -> dict[str, Any]:
