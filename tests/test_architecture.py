@@ -105,7 +105,7 @@ def test_no_imports_go_round_in_a_circle() -> None:
 
 
 def test_a_run_starts_without_matplotlib() -> None:
-    """It takes half a second to import, on every rank, and only process 0 draws, at the end."""
+    """Every rank would wait for its import (`python -X importtime`), and only process 0 draws, at the end."""
     reached, ahead = set[str](), ["train"]
     while ahead:
         module = ahead.pop()

@@ -1,4 +1,4 @@
-"""The picture of a run: `report.png`, drawn from `metrics.jsonl`. matplotlib takes half a second to import."""
+"""The picture of a run: `report.png`, drawn from `metrics.jsonl`. Slow to import: it needs matplotlib."""
 
 from __future__ import annotations
 
