@@ -11,6 +11,9 @@ from pathlib import Path
 # threads than a small machine has cores, or they wait for each other for ever. Child processes inherit both.
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs compile in a third of the time without most of XLA's optimisations, in child processes too. What is about the
+# optimised program asks for the fixture `full_compilation`, or takes the variable from its child's environment.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -54,11 +57,12 @@ def programs_of_one_module() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """A third of the time to compile; for comparisons that do not depend on how well programs are optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def full_compilation() -> Iterator[None]:
+    """All of XLA's optimisations, as users have them."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

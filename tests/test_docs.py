@@ -36,7 +36,6 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["README.md", "docs/layer.md"])
 def test_the_layers_code_runs(name: str) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)

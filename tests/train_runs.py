@@ -64,7 +64,6 @@ class TrainRuns:
     def environment(self, devices: int = 1) -> dict[str, str | None]:
         """Changes to the environment of a run: `devices` fake ones, and the shared compile cache."""
         return one_device(self.folder / "compile_cache") | {
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # a third of the time to compile, as in `quick_compilation`
             "JAX_NUM_CPU_DEVICES": str(devices) if devices > 1 else None,
         }
 

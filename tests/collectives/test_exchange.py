@@ -28,8 +28,6 @@ AXES = ("node", "gpu")
 T, D, E = 20, 12, 16  # 20: no multiple of the 8 that buffers are rounded to
 DEVICES = 8
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def planned(kind: Any, split: tuple[int, int], k: int, **groups: int) -> ExchangePlan:
     nodes, inside = split

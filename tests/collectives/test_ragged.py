@@ -16,8 +16,6 @@ from jmoe.mesh import split_over
 from tests.arrays import ragged_all_to_all
 from tests.collectives.test_exchange import DEVICES, D, E, T, draw, experts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @functools.cache
 def program(move: Any, rows: int) -> Any:

@@ -34,7 +34,6 @@ from tests.model_configs import CHECKPOINTS
 from tests.models.test_pretrained import arrays_of
 from tests.tiny_engines import tiny_engine
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss", "gpt_moe")
 SIZES = {"mxfp4": (64, 96), "int4": (64, 96), "int8": (64, 96), "fp8": (256, 128)}  # hidden, expert's
 PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]

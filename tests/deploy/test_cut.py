@@ -14,7 +14,6 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import in_numpy, stored_arrays, write_model
 from tests.model_configs import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = np.random.default_rng(3).integers(0, 64, 12)
 
 

@@ -21,7 +21,6 @@ from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays,
 from tests.deploy.test_prune import TEXT, write_tokenizer
 from tests.model_configs import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = np.random.default_rng(3).integers(0, 64, 12)
 
 

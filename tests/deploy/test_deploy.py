@@ -76,7 +76,6 @@ def test_every_stage(model: Path, tmp_path: Path, run_python: Run) -> None:
     assert re.search(r"stopped; \d+ programs from the bundle, 0 compiled\n", server.log.read_text())
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_the_portable_form(model: Path, tmp_path: Path) -> None:
     """Of a pruned model, whose tokens in numpy are the programs'."""
     stages = Stages(str(tmp_path / "text.txt"), 3, portable=True, max_tokens=300, sequence_length=16)

@@ -27,7 +27,6 @@ from tests.deploy.test_prune import TEXT, write_tokenizer
 from tests.model_configs import CHECKPOINTS, mesh_of
 from tests.train_runs import SHORT, Run, TrainRuns, evaluations, losses, resumes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = np.random.default_rng(3).integers(0, 64, (4, 17)).astype(np.int32)
 
 

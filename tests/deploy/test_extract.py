@@ -12,8 +12,6 @@ from jmoe.deploy.extract import extract_task, load_task_model
 from jmoe.deploy.extract import main as extract
 from tests.vision_runs import CLASS_NAMES, CONFIG, saved_run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def test_an_extracted_path_computes_what_the_super_network_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,6 @@ from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, random_model
 from tests.model_configs import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 OPTIONS = EngineConfig(max_batch=2, max_seq_len=40, prefill_chunk_tokens=8, dtype="float32", native="off")
 PROMPTS = [[1, 2, 3], [7, 9, 30, 2, 5, 5, 8, 1, 4, 12, 3], [11]]  # more than rows, and more than a chunk
 # Runs a program where only JAX and what comes with it can be imported.

@@ -25,7 +25,6 @@ from tests.http_servers import start_server
 from tests.kernels.test_compressed import read
 from tests.train_runs import SHORT, Run, TrainRuns, evaluations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = np.random.default_rng(3).integers(0, 64, 24)
 PROMPTS = [TOKENS[:9].tolist(), TOKENS[9:14].tolist()]
 ASKED: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 2}

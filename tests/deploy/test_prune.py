@@ -26,7 +26,6 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, random_model, stored_arrays
 from tests.model_configs import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LENGTH, VOCABULARY = 16, 64
 TEXT = "".join(chr(97 + n % 23) + " " * (n % 7 == 0) for n in np.random.default_rng(5).integers(0, 400, 3000).tolist())
 

@@ -113,7 +113,6 @@ def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
 
 def main() -> None:
     model, (rank, processes, port) = sys.argv[1], map(int, sys.argv[2:5])
-    jax.config.update("jax_disable_most_optimizations", True)
     config = DistributedConfig(
         f"127.0.0.1:{port}", processes, rank, step_timeout_s=PATIENCE_S, heartbeat_timeout_s=PATIENCE_S
     )

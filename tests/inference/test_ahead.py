@@ -14,7 +14,6 @@ from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.sequence import Output
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 RANDOM = {"temperature": 1.0, "seed": 3, "presence_penalty": 1.5, "logprobs": 3}
 
 

@@ -13,7 +13,6 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.planning.streaming import StreamingPlan
 from tests.compiled import compilations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], [20, 21, 22, 23, 24]]
 
 

@@ -21,7 +21,6 @@ from kernels_pallas.compressed import FORMATS, compress
 from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.kernels.test_compressed import read
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
 # bits a weight, by the number of inputs
 BITS = {

@@ -13,7 +13,6 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.mesh_runner import MeshRunner
 from tests.inference.mesh_traffic import MAX_BATCH, Traffic, assert_logprobs, move_at_every_step, traffic
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLOAT_BYTES = 4
 OTHERS = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn")
 

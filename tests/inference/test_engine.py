@@ -27,7 +27,6 @@ from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
 from tests.damage import flip_everywhere, poison
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
 NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,6 @@ from jmoe.config.engine import EngineMesh
 from jmoe.inference.mesh_runner import MeshRunner
 from tests.model_configs import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, TOKENS, SLOTS = 4, 4, 3
 
 

@@ -31,7 +31,6 @@ from tests.inference.mesh_traffic import (
 from tests.processes import one_device as one_device_each
 from tests.train_runs import Start, free_port
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 DEVICES = 8
 PROCESSES = 4
 LONG_S = 600.0

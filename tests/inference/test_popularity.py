@@ -20,7 +20,6 @@ from jmoe.inference.sequence import Completion
 from jmoe.layers.router import Router
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22]]
 QUICK = {("gpt_oss", "host"), ("deepseek_v3_yarn", "nvme")}
 

@@ -1,10 +1,7 @@
 """Rows of the cache and the choices of routers, over the steps of an engine."""
 
 import numpy as np
-import pytest
 from tiny_engines import tiny_engine
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_use_of_experts_is_counted_in_tokens() -> None:

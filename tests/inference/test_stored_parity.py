@@ -19,7 +19,6 @@ from jmoe.memory.buffers import PAGE_BYTES
 from jmoe.memory.record_store import FIELD_ALIGNMENT_BYTES
 from kernels_pallas.compressed import FORMATS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "compressed"
 TOLERANCE = 1e-4  # of a logit
 KEPT = {"fp4_experts": "mxfp4", "fp8": "fp8", "int4": "int4", "int8": "int8", "mxfp4": "mxfp4"}

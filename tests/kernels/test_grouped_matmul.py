@@ -23,7 +23,6 @@ from tests.arrays import assert_close, random_row_map
 ORACLE = Implementation(reference.grouped_matmul, reference.weight_gradient)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # of the largest value; bfloat16 is rounded once
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def operands(n: int, d: int, f: int, e: int, dtype: Any, transpose_rhs: bool = False) -> tuple[jax.Array, ...]:

@@ -17,8 +17,6 @@ from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp, reference
 from kernels_pallas.token_permute import RowMap, dispatch
 from tests.arrays import assert_close, assert_near
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 N, L, D, F = 400, 4, 12, 20
 GROUPS = {
     "balanced": (100, 100, 100, 100),

@@ -30,7 +30,6 @@ from tests.arrays import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,8 +13,6 @@ from kernels_pallas import native
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp, reference
 from kernels_pallas.token_permute import RowMap, sort_by_expert
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:

@@ -17,8 +17,6 @@ from kernels_pallas.grouped_matmul import quantize, quantized_grouped_matmul, re
 from kernels_pallas.shapes import ROUTINGS, group_sizes
 from tests.arrays import assert_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 N, D, F, E = 300, 24, 40, 5
 DTYPES = ("int8", "float8_e4m3fn")
 WORST = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}  # of a column's largest weight; of the weight itself, 3 bits

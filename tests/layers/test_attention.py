@@ -17,8 +17,6 @@ from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.attention import Attention, blocked_attention, causal_attention, rotary, yarn_frequencies
 from tests.arrays import assert_near
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, d = 2, 16
 
 

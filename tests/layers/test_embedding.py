@@ -22,8 +22,6 @@ from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh, split_over
 from jmoe.planning.embedding import EmbeddingPlan, round_rows
 from tests.arrays import assert_near
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 R, T, V, D = 8, 24, 64, 16
 MESHES = [(8, 1, 1), (2, 2, 2), (1, 1, 8)]
 

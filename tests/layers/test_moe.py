@@ -24,8 +24,6 @@ from jmoe.collectives.exchange import Choices
 from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
 from tests.arrays import assert_near, assert_trees_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 T, D, F, E = 128, 16, 12, 8
 LOSSES: dict[str, Any] = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large, to show beside the output
 CASES = {

@@ -25,8 +25,6 @@ from jmoe.layers.router import (
     updated_bias,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 T, D, E = 96, 24, 16
 CASES = {
     "switch": (1, RouterConfig(kind="switch")),

@@ -80,9 +80,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def config_of(**options: Any) -> ModelConfig:
     return ModelConfig(**(TINY | options))
 

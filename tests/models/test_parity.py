@@ -32,9 +32,6 @@ TOLERANCE = 2e-4  # of a logit
 LOSS_TOLERANCE = 1e-4
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @cache
 def loaded(name: str) -> jmoe.LanguageModel:
     return jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32")

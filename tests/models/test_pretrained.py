@@ -29,9 +29,6 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def arrays_of(model: LanguageModel) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model.decoder)))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

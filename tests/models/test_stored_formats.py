@@ -13,7 +13,6 @@ from jmoe.mesh import make_mesh
 from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.models.test_pretrained import arrays_of, rewritten
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 GATE = "model.layers.2.mlp.experts.2.gate_proj.weight"
 SCALE = GATE.removesuffix("weight") + "scale"
 

@@ -38,8 +38,6 @@ FIRST, SAVED, LAST = 2, 4, 5
 WORDS = "an injected fault"
 Result = tuple[dict[int, float], list[float], TrainState]
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Fault:
     """Counts the calls of a function, and lets number `fails_at` fail, once."""

@@ -16,7 +16,6 @@ from kernels_pallas import native
 from kernels_pallas.native import NotBuiltError
 from tests.inference.test_calibration import layer_bytes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 3], list(range(2, 38))]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
 

@@ -28,8 +28,6 @@ from tests.training.test_streamed_step import CONFIG, HOST, STEPS, E, N, Trained
 SAVED = 3
 NVME = TiersConfig("nvme", "nvme", "nvme", host_cache_bytes=150_000)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Opened(Closing):
     """A run's program, with its checkpoints in a folder."""

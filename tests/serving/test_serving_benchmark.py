@@ -101,7 +101,6 @@ def test_starts_and_stops_the_server(load: Callable[..., dict[str, Any]], monkey
     assert result["args"]["start"] == ["some-model", "--policy", "ring"]
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_engine_alone(load: Callable[..., dict[str, Any]], model_folder: Path) -> None:
     """The same prompts, without HTTP."""
     options = ["--max-batch", "1", "--max-seq-len", "64", "--prefill-chunk-tokens", "8", "--policy", "resident"]

@@ -58,7 +58,6 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
 
 def main(case: str, share: str, folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", True)
     config, tiers = CASES[case]
     whole = train(config, dataclasses.replace(tiers, path=str(Path(folder) / "all")), steps=4)
     part = train(

@@ -25,7 +25,6 @@ from tests.vision_runs import CONFIG as RUN_CONFIG
 from tests.vision_runs import saved_run
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 COMPARED = {"head": "contrastive", "embedding_size": 8, "contrastive_temperature": 0.2}
 CHANGES: dict[str, Any] = {name: COMPARED if name in ("large", "small") else {} for name in CONFIG.tasks}
 MODEL = dataclasses.replace(CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,))

@@ -20,8 +20,6 @@ from tests.training.room_for_experts import CASES, MANY, E
 
 ENOUGH, STEPS = 0.5, 4  # 16 of 32 experts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def with_room(share: float) -> TiersConfig:
     return dataclasses.replace(HOST, device_experts=share)

@@ -19,8 +19,6 @@ from jmoe.training.finetune import pretrained_state, with_pretrained_model
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import CHECKPOINTS, mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def config_of(name: str, **options: object) -> TrainConfig:
     _, tiny = PRESETS["tiny"]

@@ -47,8 +47,6 @@ CONFIG = TrainConfig(
 HOST = TiersConfig(experts="host", optimizer="host")
 NVME = TiersConfig(experts="nvme", optimizer="nvme")
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def trainer_of(shape: tuple[int, int, int], tiers: TiersConfig | None = None, **changes: Any) -> Trainer:
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(*shape), tiers=tiers or TiersConfig(), **changes)

@@ -22,7 +22,6 @@ from tests.arrays import on_host
 from tests.model_configs import mesh_of
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PATHS = {"large": (1, 1), "middle": (2, 2), "small": (3, 3), "other": (1, 3)}
 LEARNED = dataclasses.replace(
     CONFIG,

@@ -44,8 +44,6 @@ OPERATIONS = (
     "jmoe_grouped_mlp_gradient",
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture
 def built() -> None:

@@ -22,8 +22,6 @@ from tests import model_configs
 from tests.arrays import differing, on_host
 from tests.model_configs import OPTIMIZER, spread_over
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPE = (1, 2, 2)
 SEQUENCE, BATCH = 16, 8
 MODEL = dataclasses.replace(model_configs.MODEL, num_hidden_layers=2, first_k_dense_replace=0, num_experts_per_tok=2)

@@ -31,8 +31,6 @@ from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DEVICE = TiersConfig()
 MIXED = TiersConfig(experts="device", optimizer="host")
 HOST = TiersConfig(experts="host", optimizer="host")

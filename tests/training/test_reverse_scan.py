@@ -36,8 +36,6 @@ MODEL = ModelConfig(
     capacity_factor=1.0,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @functools.cache
 def compiled(*shape: int, model: ModelConfig = MODEL, tokens: int = 16, **comm: Any) -> Any:

@@ -50,8 +50,6 @@ QUICK = [
     for case in CASES
 ]
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @functools.cache
 def program(

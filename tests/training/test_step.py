@@ -52,9 +52,6 @@ def config_of(shape: tuple[int, int, int], **changes: Any) -> TrainConfig:
     return spread_over(dataclasses.replace(CONFIG, **changes), *shape, **comm)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @functools.cache
 def program(shape: tuple[int, int, int], **changes: Any) -> tuple[Trainer, Mesh, TrainConfig]:
     mesh = mesh_of(*shape)

@@ -33,8 +33,6 @@ SPREAD = dataclasses.replace(
 REPLICAS = dataclasses.replace(SPREAD, mesh=MeshConfig(2, 1, 2))
 ONE_CHOICE = dataclasses.replace(CONFIG, batch_size=4)  # of an expert by a token, so that some stay idle and catch up
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(
     scope="module", params=[pytest.param(SPREAD, marks=pytest.mark.slow), REPLICAS], ids=["each its own", "replicas"]

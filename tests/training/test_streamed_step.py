@@ -37,8 +37,6 @@ CONFIG = TrainConfig(
 )
 HOST = TiersConfig(experts="host", optimizer="host")
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def batch(config: TrainConfig, step: int) -> jax.Array:
     rng = np.random.default_rng(100 + step)

@@ -28,8 +28,6 @@ from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of, spread_over
 from tests.vision_tasks import CLASSES, COMM, CONFIG, TASKS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DEVICE = TiersConfig()
 HOST = TiersConfig(experts="host", optimizer="host", device_layers=1)
 MIXED = TiersConfig(experts="device", optimizer="host")

@@ -23,7 +23,6 @@ from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TINY = dataclasses.replace(ufo_tiny, layout="elastic")
 # Three tasks share expert 0 of the first of two layers, and each has its own in the last. No path names 2 of the first.
 PATHS = {"large": (0, 0), "middle": (1, 1), "small": (0, 2), "other": (0, 3)}

@@ -18,7 +18,6 @@ from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 from tests.vision_runs import CLASS_NAMES, CONFIG, saved_run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 NO_IMAGES = Split(np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int32))
 # The new task comes first in its number, second in the alphabet.
 CLASSES = {"emoji": ["x", "y"], **CLASS_NAMES}

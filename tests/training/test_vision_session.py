@@ -27,7 +27,6 @@ from jmoe.training.vision_trainer import ImageTrainer, make_vision_trainer
 from tests.arrays import differing, full_state
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Layers without experts that tokens choose compile in half of the time.
 MODEL = dataclasses.replace(CONFIG.model, num_hidden_layers=2, mlp_only_layers=(0,), task_layers=(1,))
 ELASTIC = dataclasses.replace(CONFIG, model=MODEL, layout="elastic")

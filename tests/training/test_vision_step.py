@@ -22,8 +22,6 @@ from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of, spread_over
 from tests.vision_tasks import CLASSES, COMM, CONFIG, TASKS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def put(batch: ImageBatch, trainer: VisionTrainer) -> ImageBatch:
     sharding = NamedSharding(trainer.model.mesh, BATCH)
@@ -55,10 +53,7 @@ def run(shape: tuple[int, int, int], steps: int = 4, **changes: Any) -> tuple[np
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[np.ndarray, np.ndarray]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    result = run((1, 1, 1))
-    jax.config.update("jax_disable_most_optimizations", False)
-    return result
+    return run((1, 1, 1))
 
 
 @pytest.mark.parametrize(
