@@ -91,6 +91,7 @@ def test_completed_run(runs: TrainRuns) -> None:
         assert f"/{phase}/".encode() in content or f"({phase})/".encode() in content, phase
 
 
+@pytest.mark.slow
 def test_jsonl_and_dense_model(runs: TrainRuns, tmp_path: Path) -> None:
     lines = tmp_path / "modules.jsonl"
     with lines.open("w") as file:
@@ -242,6 +243,7 @@ def test_two_processes_stop_together_and_go_on_as_one(
     assert [got[s] for s in known] == pytest.approx([reference[s] for s in known], rel=1e-5, abs=0)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Killed in a step: while a checkpoint is saved JAX ends the other with a stack around the same line."""
     limits = ("--distributed.heartbeat-timeout-s", 8, "--distributed.step-timeout-s", 120)
@@ -255,6 +257,7 @@ def test_a_killed_rank_ends_the_other(runs: TrainRuns, tmp_path: Path, start_pyt
         assert drowning not in survivor.screen
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
     command = runs.ranks(tmp_path / "run", 3, "--num-steps", 5, "--distributed.start-timeout-s", 2)[0]
     done = run_python(command, runs.environment(), timeout=240)
@@ -293,6 +296,7 @@ def test_preparing_data_may_take_longer_than_the_limit_without_progress(runs: Tr
     assert "; 4 file(s) read\n" in runs.finish(tmp_path / "run", *limit, data=text)
 
 
+@pytest.mark.slow
 def test_text_that_cannot_be_read(runs: TrainRuns, tmp_path: Path) -> None:
     """All of it is named at once and nothing is prepared; `--data.encoding` then reads it."""
     text, folder = shutil.copytree(runs.text, tmp_path / "text"), tmp_path / "run"
@@ -358,6 +362,7 @@ def test_another_configuration_leaves_the_checkpoint_alone(runs: TrainRuns, tmp_
     assert {name: data for name, data in _files(tmp_path).items() if name.startswith("checkpoints")} == before
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints(runs: TrainRuns, reference: dict[int, float], tmp_path: Path) -> None:
     """A truncated file stops the run and names the intact step; a step half-deleted is passed over with a warning."""
     runs.from_checkpoint(20, tmp_path)
@@ -416,6 +421,7 @@ def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
         assert committed(tmp_path) == [25, 30]
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite(runs: TrainRuns, tmp_path: Path) -> None:
     """A weight decay that wrecks the weights: the step, the layers and a checkpoint from before are named."""
     runs.from_checkpoint(20, tmp_path)

@@ -61,6 +61,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in found.items() if name != "run.lock"}
 
 
+@pytest.mark.slow
 def test_a_refused_command_changes_nothing_and_the_checkpoint_has_its_tokenizer(
     runs: TrainRuns, tmp_path: Path, run_python: Run
 ) -> None:

@@ -41,6 +41,7 @@ def on_host(runs: TrainRuns) -> Path:
     return output_dir
 
 
+@pytest.mark.slow
 def test_tiers_change_no_loss_but_by_rounding(runs: TrainRuns, on_host: Path) -> None:
     ordinary = losses(runs.reference[0])[:STEPS]
     assert losses(on_host) == [(step, pytest.approx(loss, rel=1e-5, abs=0)) for step, loss in ordinary]

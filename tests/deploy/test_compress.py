@@ -137,7 +137,8 @@ def logprobs(completions: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "experts", [pytest.param(name, marks=pytest.mark.slow if name in ("fp8", "mxfp4") else ()) for name in LAYOUTS]
+    "experts",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("fp8", "int4", "mxfp4") else ()) for name in LAYOUTS],
 )
 def test_what_is_written_is_served_as_it_is_stored(experts: str, tmp_path: Path) -> None:
     """The log-probabilities of the weights that the layout's definition gives; streamed, the same to the bit."""

@@ -108,6 +108,7 @@ def test_logits_and_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_every_way_to_keep_experts(folder: Path, tmp_path: Path) -> None:
     """The whole model's greedy tokens; native operations or not, streamed or not."""
     model = jmoe.load_pretrained(folder)

@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-import jax
 import numpy as np
 
 from jmoe.config import DistributedConfig

@@ -29,6 +29,7 @@ BITS = {
     "int8": lambda _: 8.5,
     "fp8": lambda k: 8 + 32 * -(-k // 128) / k,
 }
+SLOW_KINDS = ("fp8 of powers", "int4", "int4 in 128")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
 
 
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path) -> None:
     """The widened model's log-probabilities; streamed, bit for bit the same; bytes by the formula."""
     model = jmoe.load_pretrained(folder, dtype="float32")
@@ -99,11 +100,8 @@ def test_mxfp4_is_kept_as_it_is_stored() -> None:
 @pytest.mark.parametrize(
     ("kind", "native"),
     [
-        *(
-            pytest.param(kind, "auto", marks=pytest.mark.slow if kind in ("fp8 of powers", "int4 in 128") else ())
-            for kind in QUANTIZATION
-        ),
-        ("fp8", "off"),
+        *(pytest.param(kind, "auto", marks=pytest.mark.slow if kind in SLOW_KINDS else ()) for kind in QUANTIZATION),
+        pytest.param("fp8", "off", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_stored_compressed_is_kept(kind: str, native: str, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from jmoe.inference.sampler import (
 from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
 from jmoe.inference.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("full_compilation")  # thousands of draws from few programs
+
 Step = Callable[..., tuple[jax.Array, Logprobs | None, SamplerState]]
 
 

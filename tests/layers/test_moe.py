@@ -547,7 +547,7 @@ def test_bad_inputs() -> None:
         config_of(9)
 
 
-@pytest.mark.parametrize("split", [None, (1, 2, 4)])
+@pytest.mark.parametrize("split", [None, pytest.param((1, 2, 4), marks=pytest.mark.slow)])
 def test_a_router_that_chooses_another_number_than_was_said(split: Split | None) -> None:
     mesh = None if split is None else make_mesh(split)
     x, _ = inputs()

@@ -233,8 +233,12 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tupl
 # ---- tests
 
 
+# Slow: options of Hugging Face's families, which test_parity.py tries.
+SLOW_OPTIONS = ("dense in between", "gated shared expert", "gpt-oss", "latent")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("dense in between", "latent") else ()) for n in OPTIONS]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_OPTIONS else ()) for n in OPTIONS]
 )
 def test_every_option_agrees_with_a_plain_decoder(name: str) -> None:
     config = config_of(**OPTIONS[name])

@@ -87,7 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     "tiers",
     [
         NVME,
-        dataclasses.replace(NVME, write_back_every_steps=1),
+        pytest.param(dataclasses.replace(NVME, write_back_every_steps=1), marks=pytest.mark.slow),
         pytest.param(dataclasses.replace(NVME, gradients="host"), marks=pytest.mark.slow),
         pytest.param(TiersConfig(experts="host", optimizer="nvme", gradients="nvme"), marks=pytest.mark.slow),
         pytest.param(TiersConfig(experts="device", optimizer="nvme"), marks=pytest.mark.slow),

@@ -97,7 +97,7 @@ def in_step_20(ranks: list[Child]) -> list[Child]:
     return ranks
 
 
-@pytest.mark.parametrize("present", [[0, 2], [2]])
+@pytest.mark.parametrize("present", [[0, 2], pytest.param([2], marks=pytest.mark.slow)])
 def test_a_missing_rank_is_named_on_every_rank_present(run_ranks: RunRanks, tmp_path: Path, present: list[int]) -> None:
     """With rank 0 absent the others can name only it; else rank 0 names all that are missing."""
     ranks = run_ranks(present, 4, "start_s=4", f"go={tmp_path / 'go'}")
@@ -120,7 +120,7 @@ def test_two_processes_with_one_rank_are_an_error_everywhere(tmp_path: Path, sta
         assert "ValueError: distributed: two processes were told process_id = 1" in rank.screen
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_and_the_others_end(run_ranks: RunRanks, killed: int) -> None:
     """Rank 0 is the coordinator: JAX aborts the others at once, after the line that names it."""
     ranks = in_step_20(run_ranks([0, 1, 2], 3, "heartbeat_s=8"))
@@ -261,6 +261,7 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_wait_that_makes_progress_goes_on(
     run_python: Run,
 ) -> None:

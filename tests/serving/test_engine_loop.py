@@ -45,6 +45,7 @@ def test_nothing_is_compiled_after_serving(server: HttpProcess, body: dict[str, 
 BAD_TOKEN = 300  # what has seen it has no numbers any more
 
 
+@pytest.mark.slow
 def test_damaged_experts_over_http(model_folder: Path, serve: Callable[..., HttpProcess], tmp_path: Path) -> None:
     """Flipped bits in the experts on disk change no answer, while it serves and after a start; they are mended."""
     folder = shutil.copytree(model_folder, tmp_path / "poisoned")

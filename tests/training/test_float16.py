@@ -104,6 +104,7 @@ def but_for_scale(state: TrainState) -> TrainState:
     return dataclasses.replace(state, loss_scale=None)
 
 
+@pytest.mark.slow
 def test_it_stays_near_float32() -> None:
     runs = []
     for dtype in ("float16", "float32"):

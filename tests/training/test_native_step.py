@@ -153,7 +153,8 @@ def holds(program: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("schedule", ["chunks", pytest.param("pipelined", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["chunks", "pipelined"])
 def test_operations_in_the_background_change_no_number(schedule: Any) -> None:
     """As in a run of several processes; and what they read and write is held until other collectives are done."""
     config = dataclasses.replace(CONFIG, batch_size=8, sequence_length=24)

@@ -74,8 +74,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return train
 
 
-# Quick: every tier to NVMe and from there. A restore onto the device compiles the ordinary step once more.
-QUICK_MOVES = {move for name in TIERS for move in ((name, "nvme"), ("nvme", name))}
+# Quick: to NVMe and from there. A restore onto the device compiles the ordinary step once more.
+QUICK_MOVES = {move for name in ("device", "host") for move in ((name, "nvme"), ("nvme", name))}
 MOVES = [
     pytest.param(*move, marks=() if move in QUICK_MOVES else pytest.mark.slow)
     for move in itertools.product(TIERS, TIERS)

@@ -275,6 +275,7 @@ def test_gradient_accumulation(shape: tuple[int, int, int], changes: dict[str, A
     assert_same_run(run(shape, model=NO_BALANCE, **{"gradient_accumulation_steps": 2} | changes), one)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32() -> None:
     low, full = run((2, 2, 2), compute_dtype="bfloat16"), run(ONE)
     for a, b in zip(low.metrics, full.metrics, strict=True):

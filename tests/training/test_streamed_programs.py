@@ -110,7 +110,7 @@ def test_replicas_have_their_records_once(config: TrainConfig, on_host: Trained)
 @pytest.mark.parametrize(
     "tiers",
     [
-        TiersConfig(experts="device", optimizer="host"),
+        pytest.param(TiersConfig(experts="device", optimizer="host"), marks=pytest.mark.slow),
         TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000, device_layers=3),
     ],
     ids=["device", "nvme"],

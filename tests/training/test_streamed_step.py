@@ -138,8 +138,8 @@ def test_it_starts_from_the_same_parameters() -> None:
     ("tiers", "slots"),
     [
         (TiersConfig(experts="device", optimizer="host"), 2),
-        (TiersConfig(experts="host", optimizer="host"), 1),
-        (TiersConfig(experts="host", optimizer="nvme"), 2),
+        pytest.param(TiersConfig(experts="host", optimizer="host"), 1, marks=pytest.mark.slow),
+        pytest.param(TiersConfig(experts="host", optimizer="nvme"), 2, marks=pytest.mark.slow),
         (TiersConfig(experts="host", optimizer="nvme", pin_host_memory="on"), 2),
         (TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme", host_cache_bytes=150_000), 3),
     ],
@@ -237,6 +237,7 @@ def test_a_cache_that_is_too_small_is_refused_by_its_name(tmp_path: Path) -> Non
     assert not (tmp_path / "tiers").exists()
 
 
+@pytest.mark.slow
 def test_gradients_kept_in_bfloat16_change_little(on_host: Trained) -> None:
     tiers = dataclasses.replace(HOST, gradient_dtype="bfloat16")
     trained = train(CONFIG, tiers)

@@ -110,6 +110,7 @@ def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(tmp_path: 
     assert_near(first + losses, train(session(tmp_path, 1, tasks=tasks), 3)[1])
 
 
+@pytest.mark.slow
 def test_a_signal_shrinks_and_grows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     run = session(tmp_path, 4)

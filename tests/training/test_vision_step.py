@@ -125,9 +125,8 @@ def own_parts(trainer: VisionTrainer, state: TrainState) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout"), [pytest.param((1, 1, 1), "even", marks=pytest.mark.slow), ((4, 1, 1), "elastic")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "layout"), [((1, 1, 1), "even"), ((4, 1, 1), "elastic")])
 def test_labels_of_a_task_move_nothing_that_is_another_s(shape: tuple[int, int, int], layout: str) -> None:
     """Two runs that differ in the labels of one task, in the last step: without a clip, which is by the global norm."""
     optimizer = dataclasses.replace(CONFIG.optimizer, clip_norm=0.0)
