@@ -82,7 +82,10 @@ def start_logged(args: Sequence[str | Path], log: Path, changes: Mapping[str, st
 
 
 def one_device(compile_cache: Path) -> dict[str, str | None]:
-    """Changes to the environment for a program as a user runs it, on one device, with a shared compile cache."""
+    """Changes to the environment for a program as a user runs it, on one device, with a shared compile cache.
+
+    But for its programs, which compile with few optimisations, as in the tests themselves.
+    """
     return {
         "JAX_COMPILATION_CACHE_DIR": str(compile_cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
