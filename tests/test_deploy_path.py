@@ -1,8 +1,10 @@
 """The benchmark of the path to a deployed model: losses by programs and over HTTP are those of the model itself."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +38,20 @@ def test_losses_of_what_is_deployed(tmp_path: Path) -> None:
         assert served_loss(url, WINDOWS) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
+def test_the_whole_path_of_a_model_with_few_positions(tmp_path: Path) -> None:
+    """Preset tiny has room for 256 tokens, the default of a sequence; a server wants one of them for output."""
+    steps = ("--steps", 2, "--student-steps", 1, "--batch-size", 2)
+    tokens = ("--unseen-tokens", 1100, "--calibration-tokens", 2048)
+    program = ROOT / "benchmarks" / "paper" / "deploy_path.py"
+    command = (sys.executable, program, "--folder", tmp_path, "--path-only", *steps, *tokens)
+    done = subprocess.run([str(word) for word in command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["unseen_tokens"] == 4 * 254
+    stages_agree(result["stages"])
+
+
 def test_no_file_is_learned_from_and_measured_on(tmp_path: Path) -> None:
     """A sixteenth or so of the standard library is left out, the same files each time."""
     learned, unseen = deploy_path.split_text(tmp_path)
@@ -60,6 +76,11 @@ def test_the_committed_figures() -> None:
     rows = result["stages"]
     found = ratios(rows)
     assert found == {name: result[name] for name in found}
+    stages_agree(rows)
+
+
+def stages_agree(rows: list[dict[str, Any]]) -> None:
+    """What comes after the compression has the same loss."""
     path = [row for row in rows if row["path"]]
     assert [row["stage"].partition(",")[0] for row in path][3:] == [
         "compressed to mxfp4",

@@ -140,9 +140,11 @@ class Stages:
             options = ("--data.path", self.learned, "--output-dir", teacher, "--num-steps", self.a.steps)
             run("train.py", self.a.preset, *options, "--optimizer.warmup-steps", self.a.warmup_steps, *self.sizes)
             run("-m", "jmoe.deploy.merge", teacher, self.whole)
-        self.text = unseen_text(self.whole, self.unseen, self.a.sequence_length, self.a.unseen_tokens)
         with LazyCheckpoint(self.whole) as checkpoint:
-            self.experts = checkpoint.config.num_experts
+            self.experts, positions = checkpoint.config.num_experts, checkpoint.max_positions
+        length = min(self.a.sequence_length, positions - 2)  # windows have one more, and servers room for output
+        self.text = unseen_text(self.whole, self.unseen, length, self.a.unseen_tokens)
+        self.room = ("--max-batch", 8, "--max-seq-len", min(self.a.sequence_length + 32, positions))
         self.measure(WHOLE, self.whole)
 
     def made(self, name: str, *words: object) -> Path:
@@ -206,14 +208,22 @@ class Stages:
         self.measure("pruned", pruned := self.pruned(student, kept, "reap", "pruned-student"))
         small = self.made("compressed", "jmoe.deploy.compress", pruned, "--experts", "mxfp4")
         self.measure("compressed to mxfp4", small)
-        sizes = ("--max-batch", 8, "--max-seq-len", self.a.sequence_length + 32)
-        lowered = self.made("lowered", "jmoe.deploy.lower", small, *sizes)
+        lowered = self.made("lowered", "jmoe.deploy.lower", small, *self.room)
         self.row("lowered, for JAX alone", kept, all_bytes(lowered), portable_loss(lowered, windows))
         (folder / "machines.toml").write_text(MACHINES)
         segments = folder / "segments.json"
         if not segments.is_file():
-            run("-m", "jmoe.deploy.segment", small, "--machines", folder / "machines.toml", "--out", segments, *sizes)
-        split = ("--devices", 2, "--segments", segments, *sizes)
+            run(
+                "-m",
+                "jmoe.deploy.segment",
+                small,
+                "--machines",
+                folder / "machines.toml",
+                "--out",
+                segments,
+                *self.room,
+            )
+        split = ("--devices", 2, "--segments", segments, *self.room)
         with LazyCheckpoint(small, None, "wide") as checkpoint:
             fullest = max(sum(map(len, layers)) for layers in json.loads(segments.read_text())["segments"])
             device_bytes = checkpoint.rest_bytes(1) + fullest * checkpoint.expert_bytes

@@ -337,10 +337,13 @@ def _served(result: Result) -> str:
 
 
 def _deployment(result: Result) -> str:
-    stages = {row["stage"]: row for row in result["stages"]}
-    first, last = stages["whole"], stages["distilled, mxfp4"]
+    rows = result["stages"]
+    whole, narrow, student = (_row(rows, stage=stage) for stage in ("whole", "whole, mxfp4", "distilled"))
+    usage, reap = (_row(rows, stage=f"pruned by {score}", experts=student["experts"]) for score in ("usage", "reap"))
     return (
-        f"{first['mb']:g} to {last['mb']:g} MB, {first['bits_per_byte']:.3f} to {last['bits_per_byte']:.3f} bits a byte"
+        f"{whole['mb']:g} MB, {whole['bits_per_byte']:.3f} bits a byte; in MXFP4 {narrow['mb']:g} MB, "
+        f"{narrow['lost']:+.3f}; half of the experts: chosen by usage {usage['lost']:+.3f}, by REAP's score "
+        f"{reap['lost']:+.3f}, distilled {student['lost']:+.3f}"
     )
 
 
@@ -530,7 +533,7 @@ PLACES = (
         "moesys-deployment",
         "MoESys (SE-MoE section 3.1)",
         "section 3.3.1, Figure 3",
-        "from a trained model to a deployed one",
+        "from a trained model to a deployed one: formats, and which experts are kept",
         "no figures",
         "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 --student-steps 120",
         "deploy_path_small_cpu.json",
