@@ -39,6 +39,7 @@ def test_losses_of_what_is_deployed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_whole_path_of_a_model_with_few_positions(tmp_path: Path) -> None:
     """Preset tiny has room for 256 tokens, the default of a sequence; a server wants one of them for output."""
     steps = ("--steps", 2, "--student-steps", 1, "--batch-size", 2)

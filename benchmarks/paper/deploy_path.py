@@ -210,19 +210,10 @@ class Stages:
         self.measure("compressed to mxfp4", small)
         lowered = self.made("lowered", "jmoe.deploy.lower", small, *self.room)
         self.row("lowered, for JAX alone", kept, all_bytes(lowered), portable_loss(lowered, windows))
-        (folder / "machines.toml").write_text(MACHINES)
-        segments = folder / "segments.json"
+        segments, machines = folder / "segments.json", folder / "machines.toml"
+        machines.write_text(MACHINES)
         if not segments.is_file():
-            run(
-                "-m",
-                "jmoe.deploy.segment",
-                small,
-                "--machines",
-                folder / "machines.toml",
-                "--out",
-                segments,
-                *self.room,
-            )
+            run("-m", "jmoe.deploy.segment", small, "--machines", machines, "--out", segments, *self.room)
         split = ("--devices", 2, "--segments", segments, *self.room)
         with LazyCheckpoint(small, None, "wide") as checkpoint:
             fullest = max(sum(map(len, layers)) for layers in json.loads(segments.read_text())["segments"])
