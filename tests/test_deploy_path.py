@@ -1,7 +1,6 @@
 """The benchmark of the path to a deployed model: losses by programs and over HTTP are those of the model itself."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from jmoe.deploy.lower import lower
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.deploy.gpt_moe_models import write_model
 from tests.deploy.test_prune import write_tokenizer
+from tests.train_runs import Run
 
 WINDOWS = np.random.default_rng(0).integers(1, 28, (3, 13)).astype(np.int32)
 
@@ -40,13 +40,12 @@ def test_losses_of_what_is_deployed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_whole_path_of_a_model_with_few_positions(tmp_path: Path) -> None:
+def test_the_whole_path_of_a_model_with_few_positions(run_python: Run, tmp_path: Path) -> None:
     """Preset tiny has room for 256 tokens, the default of a sequence; a server wants one of them for output."""
-    steps = ("--steps", 2, "--student-steps", 1, "--batch-size", 2)
-    tokens = ("--unseen-tokens", 1100, "--calibration-tokens", 2048)
-    program = ROOT / "benchmarks" / "paper" / "deploy_path.py"
-    command = (sys.executable, program, "--folder", tmp_path, "--path-only", *steps, *tokens)
-    done = subprocess.run([str(word) for word in command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    steps = ("--steps", "2", "--student-steps", "1", "--batch-size", "2")
+    tokens = ("--unseen-tokens", "1100", "--calibration-tokens", "2048")
+    command = ("benchmarks/paper/deploy_path.py", "--folder", tmp_path, "--path-only", *steps, *tokens)
+    done = run_python(command, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["unseen_tokens"] == 4 * 254

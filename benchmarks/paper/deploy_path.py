@@ -144,6 +144,7 @@ class Stages:
             self.experts, positions = checkpoint.config.num_experts, checkpoint.max_positions
         length = min(self.a.sequence_length, positions - 2)  # windows have one more, and servers room for output
         self.text = unseen_text(self.whole, self.unseen, length, self.a.unseen_tokens)
+        # of the programs and servers
         self.room = ("--max-batch", 8, "--max-seq-len", min(self.a.sequence_length + 32, positions))
         self.measure(WHOLE, self.whole)
 
