@@ -135,8 +135,7 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
 
     group = runs.start(start_python, killed, 2, *NVME, *spread, *ENDLESS)
     group[0].wait_until(lambda: committed(killed))
-    kill_while_saving(group[0], killed)
-    group[1].kill_now()
+    kill_while_saving(group[0], killed, group[1:])
     saved = committed(killed)
     assert saved and saved[-1] < STEPS
     run_split(runs, start_python, killed, 2, 1, *NVME, *spread, "--num-steps", STEPS)

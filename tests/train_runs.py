@@ -11,7 +11,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,11 @@ def unfinished(output_dir: Path) -> set[Path]:
     return set((output_dir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
-def kill_while_saving(process: Child, output_dir: Path) -> None:
-    """SIGKILL at a moment when a checkpoint is half-written: the process is stopped first, to look."""
+def kill_while_saving(process: Child, output_dir: Path, others: Sequence[Child] = ()) -> None:
+    """SIGKILL at a moment when a checkpoint is half-written: the process is stopped first, to look.
+
+    others: the other processes of the run, killed before they see that this one is gone and end by themselves.
+    """
     before = unfinished(output_dir)
     while True:
         process.wait_until(lambda: unfinished(output_dir) - before)
@@ -185,7 +188,8 @@ def kill_while_saving(process: Child, output_dir: Path) -> None:
         if unfinished(output_dir) - before:
             break
         os.kill(process.pid, signal.SIGCONT)
-    process.kill_now()
+    for child in (*others, process):
+        child.kill_now()
     assert unfinished(output_dir) - before
 
 

@@ -7,6 +7,7 @@ arrived for this device's experts.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import flax.nnx as nnx
@@ -163,7 +164,8 @@ class MoELayer(nnx.Module):
         experts: any module called as experts(rows, group_sizes, expected_rows) -> rows whose parameters have a leading
             expert dimension, in place of the MLPs that `config` describes.
 
-    Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`.
+    Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`. Over several
+    devices a call outside `jit` is compiled as well, so that routers and experts must be pure functions there too.
     Source: GShard (arXiv 2006.16668), Switch (arXiv 2101.03961), SE-MoE (arXiv 2205.10034).
     """
 
@@ -258,36 +260,59 @@ class MoELayer(nnx.Module):
             return y_TD.astype(x.dtype).reshape(x.shape), metrics
         devices = math.prod(parallel.mesh.shape[axis] for axis in parallel.axes)
         check(x_TD.shape[0] % devices == 0, "tokens", x_TD.shape[0], f"must be a multiple of {devices} devices")
-        y_TD, metrics = self._sharded(parallel, x_TD, key, train)
+        graph, state = nnx.split(self)
+        y_TD, metrics = _compiled(graph, config, parallel, train)(state, x_TD, key)
         return y_TD.reshape(x.shape), metrics
 
-    def _sharded(
-        self, parallel: ExpertParallel, x_TD: jax.Array, key: jax.Array | None, train: bool
-    ) -> tuple[jax.Array, MoEMetrics]:
-        (graph, state), axes = nnx.split(self), parallel.axes
-        config, num_tokens = self.config, x_TD.shape[0]
 
-        def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
-            return split_over(parallel.expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
+def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
+    """Return `_over_devices` of these arguments as one program, kept for later calls.
 
-        def body(state: Any, x_TD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, MoEMetrics]:
-            if key is not None:
-                key = jax.random.fold_in(key, lax.axis_index(axes))
-            layer = nnx.merge(graph, state)
-            full_capacity = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
-            y_TD, stats = layer.local(x_TD, key=key, train=train, full_capacity=full_capacity)
-            metrics = moe_metrics(stats, config.router, num_tokens, config.num_experts_per_tok, axes)
-            return y_TD.astype(x_TD.dtype), metrics
+    `shard_map` outside `jit` would compile each operation in it again in every call. A user's module with lists or
+    dicts, which may change, is compiled in every call.
+    """
+    try:
+        hash(fixed)
+    except TypeError:
+        return jax.jit(partial(_over_devices, *fixed))
+    return partial(_over_devices_compiled, *fixed)
 
-        sharded = jax.shard_map(
-            body,
-            mesh=parallel.mesh,
-            in_specs=(jax.tree_util.tree_map_with_path(spec, state), split_over(axes), split_over(())),
-            out_specs=(split_over(axes), split_over(())),
-            check_vma=False,
-        )
-        y_TD, metrics = sharded(state, x_TD, key)
-        return y_TD, metrics
+
+def _over_devices(
+    graph: nnx.GraphDef[MoELayer],
+    config: MoEConfig,
+    parallel: ExpertParallel,
+    train: bool,
+    state: nnx.State,
+    x_TD: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, MoEMetrics]:
+    """Return what the layer `graph` with parameters `state` makes of x_TD, split over all axes of `parallel`."""
+    axes, num_tokens = parallel.axes, x_TD.shape[0]
+
+    def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
+        return split_over(parallel.expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
+
+    def body(state: Any, x_TD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, MoEMetrics]:
+        if key is not None:
+            key = jax.random.fold_in(key, lax.axis_index(axes))
+        layer = nnx.merge(graph, state)
+        full_capacity = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
+        y_TD, stats = layer.local(x_TD, key=key, train=train, full_capacity=full_capacity)
+        metrics = moe_metrics(stats, config.router, num_tokens, config.num_experts_per_tok, axes)
+        return y_TD.astype(x_TD.dtype), metrics
+
+    sharded = jax.shard_map(
+        body,
+        mesh=parallel.mesh,
+        in_specs=(jax.tree_util.tree_map_with_path(spec, state), split_over(axes), split_over(())),
+        out_specs=(split_over(axes), split_over(())),
+        check_vma=False,
+    )
+    return sharded(state, x_TD, key)
+
+
+_over_devices_compiled = jax.jit(_over_devices, static_argnums=(0, 1, 2, 3))
 
 
 def moe_metrics(

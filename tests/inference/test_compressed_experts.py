@@ -29,7 +29,7 @@ BITS = {
     "int8": lambda _: 8.5,
     "fp8": lambda k: 8 + 32 * -(-k // 128) / k,
 }
-SLOW_KINDS = ("fp8 of powers", "int4", "int4 in 128")
+SLOW_KINDS = ("fp8 of powers", "int4", "int4 in 128", "int8")  # int8: also in tests/deploy/test_compress.py
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
 
 

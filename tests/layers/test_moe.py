@@ -23,6 +23,7 @@ from jmoe import ExpertParallel, Experts, MoEConfig, MoELayer, MoEMetrics, Route
 from jmoe.collectives.exchange import Choices
 from jmoe.mesh import ALL, DATA, EXPERT, make_mesh, split_over
 from tests.arrays import assert_near, assert_trees_close
+from tests.compiled import compilations
 
 T, D, F, E = 128, 16, 12, 8
 LOSSES: dict[str, Any] = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1}  # large, to show beside the output
@@ -35,6 +36,7 @@ CASES = {
     "group_limited": (3, RouterConfig(kind="group_limited", n_group=4, topk_group=2, **LOSSES)),
 }
 SPLITS = [(d, i, 8 // d // i) for d in (1, 2, 4, 8) for i in (1, 2, 4, 8) if 8 % (d * i) == 0]
+QUICK_SPLITS = ((1, 1, 8), (1, 8, 1), (8, 1, 1), (2, 2, 2))
 
 
 Split = tuple[int, int, int]
@@ -178,7 +180,7 @@ def test_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("exchange", "split"),
     # they differ only where both levels have more than one device
-    [("flat", split) for split in SPLITS]
+    [pytest.param("flat", split, marks=() if split in QUICK_SPLITS else pytest.mark.slow) for split in SPLITS]
     + [(exchange, split) for exchange in ("hierarchical", "dedup") for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))],
     ids=str,
 )
@@ -442,6 +444,39 @@ def test_our_experts_gather_rows_that_a_users_are_given() -> None:
     assert arrived.rows_MD.shape == (2 * T, D)
 
 
+def test_a_layer_over_devices_is_compiled_once_outside_jit() -> None:
+    layer = make("softmax", (2, 2, 2))
+    x, g = inputs()
+    y, metrics = layer(x)
+    layer.router.kernel[...] = -layer.router.kernel[...]
+    with compilations() as compiled:
+        other, _ = layer(x)
+    assert compiled == []
+    assert np.any(other != y)
+    expected = dense(make("softmax"), x, g)
+    assert_trees_close((y, metrics), (expected.y, expected.metrics))
+
+
+class Scaled(nnx.Module):
+    """Our experts, times what a dict says: nothing that JAX could compare programs by."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+        self.settings = {"scale": 1.0}
+
+    def __call__(self, rows_ND: jax.Array, group_sizes_L: jax.Array, expected_rows: int) -> jax.Array:
+        y_ND: jax.Array = self.experts(rows_ND, group_sizes_L, expected_rows) * self.settings["scale"]
+        return y_ND
+
+
+def test_what_changes_within_a_users_module_is_seen() -> None:
+    layer = make("softmax", (1, 1, 8), experts=Scaled(make("softmax").experts))
+    x, _ = inputs()
+    before, _ = layer(x)
+    layer.experts.settings["scale"] = 2.0
+    assert_trees_close(layer(x)[0], 2 * before)
+
+
 @pytest.mark.parametrize("split", [None, (2, 2, 2)])
 def test_jitter_in_training_only(split: Split | None) -> None:
     mesh = None if split is None else make_mesh(split)
@@ -493,7 +528,13 @@ def sampled(layer: MoELayer, x: jax.Array, key: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("split", "exchange"), [(None, "flat"), ((2, 2, 2), "flat"), ((1, 4, 2), "hierarchical"), ((1, 2, 4), "dedup")]
+    ("split", "exchange"),
+    [
+        (None, "flat"),
+        ((2, 2, 2), "flat"),
+        pytest.param((1, 4, 2), "hierarchical", marks=pytest.mark.slow),
+        ((1, 2, 4), "dedup"),
+    ],
 )
 def test_second_experts_are_sampled(split: Split | None, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     router = RouterConfig(kind="gshard", second_expert_policy="random", aux_loss_coef=0.0, z_loss_coef=0.1)

@@ -234,7 +234,10 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tupl
 
 
 # Slow: options of Hugging Face's families, which test_parity.py tries.
-SLOW_OPTIONS = ("dense in between", "gated shared expert", "gpt-oss", "latent")
+SLOW_OPTIONS = (
+    *("one key/value head", "every second layer", "dense in between"),
+    *("gated shared expert", "gpt-oss", "latent"),
+)
 
 
 @pytest.mark.parametrize(

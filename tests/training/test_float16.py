@@ -267,13 +267,15 @@ def test_its_checkpoint_gives_its_parameters_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_curve_of_300_steps_is_that_of_float32(run_python: Run, tmp_path: Path) -> None:
     """The means of 25 losses of the preset `tiny` differ by at most 1 %."""
     curves = []
     for dtype in ("float16", "float32"):
         folder = tmp_path / dtype
         arguments = ("--compute-dtype", dtype, "--output-dir", str(folder), "--data.held-out-bytes", "20000")
-        done = run_python(["train.py", "tiny", "--num-steps", "300", *arguments], timeout=3000)
+        as_users_have_it = {"JAX_DISABLE_MOST_OPTIMIZATIONS": None, "XLA_FLAGS": None}
+        done = run_python(["train.py", "tiny", "--num-steps", "300", *arguments], as_users_have_it, timeout=1500)
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "event" not in line]

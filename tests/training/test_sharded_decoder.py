@@ -44,7 +44,8 @@ MODEL = ModelConfig(
     initializer_range=0.2,
 )
 CASES = list(itertools.product(("columns", "rows"), (True, False)))  # partition, tied
-# Programs with each partition and each head once, steps with one; the layer's own tests compare all gradients.
+FIRST = [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+# Programs with each partition and each head once; the layer's own tests compare all gradients.
 QUICK = [
     case if case in (("columns", True), ("rows", False)) else pytest.param(*case, marks=pytest.mark.slow)
     for case in CASES
@@ -89,9 +90,7 @@ def steps(shape: tuple[int, int, int], embedding: str, tied: bool, shard_dense: 
     return metrics, jax.device_get(ours.save_state(state))
 
 
-@pytest.mark.parametrize(
-    ("embedding", "tied"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
-)
+@pytest.mark.parametrize(("embedding", "tied"), FIRST)
 def test_the_same_steps(embedding: str, tied: bool) -> None:
     metrics, state = steps(EIGHT, embedding, tied, shard_dense=tied)
     assert all(values["ok"] for values in metrics)
@@ -122,7 +121,7 @@ def test_a_whole_table_is_reduced() -> None:
     assert len(reduced_tables(program(EIGHT, shard_dense=False))) == 1
 
 
-@pytest.mark.parametrize(("embedding", "tied"), QUICK)
+@pytest.mark.parametrize(("embedding", "tied"), FIRST)
 def test_evaluation_and_logits(embedding: str, tied: bool) -> None:
     state, one, ours = steps(ONE, "replicated", tied)[1], program(ONE, tied=tied), program(EIGHT, embedding, tied)
     rng = np.random.default_rng(5)
