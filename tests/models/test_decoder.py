@@ -233,7 +233,7 @@ def plain_logits(config: ModelConfig, params: Any, tokens_BS: jax.Array) -> tupl
 # ---- tests
 
 
-# Slow: options of Hugging Face's families, which test_parity.py tries.
+# Slow: options of Hugging Face's families, which test_parity.py tries. The first two are in other quick tests too.
 SLOW_OPTIONS = (
     *("one key/value head", "every second layer", "dense in between"),
     *("gated shared expert", "gpt-oss", "latent"),
