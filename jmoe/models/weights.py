@@ -26,6 +26,7 @@ from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, source_of
 from kernels_pallas.compressed import Format
 
 Names = tuple[str, ...]
+HOST_COPY_BYTES = 2**28  # of a layer's experts, copied from a device at once
 ALIGNMENT = 64  # bytes; what JAX takes on CPU without a copy
 CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
@@ -294,11 +295,33 @@ def _order(parameter: Parameter, family: str) -> tuple[int, int]:
     return 1, list(LAYER | FAMILIES[family]).index(".".join(parameter.path[1:]))
 
 
-def _host(array: jax.Array, n: int | None) -> np.ndarray:
-    """One layer on the host; without a copy where it lies there already."""
-    if len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu":
-        return np.asarray(array) if n is None else np.asarray(array)[n]
-    return np.asarray(array if n is None else array[n])
+class _HostCopies:
+    """Copies arrays from a device to the host, a slice at a time, and keeps the last slice.
+
+    Tensors are written in the order in which a slice's parts follow each other: the experts of a layer, the columns of
+    a matrix. So every byte crosses the link once, in transfers large enough for it, and the host holds one slice.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[jax.Array, tuple[Any, ...]] | None = None
+        self._copy = np.empty(0)
+
+    def read(self, array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
+        """Return `array[at]`; at: (), (layer,) or (layer, expert)."""
+        if [device.platform for device in array.devices()] == ["cpu"]:
+            return np.asarray(array)[at]
+        if len(at) < 2:
+            return self._slice(array, at)
+        layer, expert = at
+        size = max(1, HOST_COPY_BYTES // (math.prod(array.shape[2:]) * array.dtype.itemsize))
+        first = expert // size * size
+        return self._slice(array, (layer, slice(first, min(first + size, array.shape[1]))))[expert - first]
+
+    def _slice(self, array: jax.Array, at: tuple[Any, ...]) -> np.ndarray:
+        if self._of is None or self._of[0] is not array or self._of[1] != at:
+            self._of, self._copy = None, np.empty(0)  # frees the last slice before the next one is copied
+            self._of, self._copy = (array, at), np.asarray(array[at])
+        return self._copy
 
 
 @dataclass(frozen=True)
@@ -316,13 +339,15 @@ class StoredExperts:
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
 
 
-def _data(array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece) -> np.ndarray:
+def _data(
+    copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece
+) -> np.ndarray:
     """Return a tensor's elements as they are stored."""
-    source, layered = parameter.source, bool(parameter.layers)
+    source = parameter.source
     if isinstance(array, StoredExperts):
         x = array.at(piece, parameter.experts)
     else:
-        x = _host(array, piece.at[0] if layered else None)[piece.at[layered:]]
+        x = copies.read(array, piece.at)
     x = x[..., slice(*piece.columns)]
     if source.interleaved:
         return np.stack(np.split(_bits(x), 2, axis=-1), axis=-1).reshape(x.shape).view(x.dtype)
@@ -337,7 +362,7 @@ def new_tensors(
     arrays: Mapping[Names, jax.Array | StoredExperts], shapes: Any, config: ModelConfig, family: str
 ) -> list[NewTensor]:
     """The tensors that transformers expects, layer by layer, each made when it is written."""
-    tensors = []
+    tensors, copies = [], _HostCopies()
     for parameter in parameters(shapes, config, family):
         array = arrays[parameter.path]
         whole = "must lie in this process whole to be saved"
@@ -345,6 +370,6 @@ def new_tensors(
         section, place = _order(parameter, family)
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
-            tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(_data, array, parameter, piece))
+            tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(_data, copies, array, parameter, piece))
             tensors.append(((section, layer, place), tensor))
     return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

@@ -17,7 +17,6 @@ compressed in blocks of inputs (`Compressed`) are widened likewise, their scales
 in a byte each is multiplied by its own half of x, whose even and odd columns are therefore taken apart before.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -298,7 +297,7 @@ class Epilogue:
 def _loaded(ref: Any, layout: Any) -> jax.Array:
     """Load `ref` in `layout`, unoptimized, for it may begin anywhere."""
     load: Any = plgpu.load
-    index = (None,) if "idx" in inspect.signature(load).parameters else ()  # JAX before 0.12 asks for one
+    index = (None,) if jax.__version_info__ < (0, 11) else ()  # required before 0.11, deprecated since
     value: jax.Array = load(ref, *index, layout=layout, optimized=False)
     return value
 

@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flax.nnx as nnx
@@ -22,7 +23,7 @@ from jmoe.models.decoder import Decoder
 from jmoe.models.huggingface import model_config
 from jmoe.models.mxfp4 import dequantised
 from jmoe.models.pretrained import LanguageModel, abstract_decoder
-from jmoe.models.safetensors_io import read_headers
+from jmoe.models.safetensors_io import read_headers, write_safetensors
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -358,3 +359,42 @@ def test_bad_arguments(tmp_path: Path) -> None:
             model(tokens)
     with pytest.raises(ValueError, match=r"mask_BS.shape = \(2, 3\): must be \(2, 4\)"):
         model(np.zeros((2, 4), np.int32), np.ones((2, 3), np.int32))
+
+
+class OnADevice:
+    """An array on a device whose memory the host cannot read; counts the bytes that are copied to the host."""
+
+    copied_bytes = 0
+    is_fully_addressable = True
+
+    def __init__(self, array: Any) -> None:
+        self._array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    def devices(self) -> list[Any]:
+        return [SimpleNamespace(platform="gpu")]
+
+    def __getitem__(self, at: Any) -> "OnADevice":
+        return OnADevice(self._array[at])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        OnADevice.copied_bytes += self._array.nbytes
+        return np.asarray(self._array)
+
+
+@pytest.mark.parametrize("copy_bytes", [2**28, 5_000])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_saving_copies_each_byte_from_the_device_once(
+    name: str, copy_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "HOST_COPY_BYTES", copy_bytes, raising=False)
+    monkeypatch.setattr(OnADevice, "copied_bytes", 0)
+    model = jmoe.load_pretrained(CHECKPOINTS / name)
+    state = nnx.to_pure_dict(nnx.state(model.decoder))
+    arrays = {path: OnADevice(array) for path, array in weights.flat(state).items()}
+    family = json.loads((CHECKPOINTS / name / "config.json").read_text())["model_type"]
+    tensors = weights.new_tensors(arrays, state, model.config, family)
+    write_safetensors(tmp_path, tensors, 2**30)
+    here, there = stored(tmp_path), stored(CHECKPOINTS / name)
+    assert here == {tensor: there[tensor] for tensor in here}
+    model_bytes = sum(tensor.num_bytes for tensor in tensors)
+    assert model_bytes <= OnADevice.copied_bytes <= 1.05 * model_bytes
