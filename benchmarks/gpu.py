@@ -5,7 +5,8 @@
     python benchmarks/gpu.py --cpu             the same parts at toy sizes on this machine, into a temporary folder
 
 A part is one of the other benchmarks in a process of its own with a limit of its own. One that fails or runs into its
-limit is named with its last lines, and the rest goes on; what has a result already is not run again (--fresh runs it).
+limit is named with its last lines and where it was, and the rest goes on: with a smaller model if the model could not
+be written. What has a result already is not run again (--fresh runs it).
 Each file says the date, the device, the versions and, in `limits`, how near it came to what the part `floors` measured
 of the same device and to the data sheet: the FLOP/s of a training step, the copies of a decode step over the link.
 """
@@ -41,6 +42,7 @@ class Part:
     command: str
     seconds: int
     needs: str | None = None
+    instead: str | None = None  # the command of something smaller, run if `command` failed
 
 
 FULL = {
@@ -73,7 +75,8 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     for name in LAYERS:
         command = f"training.py --hf-config {scratch / name}.json {sizes['training']}"
         found.append(Part(f"training_{name}", command, 75))
-    found.append(Part("model", f"random_model.py {scratch / 'olmoe.json'} {scratch / 'model'}", 60))
+    model, small = (f"random_model.py {scratch / name}.json {scratch / 'model'}" for name in ("olmoe", "olmoe_small"))
+    found.append(Part("model", model, 60, instead=small))
     decode = f"decoding.py --model {scratch / 'model'} --batch 1 8 {sizes['decode']} --policy"
     below = " --expert-tier host"
     for policy in ("resident", f"ring{below} {sizes['ring']}", f"experts{below}", f"hybrid{below}"):
@@ -142,6 +145,7 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
     for name in LAYERS:
         config = tiny(name) if a.cpu else published(name, LAYERS[name])
         (scratch / f"{name}.json").write_text(json.dumps(config))
+        (scratch / f"{name}_small.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     out: Path = a.out or (scratch / "results" if a.cpu else HERE / "results")
     out.mkdir(parents=True, exist_ok=True)
     environment = {"JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled")} | os.environ
@@ -160,8 +164,8 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
         elif left_s <= 0:
             done = {"failed": "no time left"}
         else:
-            program, *options = part.command.split()
-            done = run_part([str(HERE / program), *options], min(part.seconds, left_s), environment)
+            done, larger = run_command(part, left_s, environment)
+            failed |= larger
         result = done.pop("result", None)
         report.progress({"part": part.name} | done)
         if result is None:
@@ -172,6 +176,20 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
             add_limits(out)
     report.finish({"ran": sorted(wanted - set(failed)), "failed": failed, "limits": add_limits(out)})
     return 1 if failed else 0
+
+
+def run_command(part: Part, left_s: float, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a part's command, or `instead` if it failed; return what `run_part` tells of the last one, and failures."""
+    failed = dict[str, Any]()
+    for command in (part.command, part.instead):
+        if command is not None:
+            program, *options = command.split()
+            done = run_part([str(HERE / program), *options], min(part.seconds, left_s), environment)
+            if "result" in done or command == part.instead:
+                break
+            if part.instead:
+                failed[f"{part.name}, as large as asked for"] = report.progress({"part": part.name} | done)
+    return done, failed
 
 
 def described(part: Part, result: dict[str, Any]) -> dict[str, Any]:

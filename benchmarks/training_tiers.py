@@ -236,7 +236,11 @@ def measure_retention(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         # one after the other, since both states together may not fit the device
         for name, config in (("device", on_device), ("host", on_host)):
             session = Session(config, make=make_trainer)
-            taken[name] = [session.step(number).seconds for number in range(a.rounds + 2)][2:]
+            seconds = list[float]()
+            for number in range(a.rounds + 2):
+                seconds.append(session.step(number).seconds)
+                report.progress({"tokens": tokens, "experts": name, "step": number, "step_s": round(seconds[-1], 4)})
+            taken[name] = seconds[2:]
             session.program.close()
             del session
         step_s = {name: median(seconds) for name, seconds in taken.items()}

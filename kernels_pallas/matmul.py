@@ -30,6 +30,15 @@ def transposed(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=_barred_transpose, default=lambda a: a.swapaxes(-1, -2))
 
 
+def exact_if_float32(*operands: jax.Array) -> lax.Precision | None:
+    """Return the precision of a product: the highest if all operands are float32.
+
+    XLA's default on a GPU is TF32, which keeps 10 of float32's 23 bits of mantissa.
+    """
+    is_float32 = all(operand.dtype == jnp.float32 for operand in operands)
+    return lax.Precision.HIGHEST if is_float32 else None
+
+
 NATIVE_ROWS = 16  # more rows of bfloat16 compute longer than the native products, which have no matrix unit, save
 MIN_ROWS = 8  # bfloat16 products of fewer rows miss XLA:CPU's fast path
 
@@ -48,7 +57,13 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
         return dot(a, b, b_transposed=b_transposed)[..., :rows, :]
     batch = tuple(range(b.ndim - 2))
     inner = b.ndim - 1 if b_transposed else b.ndim - 2
-    return lax.dot_general(a, b, (((a.ndim - 1,), (inner,)), (batch, batch)), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a,
+        b,
+        (((a.ndim - 1,), (inner,)), (batch, batch)),
+        precision=exact_if_float32(a, b),
+        preferred_element_type=jnp.float32,
+    )
 
 
 @jax.custom_vjp

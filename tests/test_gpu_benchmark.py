@@ -27,14 +27,24 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[gpu.Part]:
         "training_one": f"print({json.dumps({'model_flops_per_s': 98.9e12} | WHERE)!r})",
         "decode_ring": f"print({json.dumps({'copied_bytes_per_s': {'1': 8.0, '8': 16.0}} | WHERE)!r})",
         "broken": "import sys; print('half of it'); sys.exit('out of memory')",
-        "hanging": "import time; time.sleep(3600)",
+        "hanging": f"import sys; sys.path.insert(0, {str(gpu.HERE)!r}); import script, time\n"
+        "def deep(): print('{\"step\": 3}', file=sys.stderr, flush=True); time.sleep(3600)\n"
+        "deep()",
+        "too_large": "import sys; sys.exit('no space left')",
+        "smaller": "print('{}')",
         "dependent": "print('{}')",
+        "after_smaller": "print('{}')",
     }
     for name, text in scripts.items():
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r}, 'w').close()\n{text}\n")
     needs = {"dependent": "broken"}
-    seconds = {"hanging": 3}
-    made = [gpu.Part(name, str(tmp_path / f"{name}.py"), seconds.get(name, 300), needs.get(name)) for name in scripts]
+    needs["after_smaller"] = "too_large"
+    seconds, instead = {"hanging": 3}, {"too_large": str(tmp_path / "smaller.py")}
+    made = [
+        gpu.Part(name, str(tmp_path / f"{name}.py"), seconds.get(name, 300), needs.get(name), instead.get(name))
+        for name in scripts
+        if name != "smaller"
+    ]
     monkeypatch.setattr(gpu, "parts", lambda scratch, on_cpu: made)
     return made
 
@@ -50,15 +60,19 @@ def test_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     out = tmp_path / "out"
     code, seen = call(monkeypatch, capsys, "--out", str(out))
     assert code == 1
-    assert seen["ran"] == ["decode_ring", "floors", "training_one"]
+    assert seen["ran"] == ["after_smaller", "decode_ring", "floors", "too_large", "training_one"]
     assert seen["limits"] == {"training_one": TRAINED, "decode_ring": {"of_link": {"1": 0.25, "8": 0.5}}}
     failed = seen["failed"]
     assert failed["broken"]["failed"] == "1"
     assert failed["broken"]["last_lines"] == ["half of it", "out of memory"]
     assert failed["hanging"]["failed"] == "longer than 3 s"
+    assert failed["hanging"]["last_lines"] == ['{"step": 3}']
+    assert failed["hanging"]["was_at"][0].endswith('hanging.py", line 3 in deep')
+    assert failed["too_large, as large as asked for"]["last_lines"] == ["no space left"] and "too_large" not in failed
     assert failed["dependent"]["failed"] == "not run, for broken failed"
     assert not (tmp_path / "dependent").exists()
     files = {file.name.removeprefix("gpu_"): json.loads(file.read_text()) for file in out.iterdir()}
+    assert files.pop("after_smaller.json") and files.pop("too_large.json")
     assert sorted(files) == ["decode_ring.json", "floors.json", "training_one.json"]
     for file in files.values():
         assert date.fromisoformat(file["date"]) and WHERE.items() <= file.items()

@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+STACK = "Stack ("  # begins what faulthandler prints
+STACK_S = 2.0  # for printing it
+
 
 def run_part(
     arguments: Sequence[str], limit_s: float, environment: dict[str, str], folder: Path | None = None
 ) -> dict[str, Any]:
     """Run Python with these arguments, in a folder; return `seconds` and its `result`, or `failed` and its last lines.
 
-    The result is the JSON object in its last line. Whatever it started has ended.
+    The result is the JSON object in its last line. A benchmark that runs into its limit is asked for its stack, which
+    becomes `was_at`, the innermost call first. Whatever it started has ended.
     """
     begun = time.perf_counter()
     command = [sys.executable, *arguments]
@@ -30,6 +34,9 @@ def run_part(
             code: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = f"longer than {limit_s:.0f} s"
+            process.send_signal(signal.SIGUSR1)  # `benchmarks/script.py` answers it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACK_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -40,4 +47,7 @@ def run_part(
     if code == 0 and lines:
         with contextlib.suppress(json.JSONDecodeError):
             return {"seconds": seconds, "result": json.loads(lines[-1])}
-    return {"seconds": seconds, "failed": f"{code}", "last_lines": [*lines[-3:], *complaints[-12:]]}
+    asked = next((n for n, line in enumerate(complaints) if line.startswith(STACK)), len(complaints))
+    failed = {"failed": f"{code}", "last_lines": [*lines[-3:], *complaints[:asked][-12:]]}
+    stack = [line.strip() for line in complaints[asked + 1 :][:12]]
+    return {"seconds": seconds} | failed | ({"was_at": stack} if stack else {})

@@ -208,7 +208,9 @@ def causal_attention(
 
 def full_attention(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, *, scale: float) -> jax.Array:
     """softmax(scale q k^T) v without a mask: every token sees all of its sequence, as patches of an image do."""
-    return saved(jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention")
+    # has no argument for it, and its gradients keep the precision that it was traced with
+    with jax.default_matmul_precision("highest" if q_BSHd.dtype == jnp.float32 else "default"):
+        return saved(jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention")
 
 
 class Attention(nnx.Module):

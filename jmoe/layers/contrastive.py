@@ -28,7 +28,7 @@ def contrastive_losses(
     counts_G = weight_G > 0
     others_GG = (task_G[:, None] == task_G) & counts_G[:, None] & counts_G & ~jnp.eye(len(task_G), dtype=bool)
     same_GG = others_GG & (label_G[:, None] == label_G)
-    cosine_GG = jnp.dot(z_GC, z_GC.T) / temperature_G[:, None]
+    cosine_GG = jnp.dot(z_GC, z_GC.T, precision=lax.Precision.HIGHEST) / temperature_G[:, None]
     compared_GG = jnp.where(others_GG, cosine_GG, -jnp.inf)
     # Rows without anything to compare with would make nan, also in gradients.
     some_G = same_GG.any(axis=1)
@@ -42,4 +42,4 @@ def contrastive_losses(
 
 def similarities(z_GC: jax.Array, means_KC: jax.Array, temperature_G: jax.Array) -> jax.Array:
     """Return [G, K], the cosine of each embedding and each class's mean, over the temperature: logits of classes."""
-    return jnp.dot(z_GC, unit(means_KC).T) / temperature_G[:, None]
+    return jnp.dot(z_GC, unit(means_KC).T, precision=lax.Precision.HIGHEST) / temperature_G[:, None]

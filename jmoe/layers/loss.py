@@ -241,5 +241,5 @@ class OutputHead:
 
     def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
         """Return float32 [V] of a hidden state that is the same on all devices."""
-        logits_V = jnp.dot(x_D.astype(jnp.float32), w_DV.astype(jnp.float32))
+        logits_V = dot(x_D[None].astype(jnp.float32), w_DV.astype(jnp.float32))[0]
         return self._shard.all_gather(logits_V) if self.plan.parallel_head else logits_V

@@ -15,6 +15,7 @@ from jax import lax
 from jax.nn.initializers import Initializer, normal
 
 from jmoe.config import RouterConfig, check, check_routing
+from kernels_pallas.matmul import dot
 from kernels_pallas.native import few_row_matmul, takes_native, top_k
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
@@ -219,8 +220,8 @@ class Router(nnx.Module):
 
     kernel: [hidden_size, num_experts] float32. bias: [num_experts], zero at first, if `config.bias`.
     e_score_correction_bias: [num_experts] float32 `RouterBias`, zero at first, for the kinds `sigmoid` and
-    `group_limited`; None for the others. The product is float32 whatever the dtype of x, at the precision of
-    `jax.default_matmul_precision`.
+    `group_limited`; None for the others. The product is float32 whatever the dtype of x, on a GPU too,
+    where XLA's default would be TF32.
     Raises `ValueError` if `num_experts_per_tok`, `num_experts` and `config` do not go together.
     """
 
@@ -268,7 +269,7 @@ class Router(nnx.Module):
             assert key is not None
             x_TD = x_TD * jax.random.uniform(key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter)
         native = takes_native()
-        logits_TE = few_row_matmul(x_TD, kernel_DE) if native else jnp.dot(x_TD, kernel_DE.astype(jnp.float32))
+        logits_TE = few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]

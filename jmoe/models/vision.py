@@ -7,6 +7,7 @@ Layers may be dense, have experts that tokens choose (V-MoE, arXiv:2106.05974), 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -193,6 +194,7 @@ class VisionTransformer(nnx.Module):
             mean_BD = hidden_BSD.astype(jnp.float32).mean(axis=1)
             heads = [self.heads[task][...].astype(jnp.float32) for task in self.tasks]
             # One product a head: another task changes no bit of a task's logits.
-            logits_BY = jnp.concatenate([jnp.dot(mean_BD, head_DY) for head_DY in heads], axis=1)
+            exact = partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
+            logits_BY = jnp.concatenate([exact(mean_BD, head_DY) for head_DY in heads], axis=1)
             owner_Y = np.repeat(np.arange(len(self.head_sizes), dtype=np.int32), self.head_sizes)
             return jnp.where(task_B[:, None] == owner_Y, logits_BY, -jnp.inf)

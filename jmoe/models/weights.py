@@ -339,9 +339,7 @@ class StoredExperts:
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
 
 
-def _data(
-    copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece
-) -> np.ndarray:
+def _data(copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece) -> np.ndarray:
     """Return a tensor's elements as they are stored."""
     source = parameter.source
     if isinstance(array, StoredExperts):
@@ -370,6 +368,8 @@ def new_tensors(
         section, place = _order(parameter, family)
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
-            tensor = NewTensor(piece.name, np.dtype(array.dtype), piece.shape, partial(_data, copies, array, parameter, piece))
+            tensor = NewTensor(
+                piece.name, np.dtype(array.dtype), piece.shape, partial(_data, copies, array, parameter, piece)
+            )
             tensors.append(((section, layer, place), tensor))
     return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

@@ -144,7 +144,7 @@ class TaskLosses:
         class_B = part.label + jnp.asarray(self._classes)[part.task]
         of_class_KB = class_B == jnp.arange(self._num_classes.sum(), dtype=jnp.int32)[:, None]
         weight_KB = jnp.where(of_class_KB, part.weight, 0.0)
-        return jnp.dot(weight_KB, self.embeddings(logits_BY))
+        return jnp.dot(weight_KB, self.embeddings(logits_BY), precision=lax.Precision.HIGHEST)
 
     def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
         """Return (negative log-likelihood in nats [B], 1.0 where the class is right [B]); of tasks with classes.

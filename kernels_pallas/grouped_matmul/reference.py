@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.matmul import exact_if_float32
 from kernels_pallas.token_permute.reference import take_any_rows
 
 
@@ -27,9 +28,12 @@ def grouped_matmul(
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
     if scale_EF is None:
-        return lax.ragged_dot(x_ND, w_EDF, group_sizes_E, preferred_element_type=jnp.float32).astype(x_ND.dtype)
+        exact = exact_if_float32(x_ND, w_EDF)
+        y_NF = lax.ragged_dot(x_ND, w_EDF, group_sizes_E, exact, preferred_element_type=jnp.float32)
+        return y_NF.astype(x_ND.dtype)
     w32_EDF = w_EDF.astype(jnp.float32) * scale_EF[:, None]
-    return lax.ragged_dot(x_ND.astype(jnp.float32), w32_EDF, group_sizes_E).astype(x_ND.dtype)
+    exact = lax.Precision.HIGHEST
+    return lax.ragged_dot(x_ND.astype(jnp.float32), w32_EDF, group_sizes_E, exact).astype(x_ND.dtype)
 
 
 def weight_gradient(
@@ -40,5 +44,6 @@ def weight_gradient(
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    dw = lax.ragged_dot_general(x_ND, dy_NF, group_sizes_E, dims, preferred_element_type=jnp.float32)
+    exact = exact_if_float32(x_ND, dy_NF)
+    dw = lax.ragged_dot_general(x_ND, dy_NF, group_sizes_E, dims, exact, preferred_element_type=jnp.float32)
     return dw.astype(x_ND.dtype)

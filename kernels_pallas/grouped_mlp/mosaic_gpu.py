@@ -19,6 +19,7 @@ from kernels_pallas.compressed import SCALES, floats
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, mosaic_gpu
 from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
 from kernels_pallas.implementations import first_supported
+from kernels_pallas.matmul import exact_if_float32
 from kernels_pallas.saved import saved
 from kernels_pallas.token_permute import RowMap, dispatch
 
@@ -41,7 +42,13 @@ def _add_bias_bwd(residuals: Any, dy_NU: jax.Array) -> Any:
     num_groups = b_LU.shape[0]
     member_NL = (group_N[:, None] == jnp.arange(num_groups, dtype=group_N.dtype)).astype(dh_NU.dtype)
     inside_NU = jnp.where((group_N < num_groups)[:, None], dh_NU, 0)  # rows beyond the groups may hold NaN
-    db_LU = lax.dot_general(member_NL, inside_NU, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    db_LU = lax.dot_general(
+        member_NL,
+        inside_NU,
+        (((0,), (0,)), ((), ())),
+        precision=exact_if_float32(inside_NU),
+        preferred_element_type=jnp.float32,
+    )
     return dh_NU, db_LU.astype(b_LU.dtype), None
 
 

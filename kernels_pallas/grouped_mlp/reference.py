@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.matmul import exact_if_float32
 from kernels_pallas.token_permute.api import RowMap
 from kernels_pallas.token_permute.reference import take_any_rows
 
@@ -59,11 +60,12 @@ def grouped_mlp(
     group_N = (jnp.arange(x_ND.shape[0])[:, None] >= ends_L).sum(axis=-1)
     inside_N1 = (group_N < num_groups)[:, None]
     group_N = jnp.minimum(group_N, num_groups - 1)
-    h_NU = lax.ragged_dot(x_ND, weights.w_up, group_sizes_L, preferred_element_type=jnp.float32)
+    exact = exact_if_float32(x_ND)
+    h_NU = lax.ragged_dot(x_ND, weights.w_up, group_sizes_L, exact, preferred_element_type=jnp.float32)
     if weights.b_up is not None:
         h_NU = h_NU + weights.b_up[group_N].astype(jnp.float32)
     a_NF = activate(h_NU, activation).astype(x_ND.dtype)
-    y_ND = lax.ragged_dot(a_NF, weights.w_down, group_sizes_L, preferred_element_type=jnp.float32)
+    y_ND = lax.ragged_dot(a_NF, weights.w_down, group_sizes_L, exact, preferred_element_type=jnp.float32)
     if weights.b_down is not None:
         y_ND = y_ND + weights.b_down[group_N].astype(jnp.float32)
     return jnp.where(inside_N1, y_ND, 0).astype(x_ND.dtype)

@@ -373,7 +373,7 @@ class OnADevice:
     def devices(self) -> list[Any]:
         return [SimpleNamespace(platform="gpu")]
 
-    def __getitem__(self, at: Any) -> "OnADevice":
+    def __getitem__(self, at: Any) -> OnADevice:
         return OnADevice(self._array[at])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
