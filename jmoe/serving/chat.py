@@ -63,15 +63,15 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a chat."""
         service.check_model(body.model)
         service.loop.check_room(body.n)  # before any work
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
         def sampling(prompt: list[int], choice: int) -> SamplingParams:
-            return body.sampling(service.max_new_tokens(prompt, asked, None), choice, logprobs=logprobs)
+            return body.sampling(service.max_new_tokens(prompt, body.asked_tokens), choice, logprobs=logprobs)
 
         def make() -> tuple[str, list[int], list[Sequence]]:
             text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-            (prompt,) = service.encode([text], add_special_tokens=False)  # the template has written them
+            # by default none: the template has written them
+            (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
             return text, prompt, service.sequences(body, [prompt], sampling)
 
         text, prompt, sequences = await service.off_the_loop(make, sum(message.size for message in body.messages))

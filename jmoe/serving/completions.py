@@ -80,7 +80,7 @@ def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list
         return texts, service.encode(texts, add_special_tokens=body.add_special_tokens)
     prompts = [prompt for prompt in body.prompts if isinstance(prompt, list)]
     for prompt in prompts:
-        service.max_new_tokens(prompt, body.max_tokens, DEFAULT_MAX_TOKENS)  # whether it fits, before it is decoded
+        service.max_new_tokens(prompt, None)  # whether it fits, before it is decoded
         texts.append(service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else "")
     return texts, prompts
 
@@ -118,7 +118,8 @@ def completions_router(service: Service) -> APIRouter:
         prompt_logprobs = body.logprobs if body.echo else None
 
         def sampling(token_ids: list[int], choice: int) -> SamplingParams:
-            most = service.max_new_tokens(token_ids, body.max_tokens, DEFAULT_MAX_TOKENS)
+            asked = DEFAULT_MAX_TOKENS if body.asked_tokens is None else body.asked_tokens
+            most = service.max_new_tokens(token_ids, asked)
             return body.sampling(most, choice, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
 
         def make() -> tuple[list[list[int]], list[Sequence]]:

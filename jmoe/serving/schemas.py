@@ -1,10 +1,12 @@
 """Bodies of requests and responses, named as OpenAI's and vLLM's.
 
 https://platform.openai.com/docs/api-reference and https://docs.vllm.ai/en/latest/serving/openai_compatible_server.
-A request holds what the server acts on and nothing else: another parameter is refused by its name, unless it is null.
+A parameter that would change the answer is honoured or refused by its name. What changes nothing is accepted: null,
+the value that is the default anyway (`_only`), and hints about billing, caches and the client (`Hint`).
 """
 
 import math
+import re
 import time
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,13 +22,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from jmoe.config import check
 from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_CHARS, SamplingParams
 from jmoe.serving.errors import UNKNOWN, printable
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 8192
 MAX_MESSAGES = 4096  # and pieces of their content, all together
-MAX_METADATA, MAX_VARIABLES = 16, 64
+MAX_VARIABLES = 64
 T = TypeVar("T")
 FastList = Annotated[list[T], Field(fail_fast=True)]  # its first mistake is enough: there may be a million
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -37,8 +40,33 @@ def _text_or_list(value: Any) -> str:
     return "list" if isinstance(value, list) else "text"
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
+MOST_TOKENS = 2**31 - 1  # "as many as fit"
+
+
+def _as_number(value: Any) -> Any:
+    """Return the number that a text like "0.7" is, and 5 for 5.0: some clients send numbers so."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value) if set(value) & set(".eE") else int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without_empty(value: Any) -> Any:
+    """Return stop strings without those that stop nothing."""
+    if isinstance(value, list):
+        return [one for one in value if one != ""]
+    return [] if value == "" else value
+
+
+def _none_if_false(value: Any) -> Any:
+    """Return None for false: chats switch log-probabilities off so."""
+    return None if value is False else value
+
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Finite = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_as_number)]
+Hint = Any  # names the client, or asks for what no answer depends on: taken and not looked at
 FinishReason = Literal["stop", "length"]
 
 
@@ -53,20 +81,20 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _only(harmless: Any) -> BeforeValidator:
-    """Refuse, as a parameter that is not supported, every value but the one that changes nothing."""
+def _only(*harmless: Any) -> BeforeValidator:
+    """Refuse, as a parameter that is not supported, every value but those that change nothing."""
 
     def check(value: Any) -> Any:
-        if value != harmless:
+        if not any(value == one and isinstance(value, type(one)) for one in harmless):
             message = "is not a parameter that this server supports, except as {harmless}"
-            raise PydanticCustomError("not_supported", message, {"harmless": repr(harmless)})
+            raise PydanticCustomError("not_supported", message, {"harmless": " or ".join(map(repr, harmless))})
         return value
 
     return BeforeValidator(check)
 
 
 class RequestBody(BaseModel):
-    """Strict: no number as a string, no parameter that would be ignored."""
+    """Strict: no parameter that would change the answer is ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -87,10 +115,14 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
-    """include_usage: a last chunk with the token counts. continuous_usage_stats: also those so far with every chunk."""
+    """include_usage: a last chunk with the token counts. continuous_usage_stats: also those so far with every chunk.
+
+    include_obfuscation: OpenAI's padding of chunks, of which this server sends none.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Hint = None
 
     @model_validator(mode="after")
     def _agree(self) -> "StreamOptions":
@@ -124,14 +156,16 @@ class ResponseFormat(RequestBody):
 class GenerationBody(RequestBody):
     """Parameters that completions and chat completions have in common.
 
-    user and metadata name the client, nothing else. store and the like may only have the value that changes nothing.
+    max_tokens: -1, as many as fit. stream_options: without a stream, nothing. store and the like may only have the
+    value that changes nothing.
     """
 
     model: str | None = None
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    max_tokens: Whole | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    n: Whole = Field(default=1, ge=1, le=MAX_CHOICES)
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    top_k: Whole = Field(default=0, ge=-1, lt=2**31)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
@@ -141,25 +175,31 @@ class GenerationBody(RequestBody):
         Field(max_length=MAX_IDS),
         _at_most(MAX_IDS),
     ] = Field(default_factory=dict)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: Whole | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Annotated[
         Annotated[StopString, Tag("text")] | Annotated[FastList[StopString], Field(max_length=MAX_STOP), Tag("list")],
         Discriminator(_text_or_list),
+        BeforeValidator(_without_empty),
     ] = Field(default_factory=list)
     stop_token_ids: FastList[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
     ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    min_tokens: Whole = Field(default=0, ge=0, lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), _at_most(MAX_METADATA)] | None = None
-    store: Annotated[Literal[False], _only(False)] = False
+    store: Annotated[bool, _only(False)] = False
+    skip_special_tokens: Annotated[bool, _only(True)] = True
+    user: Hint = None
+    metadata: Hint = None
+    service_tier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    num_ctx: Hint = None
+    keep_alive: Hint = None
 
     @model_validator(mode="after")
-    def _streams(self) -> "GenerationBody":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream = true")
+    def _ends(self) -> "GenerationBody":
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
             raise ValueError("min_tokens and ignore_eos do not go with response_format, by which the answer ends")
         return self
@@ -177,10 +217,22 @@ class GenerationBody(RequestBody):
         """Which chunks have the token counts."""
         return self.stream_options or StreamOptions()
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens of an answer that the client asks for; None if it leaves that to the server."""
+        return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
+
     def sampling(
         self, max_new_tokens: int, choice: int, *, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return the parameters of one of the `n` choices; each has a seed of its own, the first the request's."""
+        """Return the parameters of one of the `n` choices; each has a seed of its own, the first the request's.
+
+        max_new_tokens: what was asked for, or what the context leaves of it. `ValueError` for more min_tokens than that
+        the client asks for.
+        """
+        asked = self.asked_tokens
+        fits = asked is None or self.min_tokens <= asked
+        check(fits, "min_tokens", self.min_tokens, f"must be at most max_tokens = {asked}")
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -196,7 +248,7 @@ class GenerationBody(RequestBody):
             stop_token_ids=tuple(self.stop_token_ids),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             ignore_eos=self.ignore_eos,
-            min_new_tokens=self.min_tokens,
+            min_new_tokens=min(self.min_tokens, max_new_tokens),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -223,10 +275,10 @@ class CompletionRequest(GenerationBody):
     """`POST /v1/completions`. prompt: text or token ids, or a list of them. max_tokens 0 needs echo."""
 
     prompt: Prompt
-    best_of: Annotated[Literal[1], _only(1)] = 1
-    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    best_of: Annotated[int, _only(1)] = 1
+    suffix: Annotated[str, _only("")] = ""
     echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)] = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -242,30 +294,49 @@ class CompletionRequest(GenerationBody):
 
 
 class TextPart(RequestBody):
-    """A piece of a message's content."""
+    """A piece of a message's content. cache_control: a hint of clients that also speak to Anthropic."""
 
     type: Literal["text"]
     text: str
+    cache_control: Hint = None
 
 
 class Message(RequestBody):
-    """A message of a chat."""
+    """A message of a chat. reasoning_content, or by another name: how the assistant came to it, for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[FastList[TextPart], Tag("list")], Discriminator(_text_or_list)
     ] = ""
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    annotations: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    refusal: Annotated[str, _only("")] = ""
+    cache_control: Hint = None
+
+    @property
+    def reasoned(self) -> str:
+        """The reasoning under whichever name it has; "" without one."""
+        return self.reasoning_content or self.reasoning or self.thinking or ""
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
     @property
     def size(self) -> int:
-        """Characters of the content."""
-        return len(self.content) if isinstance(self.content, str) else sum(len(part.text) for part in self.content)
+        """Characters of the content and the reasoning."""
+        return len(self.text) + len(self.reasoned)
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+        optional = {"name": self.name, "reasoning_content": self.reasoned or None}
+        present = {name: value for name, value in optional.items() if value is not None}
+        return {"role": self.role, "content": self.text} | present
 
 
 # What the server itself gives to a template.
@@ -299,21 +370,29 @@ class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`. chat_template_kwargs: further variables of the model's template."""
 
     messages: Messages
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: Whole | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    tools: Annotated[list[Any], Field(max_length=0), _only([])] = Field(default_factory=list)
-    tool_choice: Annotated[Literal["none"], _only("none")] = "none"
+    tools: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    tool_choice: Annotated[str, _only("none", "auto")] = "none"
+    parallel_tool_calls: Hint = None  # of what no tool is there for
+    functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    function_call: Annotated[str, _only("none", "auto")] = "none"
+    modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatCompletionRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
+        if 0 in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens must be at least 1, or -1 for as many as fit")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ")
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         return self
 
 

@@ -92,15 +92,17 @@ class Service:
             said = reason.message if isinstance(reason, TemplateError) else "cannot render them"
             raise ApiError(400, f"messages: the model's chat template: {said}", param="messages") from error
 
-    def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None, default: int | None) -> int:
-        """Return how many tokens to draw at most; `ApiError` 400 with both numbers if prompt and output do not fit."""
+    def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None) -> int:
+        """Return how many tokens to draw at most: what is asked for, or what the prompt leaves of the context.
+
+        At least one. `ApiError` 400 for a prompt that leaves no room for it.
+        """
         length, limit = len(prompt_token_ids), self.max_seq_len
-        if length + max(1, asked or 1) > limit:
-            output = f" and {asked} of output" if asked else ""
-            message = f"the prompt has {length} tokens{output}; together at most {limit} fit"
-            raise ApiError(400, message, param="max_tokens" if length < limit else None, code="context_length_exceeded")
+        if length >= limit:
+            message = f"the prompt has {length} tokens; together with one of output at most {limit} fit"
+            raise ApiError(400, message, code="context_length_exceeded")
         room = limit - length
-        return max(1, asked) if asked is not None else min(room, default or room)
+        return room if asked is None else min(room, max(1, asked))
 
     def sequences(
         self, body: GenerationBody, prompts: list[list[int]], make: Callable[[list[int], int], SamplingParams]

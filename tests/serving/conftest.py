@@ -22,7 +22,8 @@ SIZES = ("--max-batch", 4, "--max-seq-len", 256, "--prefill-chunk-tokens", 32)
 CONVERSATIONS = Path(__file__).parent.parent / "fixtures" / "chat_templates" / "conversations.json"
 VOCAB_SIZE = 400
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if show_reasoning %}{{ m.reasoning_content }}|{% endif %}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if fail %}{{ 'x' + fail }}{% endif %}"
 )
 TEXT = "The quick brown fox, 日本語 and 🎉 in one line.\ndef f(x):\n    return x\n"

@@ -156,18 +156,13 @@ def test_parameters_reach_the_sampler(server: HttpProcess, engine: Engine) -> No
 @pytest.mark.parametrize(
     ("body", "status", "words", "param"),
     [
-        ({"suffix": "x"}, 400, "suffix: is not a parameter that this server supports", "suffix"),
-        ({"best_of": 2}, 400, "best_of: is not a parameter that this server supports", "best_of"),
         ({"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
-        ({"max_tokens": "5"}, 400, "valid integer", "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens = 0 needs echo = true", None),
         ({"logit_bias": {"399999": 1}}, 400, "must be below vocab_size = 400", None),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options needs stream = true", None),
         ({"min_tokens": 30, "max_tokens": 20}, 400, "at most max_tokens = 20", "min_tokens"),
         ({"prompt": []}, 400, "must hold at least one token", None),
         ({"prompt": [1, 999]}, 400, "a token of prompt = 999: must be at least 0 and below 400", None),
-        ({"prompt": [1] * 300}, 400, "the prompt has 300 tokens; together at most 256 fit", None),
-        ({"prompt": [1] * 250, "max_tokens": 7}, 400, "250 tokens and 7 of output; together at most 256", "max_tokens"),
+        ({"prompt": [1] * 300}, 400, "300 tokens; together with one of output at most 256 fit", None),
         ({"model": "other"}, 404, "the model 'other' is not served here", "model"),
         ({"n": 128}, 400, "128 sequences in one request: at most 68", None),
     ],
@@ -180,13 +175,10 @@ def test_what_is_refused(server: HttpProcess, body: dict[str, Any], status: int,
     assert param is None or error["param"] == param
 
 
-def test_null_is_not_given_and_names_of_clients_change_nothing(server: HttpProcess) -> None:
-    plain = server.post("/v1/completions", prompt="x", max_tokens=4, temperature=0).json()
-    extra = {"suffix": None, "stop": None, "user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1}
-    assert (
-        server.post("/v1/completions", prompt="x", max_tokens=4, temperature=0, **extra).json()["choices"]
-        == (plain["choices"])
-    )
+def test_null_is_not_given(server: HttpProcess) -> None:
+    body = {"prompt": "x", "max_tokens": 4, "temperature": 0}
+    plain = server.post("/v1/completions", **body).json()["choices"]
+    assert server.post("/v1/completions", **body, suffix=None, stop=None, tools=None).json()["choices"] == plain
 
 
 @pytest.mark.parametrize(

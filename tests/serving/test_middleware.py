@@ -94,11 +94,11 @@ def test_a_body_that_is_too_large(client: httpx.Client) -> None:
 
 
 def test_a_prompt_that_does_not_fit(client: httpx.Client) -> None:
-    response = client.post("/v1/completions", json={"prompt": [1] * 8190, "max_tokens": 3})
+    response = client.post("/v1/completions", json={"prompt": [1] * 8192, "max_tokens": 3})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "8190" in error["message"] and "8192" in error["message"]
+    assert error["message"] == "the prompt has 8192 tokens; together with one of output at most 8192 fit"
 
 
 def test_a_full_queue(client: httpx.Client) -> None:

@@ -1,0 +1,133 @@
+"""What clients send without being asked to: values that change nothing are taken, the others are refused by name."""
+
+from typing import Any
+
+import pytest
+
+from tests.http_servers import HttpProcess
+
+USER = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+BODY = {"max_tokens": 3, "temperature": 0.7, "seed": 5}
+# Both kinds of request, and what vLLM, llama.cpp, Ollama and LiteLLM let their clients add.
+ANYWHERE: list[dict[str, Any]] = [
+    {"stream": False, "stream_options": {"include_usage": True}},
+    {"service_tier": "auto"},
+    {"prompt_cache_key": "a"},
+    {"prompt_cache_retention": "24h"},
+    {"safety_identifier": "a"},
+    {"user": "me"},
+    {"num_ctx": 4096, "keep_alive": "5m"},
+    {"keep_alive": -1},
+    {"skip_special_tokens": True},
+    {"stop": ""},
+    {"stop": [""]},
+    {"stop": []},
+    {"temperature": "0.7"},
+    {"max_tokens": "3", "seed": 5.0, "n": "1"},
+    {"metadata": {"a": 1, "b": [None]}},
+    {"store": False},
+]
+CHAT: list[dict[str, Any]] = [
+    {"tools": [], "tool_choice": "auto"},
+    {"tools": [], "tool_choice": "none"},
+    {"functions": [], "function_call": "auto"},
+    {"parallel_tool_calls": False},
+    {"parallel_tool_calls": True},
+    {"modalities": ["text"]},
+    {"add_special_tokens": False},
+    {"top_logprobs": 0, "logprobs": False},
+    {"messages": [USER | {"tool_calls": [], "annotations": [], "refusal": ""}]},
+    {"messages": [USER | {"cache_control": {"type": "ephemeral"}}]},
+    {"messages": [{"role": "user", "content": [PART]}]},
+    {"messages": [USER | {"reasoning_content": ""}]},
+]
+COMPLETION: list[dict[str, Any]] = [{"suffix": ""}, {"best_of": 1}, {"logprobs": False}]
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("store", {"store": True}),
+    ("skip_special_tokens", {"skip_special_tokens": False}),
+    ("stop.text", {"stop": 5}),
+    ("temperature", {"temperature": "warm"}),
+    ("temperature", {"temperature": "nan"}),
+    ("max_tokens", {"max_tokens": "five"}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_tokens", {"max_tokens": -2}),
+    ("seed", {"seed": 2**64}),
+    ("prompt_logprobs", {"prompt_logprobs": 1}),
+    ("stream_options.padding", {"stream_options": {"padding": 1}}),
+]
+REFUSED_CHAT: list[tuple[str, dict[str, Any]]] = [
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("tool_choice", {"tools": [], "tool_choice": "required"}),
+    ("tool_choice", {"tool_choice": {"type": "function"}}),
+    ("functions", {"functions": [{"name": "f"}]}),
+    ("modalities", {"modalities": ["text", "audio"]}),
+    ("messages.0.tool_calls", {"messages": [USER | {"tool_calls": [{"id": "1"}]}]}),
+    ("messages.0.annotations", {"messages": [USER | {"annotations": [{"type": "url_citation"}]}]}),
+    ("messages.0.refusal", {"messages": [USER | {"refusal": "no"}]}),
+]
+REFUSED_COMPLETION: list[tuple[str, dict[str, Any]]] = [
+    ("suffix", {"suffix": "x"}),
+    ("best_of", {"best_of": 2}),
+    ("logprobs", {"logprobs": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "harmless", "refused"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}, ANYWHERE + CHAT, REFUSED + REFUSED_CHAT),
+        ("/v1/completions", {"prompt": "x"}, ANYWHERE + COMPLETION, REFUSED + REFUSED_COMPLETION),
+    ],
+    ids=["chat", "completion"],
+)
+def test_what_changes_nothing_is_accepted_and_the_rest_refused_by_name(
+    server: HttpProcess,
+    path: str,
+    body: dict[str, Any],
+    harmless: list[dict[str, Any]],
+    refused: list[tuple[str, dict[str, Any]]],
+) -> None:
+    plain = server.post(path, **BODY, **body).json()["choices"]
+    for extra in harmless:
+        answer = server.post(path, **(BODY | body | extra))
+        assert answer.status_code == 200, (extra, answer.text)
+        assert answer.json()["choices"] == plain, extra
+    for name, extra in refused:
+        answer = server.post(path, **(BODY | body | extra))
+        assert answer.status_code == 400, extra
+        error = answer.json()["error"]
+        assert error["param"] == name and name in error["message"], (extra, error)
+
+
+def test_values_at_the_ends_of_their_ranges(server: HttpProcess) -> None:
+    """Any 64 bits are a seed; -1 token is as many as fit, and so is more than fits: the answer is cut."""
+    body = {"prompt": "x", "max_tokens": 3, "temperature": 1}
+    seeds = [server.post("/v1/completions", **body, seed=seed).json()["choices"] for seed in (2**64 - 1, -1)]
+    assert seeds[0] == seeds[1]
+    for asked in (-1, 100_000):
+        answer = server.post("/v1/completions", prompt=[1] * 250, max_tokens=asked, min_tokens=3, ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 6
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        chat = {"messages": [USER], "max_tokens": asked, "max_completion_tokens": asked, "ignore_eos": True}
+        answer = server.post("/v1/chat/completions", **chat)
+        assert answer.json()["usage"]["total_tokens"] == 256, answer.text
+
+
+def test_streams_take_the_options_of_streams(server: HttpProcess) -> None:
+    """include_obfuscation asks for padding that no answer depends on."""
+    for wanted in (False, True):
+        with server.stream(max_tokens=2, stream_options={"include_obfuscation": wanted, "include_usage": True}) as all_:
+            *_, last, done = all_
+        assert done == "[DONE]" and last["usage"]["completion_tokens"] == 2
+
+
+def test_reasoning_of_earlier_answers_reaches_the_template(server: HttpProcess) -> None:
+    """Whatever the client calls it; `show_reasoning` is the tests' template's."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        messages = [{"role": "assistant", "content": "y", name: "because"}]
+        body = {"messages": messages, "add_generation_prompt": False, "chat_template_kwargs": {"show_reasoning": True}}
+        answer = server.post("/tokenize", **body)
+        tokens = answer.json()["tokens"]
+        assert server.post("/detokenize", tokens=tokens).json()["prompt"] == "<|assistant|>because|y\n", name
