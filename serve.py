@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> None:
             stack.enter_context(opened)
             config, folder = replace(config, engine=opened.engine), opened.model
         else:
-            folder = stack.enter_context(hugging_face_folder(config.model, say))
+            cache_dir = config.engine.cache_dir
+            folder = stack.enter_context(hugging_face_folder(config.model, say, cache_dir=cache_dir))
         if isinstance(role, Follower):
             follow(config, folder, role)
         else:

@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 
 import serve
+from jmoe.config.engine import EngineConfig
+from jmoe.deploy.merge import merge_run
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.inference import generate
+from jmoe.inference.engine import Engine
+from jmoe.run.checkpoint_contents import read_step_manifest, write_step_manifest
+from tests.file_systems import read_only
 from tests.http_servers import START_LIMIT_S, start_server
 from tests.model_configs import CHECKPOINTS
 from tests.train_runs import Run, Start, TrainRuns
@@ -111,6 +116,14 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("merged"))
 
 
+def merged_step(output_dir: Path, *others: str) -> Path:
+    """The one merge of step 5 in a run's folder, beside these."""
+    (merged,) = (output_dir / "merged").glob("step-5-*")
+    names = sorted(path.name for path in (output_dir / "merged").iterdir())
+    assert names == sorted(["merge.lock", merged.name, *others])
+    return merged
+
+
 @pytest.mark.slow
 def test_servers_that_start_at_once(trained: Path, runs: TrainRuns, start_python: Start, tmp_path: Path) -> None:
     """Three of one run: one merges it, the others wait for that, and none fails."""
@@ -121,8 +134,7 @@ def test_servers_that_start_at_once(trained: Path, runs: TrainRuns, start_python
     processes = [start_python(command, log, env=runs.environment()) for log in logs]
     for process, log in zip(processes, logs, strict=True):
         assert process.wait(START_LIMIT_S) == 0, log.read_text()
-        assert f"step 5 of {output_dir} is in {output_dir / 'merged' / 'step-5'}" in log.read_text()
-    assert sorted(path.name for path in (output_dir / "merged").iterdir()) == ["merge.lock", "step-5"]
+        assert f"step 5 of {output_dir} is in {merged_step(output_dir)}\n" in log.read_text()
 
 
 def test_a_merge_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None:
@@ -134,10 +146,9 @@ def test_a_merge_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None
     in_use = os.open(merges / "step-3", os.O_RDONLY)
     fcntl.flock(in_use, fcntl.LOCK_SH)
     with hugging_face_folder(output_dir, print) as folder:
-        assert sorted(path.name for path in merges.glob("step-*")) == ["step-3", "step-5"]
         written = contents(folder)
         with hugging_face_folder(output_dir, print) as again:
-            assert again == folder == merges / "step-5"
+            assert again == folder == merged_step(output_dir, "step-3")
             assert contents(again) == written, "merged once"
         other = os.open(folder, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
@@ -145,6 +156,51 @@ def test_a_merge_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for descriptor in (in_use, other):
         os.close(descriptor)
+    manifest = output_dir / "checkpoints" / "5" / "manifest.json"
+    write_step_manifest(manifest, read_step_manifest(manifest) | {"packing": 2})  # another step of that number
+    with hugging_face_folder(output_dir, print) as again:
+        assert again != folder and again == merged_step(output_dir), "merged anew; nobody uses the others"
+
+
+@pytest.mark.slow
+def test_a_step_that_was_trained_again_is_merged_again(
+    trained: Path, runs: TrainRuns, run_python: Run, tmp_path: Path
+) -> None:
+    """The number is the same, the weights are not: what is served are those of the checkpoint."""
+    output_dir = copied(trained, tmp_path)
+    with hugging_face_folder(output_dir, print) as folder:
+        first = (folder / "model.safetensors").read_bytes()
+    shutil.rmtree(output_dir / "checkpoints")
+    again = ("--num-steps", 5, "--optimizer.weight-decay", 0.3)
+    done = run_python(runs.command(output_dir, *again, data=runs.text), env=runs.environment())
+    assert done.returncode == 0, done.stderr
+    merge_run(output_dir, tmp_path / "expected")
+    with hugging_face_folder(output_dir, print) as folder:
+        served = (folder / "model.safetensors").read_bytes()
+    assert served == (tmp_path / "expected" / "model.safetensors").read_bytes() != first
+    assert merged_step(output_dir) == folder
+
+
+def test_a_run_that_cannot_be_written_is_served_from_elsewhere(trained: Path, tmp_path: Path) -> None:
+    output_dir, said = copied(trained, tmp_path), list[str]()
+    with read_only(output_dir):
+        words = rf"^model = '{output_dir}': its newest step cannot be merged in .*; merge it elsewhere by python -m "
+        with pytest.raises(OSError, match=words), hugging_face_folder(output_dir, said.append):
+            pass
+        for _ in range(2):
+            with hugging_face_folder(output_dir, said.append, cache_dir=tmp_path / "cache") as folder:
+                assert folder.parent == tmp_path / "cache" / "merged"
+                assert (folder / "model.safetensors").is_file()
+        assert len([line for line in said if line.startswith("merging")]) == 1
+    with hugging_face_folder(output_dir, said.append) as folder:
+        pass
+    with read_only(output_dir):
+        with hugging_face_folder(output_dir, said.append) as again:
+            assert again == folder, "merged before"
+        options = {"policy": "experts", "expert_tier": "nvme", "device_bytes": 1 << 20, "host_cache_bytes": 1 << 20}
+        words = rf"^cache_dir = None: experts of the tier nvme cannot be written to {folder}/jmoe_experts: "
+        with pytest.raises(OSError, match=words):
+            Engine(folder, EngineConfig(max_batch=1, **options))
 
 
 def test_generate(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,5 +246,4 @@ def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None
             server.kill()
         assert f"step 5 of {output_dir}" in server.log.read_text()
     assert contents(output_dir / "checkpoints") == checkpoints, "nothing written, nothing cleaned up"
-    assert sorted(path.name for path in (output_dir / "merged").iterdir()) == ["merge.lock", "step-5"]
-    assert json.loads((output_dir / "merged" / "step-5" / "config.json").read_text())["vocab_size"] == 512
+    assert json.loads((merged_step(output_dir) / "config.json").read_text())["vocab_size"] == 512

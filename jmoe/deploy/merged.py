@@ -4,14 +4,16 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jmoe.config import CheckpointConfig
 from jmoe.deploy.merge import merge_run
+from jmoe.memory.direct_io import UNWRITABLE
+from jmoe.memory.identity import content_identity
 from jmoe.memory.record_store import locked
-from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from jmoe.status import status
 
 MERGED = "merged"
@@ -21,12 +23,16 @@ LOCK_LIMIT_S = 3600.0  # another process may just write a large model
 
 @contextmanager
 def hugging_face_folder(
-    path: str | os.PathLike[str], say: Callable[[str], None], name: str = "model"
+    path: str | os.PathLike[str],
+    say: Callable[[str], None],
+    name: str = "model",
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[Path]:
     """Yield the folder itself, or the newest checkpoint of a run, merged once, which stays until the block ends.
 
-    say: takes lines about the merge. name: of the option that the folder is named by, for messages. Raises
-    `ValueError` if the folder is neither.
+    say: takes lines about the merge. name: of the option that the folder is named by, for messages. cache_dir: keeps
+    the merge of a run whose own folder cannot be written. Raises `ValueError` if the folder is neither, `OSError` if
+    there is no place for the merge.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -43,21 +49,45 @@ def hugging_face_folder(
         step = checkpoints.latest_step()
     if step is None:
         raise ValueError(f"{name} = {str(path)!r}: the run has no checkpoint yet")
-    merges = folder / MERGED
-    merged = merges / f"step-{step}"
-    use = _in_use(merged)  # also where nothing may be written
+    places = [folder / MERGED, *([] if cache_dir is None else [Path(cache_dir).expanduser() / MERGED])]
+    made = (place / _name_of(folder, step) for place in places)
+    merged, use = next(((m, use) for m in made if (use := _in_use(m)) is not None), (places[0], None))
     if use is None:
-        merges.mkdir(exist_ok=True)
+        merges = _writable(places, folder, f"{name} = {str(path)!r}")
+        merged = merges / _name_of(folder, step)
         with status(f"merging step {step} of {folder}", say), locked(merges, LOCK_LIMIT_S, LOCK):
             if not merged.is_dir():  # another process may have merged it meanwhile
                 merged = _merge(folder, merges)
             use = _in_use(merged)
     assert use is not None, "nobody removes it without the lock"
-    say(f"{merged.name.replace('-', ' ')} of {folder} is in {merged}")
+    say(f"step {merged.name.split('-')[1]} of {folder} is in {merged}")
     try:
         yield merged
     finally:
         os.close(use)
+
+
+def _name_of(run_dir: Path, step: int) -> str:
+    """Return the name of a merged step: by its content, as a step that was deleted may be trained again."""
+    manifest = run_dir / "checkpoints" / str(step) / MANIFEST  # has sums of all files of the step
+    return f"step-{step}-{content_identity({MANIFEST: manifest})[:12]}"
+
+
+def _writable(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
+    """Return the first of these folders that can be written, made if it is missing."""
+    for merges in places:
+        try:
+            merges.mkdir(parents=merges != run_dir / MERGED, exist_ok=True)
+            (merges / LOCK).open("a").close()
+            return merges
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            problem = error
+    raise OSError(
+        f"{setting}: its newest step cannot be merged in {problem.filename}: {problem.strerror}; merge it elsewhere by "
+        f"python -m jmoe.deploy.merge {run_dir} OUT_DIR and give OUT_DIR, or give serve.py a --cache-dir"
+    ) from problem
 
 
 def _in_use(merged: Path) -> int | None:
@@ -78,7 +108,7 @@ def _merge(run_dir: Path, merges: Path) -> Path:
     for leftover in merges.glob("partial-*"):  # of a process that died
         shutil.rmtree(leftover)
     partial = merges / f"partial-{secrets.token_hex(4)}"
-    merged = merges / f"step-{merge_run(run_dir, partial)}"
+    merged = merges / _name_of(run_dir, merge_run(run_dir, partial))
     for older in merges.glob("step-*"):
         _remove_unused(older)
     if merged.is_dir():  # a newer step than was looked for, merged before

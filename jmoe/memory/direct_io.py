@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jmoe.memory.buffers import PAGE_BYTES
 
 Io = Literal["O_DIRECT", "buffered", "mapped"]
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)  # the user, or the file system, may not write here
 
 
 def io_of(folder: Path) -> Io:

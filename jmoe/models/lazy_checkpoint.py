@@ -19,6 +19,7 @@ import numpy as np
 from jmoe.config import ModelConfig, check
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.memory.closing import Closing
+from jmoe.memory.identity import content_identity
 from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
 from jmoe.models.huggingface import model_config
@@ -91,7 +92,7 @@ class LazyCheckpoint(Closing):
         shapes = abstract_decoder(self.config)[2]
         self._parameters = parameters(shapes, self.config, fields["model_type"])
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)
-        self._reader = TensorReader()
+        self._reader, self._stored = TensorReader(), stored
         self._loader = Loader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
         self._stored_formats: dict[Names, Format | None] = {}
@@ -170,13 +171,26 @@ class LazyCheckpoint(Closing):
         return sum(size * self._dtypes[path].itemsize for path, size in sizes.items())
 
     @property
+    def content(self) -> str:
+        """Return a hash of configuration and weights, the same for every copy: see `content_identity`."""
+        files = {tensor.file.name: tensor.file for tensor in self._stored.values()}
+        marks: dict[Path, list[int]] = {file: [] for file in files.values()}
+        for tensor in self._stored.values():
+            marks[tensor.file] += tensor.entries()
+        headers = [[t.name, t.dtype, t.shape, t.file.name, t.offset] for t in self._stored.values()]
+        what = [self.fields, sorted(headers), content_identity(files, marks)]
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+    @property
     def fingerprint(self) -> str:
-        """Changes with the files, the configuration and the dtype of the experts."""
-        files = sorted(self.folder.glob("*.safetensors"))
-        seen = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        """Return a hash of the content, the files' times and the form of experts in memory, for packs of experts.
+
+        The content tells models apart; a change within a tensor, between two blocks that are read, shows by its time.
+        """
+        times = sorted({(t.file.name, t.file.stat().st_mtime_ns) for t in self._stored.values()})
         dtypes = {name: self._dtypes[p.path].name for name, p in self._experts.items()}
-        kept = [] if self.expert_format is None else [self.expert_format.name]
-        return hashlib.sha256(json.dumps([self.fields, seen, dtypes, *kept], sort_keys=True).encode()).hexdigest()
+        kept = None if self.expert_format is None else self.expert_format.name
+        return hashlib.sha256(json.dumps([self.content, times, dtypes, kept], sort_keys=True).encode()).hexdigest()
 
     @property
     def routing_fingerprint(self) -> str:

@@ -47,6 +47,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
 
+    def entries(self) -> list[int]:
+        """Return where in the file each matrix of it begins: experts that are stored as one tensor have many."""
+        if len(self.shape) < 3 or self.dtype not in DTYPES:
+            return [self.offset]
+        return [self.offset + i * math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize for i in range(self.shape[0])]
+
     def wrong(self, problem: str) -> ValueError:
         """The error that names this tensor and its file."""
         return ValueError(f"{self.file}: tensor {self.name!r} {problem}")

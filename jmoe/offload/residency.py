@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jmoe.config import check
 from jmoe.memory.buffers import Allocate, allocate_slots
+from jmoe.memory.direct_io import UNWRITABLE
 from jmoe.memory.pinned import host_memory
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
@@ -145,7 +146,13 @@ def _open_store(
             again.fill_expert(*index.locate(number), views)
 
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
-    packed = RecordStore.pack(folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair)
+    try:
+        packed = RecordStore.pack(folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        place = f"experts of the tier nvme cannot be written to {folder}: {error.strerror}"
+        raise OSError(f"cache_dir = {cache_dir!r}: {place}; give another folder, on a fast disk") from error
     if packed.io == "mapped" and "nvme" not in (limits or {}):
         return TieredStore(packed.map_records(), bandwidth_limit_bytes_per_s=limits)
     return TieredStore(packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits, allocate=allocate)

@@ -1,6 +1,7 @@
 """The engine against transformers' greedy tokens, and every way of keeping experts against every other, bit for bit."""
 
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from jmoe.inference.sequence import Completion, Output
 from jmoe.memory import record_store
 from jmoe.memory.pinned import PinnedSlots
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.safetensors_io import DTYPES, read_headers
 from jmoe.offload.policies import LayerRing
 from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
@@ -364,6 +366,34 @@ def test_a_pack_in_memory_is_not_copied_to_host_memory(policy: str, monkeypatch:
                 assert stats.host.num_bytes > 0
                 assert (stats.nvme.num_bytes == 0) == (host_bytes == 0) == mapped
         assert same(*found)
+
+
+def fine_tuned(name: str, folder: Path) -> Path:
+    """Return a copy of a tiny checkpoint in which one expert's matrix is another, of the same sizes and times."""
+    shutil.copytree(CHECKPOINTS / name, folder)
+    tensor = next(t for n, t in read_headers(folder).items() if "experts.3." in n)
+    size_bytes, times = math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize, tensor.file.stat()
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(bytes(size_bytes))
+    os.utime(tensor.file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return folder
+
+
+def test_models_of_equal_sizes_and_times_do_not_share_a_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As images and `rsync` make them; the second is served with experts of its own, and so is one changed in place."""
+    tier = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 25_000, "device_bytes": 20_000}
+    first = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "first")
+    second = fine_tuned("mixtral", tmp_path / "second")
+    monkeypatch.setattr("jmoe.memory.identity.WHOLE_BYTES", 0)  # as for a large file: marks of tensors are enough
+    monkeypatch.setattr("jmoe.memory.identity.STRIDE_BYTES", 1 << 40)
+    found = []
+    for model, cache in ((first, "shared"), (second, "shared"), (second, "own")):
+        with tiny_engine(model, cache_dir=tmp_path / cache, **tier) as served:
+            found.append(served.generate([list(range(5, 25))], max_new_tokens=4, ignore_eos=True, logprobs=0))
+    assert same(found[1], found[2]) and not same(found[0], found[1])
+    with LazyCheckpoint(first) as one, LazyCheckpoint(CHECKPOINTS / "mixtral") as copied:
+        assert one.content == copied.content
 
 
 @pytest.mark.parametrize("policy", ["ring", "experts", "experts, found by programs"])

@@ -1,0 +1,69 @@
+"""Whether files hold what they held before: a hash of their content, whatever their names, times and places say.
+
+Files of equal size and time may differ: fine-tunes of one model do, where images of containers, Nix or `rsync -a` have
+set all times alike. To hash every byte of a large model would take minutes at each start, so large files are sampled.
+"""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+WHOLE_BYTES = 1 << 22  # a file of up to so many bytes is read whole
+STRIDE_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 12
+BATCH = 256  # blocks that a thread reads at once
+THREADS = 16
+
+Block = tuple[Path, int, int]  # file, first byte, number of bytes
+
+
+def content_identity(files: Mapping[str, Path], marks: Mapping[Path, Sequence[int]] | None = None) -> str:
+    """Return a SHA-256 of files, by name, that changes with their names, sizes and content.
+
+    A file of up to 4 MiB counts whole. Of a larger one 4 KiB count at its begin, at every MiB, at its end, and at each
+    of its `marks`: the first bytes of what may be replaced alone, such as a tensor. That is 0.4 % of the bytes, read by
+    16 threads: seconds for 60 GB on NVMe. Models trained apart differ nearly everywhere, and one expert that was
+    replaced differs at its mark; a change of less than 1 MiB within a tensor may lie between two blocks and is then not
+    seen, unless the caller also goes by the file's time. Raises `OSError` naming a file that cannot be read.
+    """
+    sizes = {name: path.stat().st_size for name, path in sorted(files.items())}
+    digest = hashlib.sha256(repr(list(sizes.items())).encode())
+    blocks = (
+        block
+        for name, size_bytes in sizes.items()
+        for block in _blocks(files[name], size_bytes, (marks or {}).get(files[name], ()))
+    )
+    with ThreadPoolExecutor(THREADS, "identity") as pool:
+        for part in pool.map(_digest, _batches(blocks)):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _blocks(path: Path, size_bytes: int, marks: Iterable[int]) -> Iterator[Block]:
+    if size_bytes <= WHOLE_BYTES:
+        yield path, 0, size_bytes
+        return
+    for first in sorted({*range(0, size_bytes, STRIDE_BYTES), *marks, size_bytes - BLOCK_BYTES}):
+        yield path, first, BLOCK_BYTES
+
+
+def _batches(blocks: Iterator[Block]) -> Iterator[list[Block]]:
+    while batch := list(itertools.islice(blocks, BATCH)):
+        yield batch
+
+
+def _digest(blocks: list[Block]) -> bytes:
+    digest = hashlib.sha256()
+    for path, group in itertools.groupby(blocks, key=lambda block: block[0]):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size > WHOLE_BYTES:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # what lies between blocks is not read ahead
+            for _, first, size_bytes in group:
+                digest.update(os.pread(fd, size_bytes, first))
+        finally:
+            os.close(fd)
+    return digest.digest()
