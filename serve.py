@@ -80,6 +80,7 @@ def serve(
     import jmoe
     from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory
     from jmoe.inference.lockstep import end_process
+    from jmoe.models.tokenizer_file import tokenizer_file
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, bind
     from jmoe.serving.service import Service
@@ -90,7 +91,7 @@ def serve(
         length = checkpoint.sequence_length(config.engine.max_seq_len)
         engine_config = replace(config.engine, max_seq_len=length)
         memory = plan_engine_memory(checkpoint, engine_config)
-    check((folder / "tokenizer.json").is_file(), "model", str(folder), "must hold a tokenizer.json")
+    tokenizer_file(folder, "model")
     say(f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each")
     if config.dry_run:
         print(memory)

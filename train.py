@@ -30,6 +30,7 @@ from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
 from jmoe.inference.teacher import Teacher
 from jmoe.mesh import devices_per_host, make_mesh
+from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
@@ -42,7 +43,7 @@ from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.distilling import DistillingTrainer
-from jmoe.training.finetune import TOKENIZER, with_pretrained_model
+from jmoe.training.finetune import with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState

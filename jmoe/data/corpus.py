@@ -51,10 +51,11 @@ from jmoe.data.text_files import (
 )
 from jmoe.data.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
 from jmoe.memory.direct_io import fsync
+from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import repeating
 
 FORMAT = 1  # of a folder of prepared text; another number: prepared anew
-MANIFEST, TOKENIZER, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "tokenizer.json", "held_out.bin", "held_out.txt"
+MANIFEST, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "held_out.bin", "held_out.txt"
 HASHED_BYTES = 1 << 28  # of token shards that are read from end to end at the start
 BPE_SAMPLE_BYTES = 20_000_000
 

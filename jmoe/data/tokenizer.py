@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jmoe.models.tokenizer_file import parse_tokenizer
+
 END_OF_TEXT = "<|endoftext|>"
 # What other families call the token that ends a document.
 END_OF_TEXT_NAMES = (
@@ -86,12 +88,9 @@ def load_tokenizer(path: Path, max_vocab_size: int) -> LoadedTokenizer:
         raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
     content = path.read_bytes()
     try:
-        tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as error:  # tokenizers raises bare Exception; nothing is swallowed
-        raise ValueError(f"data.tokenizer = {str(path)!r}: not a readable tokenizer.json: {error}") from error
-    # Settings for a model's inputs that some files carry would cut or pad documents in silence.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer = parse_tokenizer(content)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer = {str(path)!r}: {error}") from error
     # A document that spells out "<|endoftext|>" is text, not the end of a document.
     tokenizer.encode_special_tokens = True
     ids = tokenizer.get_vocab(with_added_tokens=True)

@@ -29,6 +29,7 @@ from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, s
 from jmoe.memory.closing import Closing
 from jmoe.mesh import expert_mesh
 from jmoe.models.safetensors_io import replace_text
+from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.offload.placed_experts import even_placement
 from jmoe.offload.residency import PACK_FOLDER
 from jmoe.offload.segments import as_segments
@@ -79,7 +80,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
     """
     check_new_folder(out)
     options, segments = _resolved(folder, options)
-    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
+    tokenizer_file(folder)
     with new_folder(out) as partly:
         with status("copying the model", say):
             (partly / MODEL).mkdir()

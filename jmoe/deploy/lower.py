@@ -38,6 +38,7 @@ from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import MAX_SHARD_BYTES
 from jmoe.models.safetensors_io import NewTensor, replace_text, write_safetensors
+from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
 
@@ -207,6 +208,8 @@ def lower(
             with status("writing the weights", say):
                 write_safetensors(partly, programs.tensors(), MAX_SHARD_BYTES)
             copy_beside_weights(folder, partly)
+            if (folder / TOKENIZER).is_file():  # run.py takes it as it is
+                open_tokenizer(folder / TOKENIZER).save(str(partly / TOKENIZER))
             shutil.copyfile(portable.__file__, partly / RUNNER)
             caches = programs.caches(options)
             plan = {

@@ -21,12 +21,12 @@ from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
 from jmoe.models.pretrained import write_pretrained
+from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, expert_layers, names_of_experts
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.finetune import TOKENIZER
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of, without_experts
 

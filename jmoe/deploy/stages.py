@@ -29,6 +29,7 @@ from jmoe.deploy.segment import segment
 from jmoe.inference.engine import open_checkpoint
 from jmoe.models.huggingface import changed_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.planning.segmentation import SegmentBy
 from jmoe.status import status
 
@@ -143,7 +144,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     with open_checkpoint(folder, engine) as checkpoint:
         config, fields = checkpoint.config, checkpoint.fields
         checkpoint.sequence_length(engine.max_seq_len)
-    check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
+    tokenizer_file(folder)
     if stages.distil is not None and stages.text is not None:
         student = _student_options(config, stages, stages.distil)
         config, _ = student_config(config, fields, student)

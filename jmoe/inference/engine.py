@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
@@ -39,6 +38,7 @@ from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.mesh import expert_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.offload.policies import ExpertPlaces
 from jmoe.offload.residency import open_experts, open_placed_experts
 from jmoe.offload.segments import read_segments
@@ -147,8 +147,8 @@ class Engine(Closing):
         self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
         self._ahead: StepAhead | None = None
-        tokenizer = model.folder / "tokenizer.json"
-        self.tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
+        tokenizer = model.folder / TOKENIZER
+        self.tokenizer = open_tokenizer(tokenizer) if tokenizer.is_file() else None
         self._warm_up()
         placer = None if on_mesh is None else on_mesh.placer
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)

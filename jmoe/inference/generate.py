@@ -30,15 +30,12 @@ def arguments() -> argparse.Namespace:
 
 def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     """Return the prompt's tokens; `ValueError` if there are none, or output and prompt do not fit the model."""
-    from tokenizers import Tokenizer
-
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
+    from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
 
     with LazyCheckpoint(folder) as checkpoint:
         limit = checkpoint.max_positions
-    file = folder / "tokenizer.json"
-    check(file.is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
-    ids: list[int] = Tokenizer.from_file(str(file)).encode(prompt).ids
+    ids: list[int] = open_tokenizer(tokenizer_file(folder)).encode(prompt).ids
     check(bool(ids), "prompt", prompt, "must hold at least one token")
     shortened = prompt if len(prompt) <= 40 else prompt[:37] + "..."
     check(len(ids) < limit, "prompt", shortened, f"has {len(ids)} tokens; the model has {limit} positions")

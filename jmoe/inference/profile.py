@@ -68,6 +68,7 @@ def main() -> None:
     from jmoe.inference.engine import Engine
     from jmoe.inference.path_table import TableHeader
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
+    from jmoe.models.tokenizer_file import tokenizer_file
 
     check(a.max_tokens > 0, "max_tokens", a.max_tokens, "must be greater than 0")
     text = a.text.read_text(encoding="utf-8", errors="replace")
@@ -76,7 +77,7 @@ def main() -> None:
             fingerprint, config = checkpoint.routing_fingerprint, checkpoint.config
         sizes = (config.num_moe_layers, config.num_experts, config.num_experts_per_tok, a.path_length)
         header = TableHeader(*sizes, kept=config.num_experts, fingerprint=fingerprint, tokens=0)
-        check((folder / "tokenizer.json").is_file(), "MODEL", str(folder), "must hold a tokenizer.json")
+        tokenizer_file(folder)
         options = EngineConfig(
             max_batch=1, max_seq_len=a.max_seq_len, prefill_chunk_tokens=CHUNK_TOKENS, estimator=None
         )

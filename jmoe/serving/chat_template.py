@@ -15,6 +15,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from jmoe.models.tokenizer_file import SETTINGS, read_settings, special_tokens
+
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 # What a message's reasoning is called; templates read the first, those of gpt-oss the second.
@@ -50,13 +52,13 @@ class ChatTemplate:
         `chat_template.jinja` and `additional_chat_templates/NAME.jinja` replace `chat_template` of
         tokenizer_config.json: a template, or a list of `{"name": ..., "template": ...}`.
         """
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_settings(folder / SETTINGS)
         templates = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
         if (folder / TEMPLATE_FILE).is_file():
             templates[DEFAULT] = folder / TEMPLATE_FILE
         texts = {name: path.read_text(encoding="utf-8") for name, path in templates.items()}
         texts = texts or _templates_of(config.get("chat_template"), folder)
-        return cls(texts, _special_tokens(config, folder), str(folder)) if texts else None
+        return cls(texts, special_tokens(config, folder), str(folder)) if texts else None
 
     def render(
         self,
@@ -162,18 +164,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: must be a JSON object")
-    return config
-
-
 def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
     """Return `chat_template` of tokenizer_config.json: absent, a template, or a list of named ones."""
     if entry is None:
@@ -182,9 +172,7 @@ def _templates_of(entry: Any, folder: Path) -> dict[str, str]:
         return {DEFAULT: entry}
     if _named_templates(entry):
         return {one["name"]: one["template"] for one in entry}
-    raise ValueError(
-        f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of {{name, template}}"
-    )
+    raise ValueError(f"{folder / SETTINGS}: chat_template must be a string or a list of {{name, template}}")
 
 
 def _named_templates(entry: Any) -> bool:
@@ -192,16 +180,3 @@ def _named_templates(entry: Any) -> bool:
         isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
         for one in entry
     )
-
-
-def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Special tokens by name: every `..._token` that is a string or an added-token object with `content`.
-
-    Configurations without `added_tokens_decoder` are old; theirs may be in special_tokens_map.json.
-    """
-    old = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
-    extra = config.get("extra_special_tokens")
-    tokens = {name: token for name, token in config.items() if name.endswith("_token")}
-    tokens |= {**(extra if isinstance(extra, dict) else {}), **old}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: content for name, content in contents.items() if isinstance(content, str)}

@@ -13,13 +13,13 @@ from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers
+from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.models.weights import Loader, Parameter, check_tensors, flat, parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import first_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
 from jmoe.training.trainer import Trainer
 
-TOKENIZER = "tokenizer.json"
 FLOAT32 = np.dtype(np.float32)
 
 

@@ -17,12 +17,13 @@ import jmoe
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import lower as stage
 from jmoe.deploy.lower import PortablePrograms, lower
-from jmoe.deploy.portable import PLAN, PortableModel, listed_files, plan_text, read_plan
+from jmoe.deploy.portable import PLAN, PortableModel, _tokenizer, listed_files, plan_text, read_plan
 from jmoe.inference.engine import Engine
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, random_model
 from tests.model_configs import CHECKPOINTS
+from tests.word_tokenizers import BOS, LONG, write_word_tokenizer
 
 OPTIONS = EngineConfig(max_batch=2, max_seq_len=40, prefill_chunk_tokens=8, dtype="float32", native="off")
 PROMPTS = [[1, 2, 3], [7, 9, 30, 2, 5, 5, 8, 1, 4, 12, 3], [11]]  # more than rows, and more than a chunk
@@ -47,9 +48,11 @@ def silently(_: str) -> None:
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Windows, sinks, biases and experts in MXFP4."""
-    out = tmp_path_factory.mktemp("lowered") / "portable"
-    lower(CHECKPOINTS / "gpt_oss_mxfp4", out, OPTIONS, silently)
-    return out
+    made = tmp_path_factory.mktemp("lowered")
+    source = shutil.copytree(CHECKPOINTS / "gpt_oss_mxfp4", made / "model")
+    write_word_tokenizer(source, add_bos_token=True, bos_token="<s>")
+    lower(source, made / "portable", OPTIONS, silently)
+    return made / "portable"
 
 
 @pytest.fixture
@@ -88,6 +91,11 @@ def test_where_only_jax_is_installed(portable: Path, run_python: Callable[..., A
     damaged: subprocess.CompletedProcess[str] = run_python([*command, "--tokens", "1"], {"PYTHONPATH": None})
     assert damaged.returncode == 1
     assert damaged.stderr == f"run: {moved}/model.safetensors: is damaged: its SHA-256 is not the one in plan.json\n"
+
+
+def test_texts_are_tokens_as_the_engine_has_them(portable: Path) -> None:
+    """The folder's tokenizer.json cut them at 8 tokens, and left the first one to tokenizer_config.json."""
+    assert _tokenizer(portable).encode(LONG).ids == [BOS, *[1, 2, 3, 4, 5] * 20]
 
 
 def test_both_platforms_and_no_kernel_of_ours(portable: Path) -> None:

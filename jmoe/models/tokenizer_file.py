@@ -1,0 +1,96 @@
+"""The tokenizer files of a Hugging Face folder, read as transformers reads them.
+
+`tokenizer.json` decides. It may hold settings left from training that cut or pad every text (`truncation`, `padding`),
+which transformers resets for each call: they never count here.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, processors
+
+from jmoe.config import check
+
+TOKENIZER, SETTINGS, OLD_SETTINGS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+# Tokenizers of other programs, which some models have alone.
+OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
+
+
+def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
+    """Return the folder's `tokenizer.json`; `ValueError` if it has none. name: of the option that names the folder."""
+    others = [other for other in OTHER_TOKENIZERS if (folder / other).is_file()]
+    instead = f"; its {others[0]} is not read: convert it to a tokenizer.json, with transformers" if others else ""
+    check((folder / TOKENIZER).is_file(), name, str(folder), f"must hold a tokenizer.json{instead}")
+    return folder / TOKENIZER
+
+
+def open_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer of a `tokenizer.json`, which keeps texts whole and unpadded.
+
+    Where the tokenizer_config.json beside it has `add_bos_token: true`, each text begins with `bos_token`, once:
+    transformers 4 added it, transformers 5 leaves that to tokenizer.json, and some releases (DeepSeek-V3's) do not have
+    it there. Raises `ValueError` naming the file that is damaged.
+    """
+    try:
+        tokenizer = parse_tokenizer(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    settings = read_settings(file.with_name(SETTINGS))
+    token = special_tokens(settings, file.parent).get("bos_token")
+    if settings.get("add_bos_token") is True and token is not None:
+        _begin_with(tokenizer, token, file)
+    return tokenizer
+
+
+def parse_tokenizer(content: bytes) -> Tokenizer:
+    """Return the tokenizer that a `tokenizer.json` holds, which keeps texts whole and unpadded."""
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # tokenizers raises bare Exception; nothing is swallowed
+        raise ValueError(f"not a readable tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _begin_with(tokenizer: Tokenizer, token: str, file: Path) -> None:
+    """Put a token before every text that is encoded with special tokens, unless the tokenizer does so by itself."""
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f"{file}: has no token {token!r}, the bos_token of {SETTINGS}, where add_bos_token is true")
+    if token_id in tokenizer.encode("").ids:
+        return
+    tokenizer.post_processor = processors.TemplateProcessing(  # in place of its own, as in transformers 4
+        single=[f"{token}:0", "$A:0"],
+        pair=[f"{token}:0", "$A:0", f"{token}:1", "$B:1"],
+        special_tokens=[(token, token_id)],
+    )
+
+
+def special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return special tokens by name: every `..._token` that is a string or an added-token object with `content`.
+
+    settings: tokenizer_config.json. Without `added_tokens_decoder` it is old; its tokens may be in
+    special_tokens_map.json.
+    """
+    old = {} if "added_tokens_decoder" in settings else read_settings(folder / OLD_SETTINGS)
+    extra = settings.get("extra_special_tokens")
+    tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
+    tokens |= {**(extra if isinstance(extra, dict) else {}), **old}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return a JSON object, {} where there is no such file; `ValueError` naming a file that is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: must be a JSON object")
+    return config
