@@ -180,6 +180,36 @@ def _native_bwd(scale: float, residuals: Any, do_BSHd: jax.Array) -> Any:
 _native.defvjp(_native_fwd, _native_bwd)
 
 
+def _flash(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> jax.Array:
+    attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    o_BSHd: jax.Array = attention(q_BSHd, k_BSGd, v_BSGd, scale=scale)
+    return o_BSHd
+
+
+_cudnn = jax.custom_vjp(_flash, nondiff_argnums=(3,))
+
+
+def _cudnn_fwd(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, scale: float) -> Any:
+    """Name the kernel's results, its output and the softmax's sums, so that the backward pass does not run it again."""
+    operands = q_BSHd, k_BSGd, v_BSGd
+    o_BSHd, pull = jax.vjp(partial(_flash, scale=scale), *operands)
+    named_BSHd = saved_residual(o_BSHd, "attention")
+
+    def named(leaf: jax.Array) -> jax.Array:
+        if any(leaf is operand for operand in operands):
+            return leaf
+        return named_BSHd if leaf is o_BSHd else saved_residual(leaf, "attention")
+
+    return named_BSHd, jax.tree.map(named, pull)
+
+
+def _cudnn_bwd(_: float, pull: Any, do_BSHd: jax.Array) -> Any:
+    return pull(do_BSHd)
+
+
+_cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
+
+
 def causal_attention(
     q_BSHd: jax.Array,
     k_BSGd: jax.Array,
@@ -196,13 +226,17 @@ def causal_attention(
     """
     dims = q_BSHd.shape[-1], v_BSGd.shape[-1]
     plain = sinks_H is None and window is None
+    scale = dims[0] ** -0.5 if scale is None else scale
     if plain and native.trains_native(q_BSHd.dtype, k_BSGd.dtype, v_BSGd.dtype, multiples=dims):
-        return _native(q_BSHd, k_BSGd, v_BSGd, dims[0] ** -0.5 if scale is None else scale)
+        return _native(q_BSHd, k_BSGd, v_BSGd, scale)
     plain = plain and dims[0] == dims[1]
     if plain and jax.default_backend() == "gpu" and q_BSHd.dtype.itemsize == 2:  # cuDNN's kernel has no float32
-        cudnn = partial(jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn")
-        candidates = (("cudnn", cudnn), ("xla", partial(blocked_attention, scale=scale)))
-        return first_supported("attention", [(name, partial(f, q_BSHd, k_BSGd, v_BSGd)) for name, f in candidates])
+        operands = q_BSHd, k_BSGd, v_BSGd
+        candidates = (
+            ("cudnn", partial(_cudnn, *operands, scale)),
+            ("xla", partial(blocked_attention, *operands, scale=scale)),
+        )
+        return first_supported("attention", candidates)
     return blocked_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale, sinks_H=sinks_H, window=window)
 
 

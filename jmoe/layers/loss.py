@@ -4,9 +4,10 @@ Legend: T local tokens, R devices, M = R T tokens of all devices, C tokens of a 
 device's part of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,33 @@ from jmoe.collectives.rows import all_gather_rows_local, sum_scatter_rows_local
 from jmoe.planning.embedding import EmbeddingPlan
 from kernels_pallas.matmul import dot, transposed
 
-CHUNK_LOGITS = 2**22  # logits of a chunk: 16 MiB in float32
+CHUNK_LOGITS = 2**22  # logits of a chunk on a CPU: 16 MiB in float32, near its cache
+DEVICE_CHUNK_LOGITS = 2**29  # on a GPU: 2 GiB in float32; fewer tokens a chunk, and reading the sum of dw takes longer
+
+Result = TypeVar("Result")
 
 
-def _chunk(num_tokens: int, vocab_size: int) -> int:
-    """Tokens of a chunk: the largest divisor of num_tokens whose logits stay within CHUNK_LOGITS."""
-    limit = max(1, CHUNK_LOGITS // vocab_size)
+def chunk_tokens(num_tokens: int, vocab_size: int, chunk_logits: int) -> int:
+    """Return the tokens of a chunk: the largest divisor of num_tokens whose logits stay within chunk_logits."""
+    limit = max(1, chunk_logits // vocab_size)
     return next(c for c in range(min(limit, num_tokens), 0, -1) if num_tokens % c == 0)
 
 
-def _chunks(x_TD: jax.Array, labels_T: jax.Array, weights_T: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
-    size = _chunk(labels_T.size, vocab_size)
-    return tuple(a.reshape(-1, size, *a.shape[1:]) for a in (x_TD, labels_T, weights_T))
+def logits_bytes(num_tokens: int, vocab_size: int, compute_bytes: int, *, on_cpu: bool) -> int:
+    """Return the bytes of a chunk's float32 logits and of their gradient, of `compute_bytes` each."""
+    chunk_logits = CHUNK_LOGITS if on_cpu else DEVICE_CHUNK_LOGITS
+    return (4 + compute_bytes) * vocab_size * chunk_tokens(num_tokens, vocab_size, chunk_logits)
+
+
+def _in_chunks(function: Callable[..., Result], *arrays: jax.Array) -> Result:
+    """Return function(chunk_logits, *arrays), with chunks for the platform that the program is compiled for."""
+    sizes = {"cpu": CHUNK_LOGITS, "default": DEVICE_CHUNK_LOGITS}
+    result: Result = lax.platform_dependent(*arrays, **{name: partial(function, size) for name, size in sizes.items()})
+    return result
+
+
+def _chunks(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(a.reshape(-1, size, *a.shape[1:]) for a in arrays)
 
 
 def _logits(
@@ -58,12 +74,16 @@ def _logits(
 def _loss(
     x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array, axes: tuple[str, ...] = ()
 ) -> jax.Array:
-    def step(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        x_CD, labels_C, weights_C = chunk
-        _, nll_C, _ = _logits(x_CD, w_DV, labels_C, axes)
-        return total + (nll_C * weights_C).sum(), None
+    def loss(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
+        def step(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+            x_CD, labels_C, weights_C = chunk
+            _, nll_C, _ = _logits(x_CD, w_DV, labels_C, axes)
+            return total + (nll_C * weights_C).sum(), None
 
-    return lax.scan(step, jnp.zeros((), jnp.float32), _chunks(x_TD, labels_T, weights_T, w_DV.shape[1]))[0]
+        size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
+        return lax.scan(step, jnp.zeros((), jnp.float32), _chunks(size, *arrays))[0]
+
+    return _in_chunks(loss, w_DV, x_TD, labels_T, weights_T)
 
 
 def _loss_and_gradients(
@@ -71,18 +91,22 @@ def _loss_and_gradients(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """(loss, (dx, dw)); with axes, dx is this device's part of the vocabulary's."""
 
-    def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
-        total, dw_DV = carry
-        x_CD, labels_C, weights_C = chunk
-        p_CV, nll_C, label_CV = _logits(x_CD, w_DV, labels_C, axes)
-        dlogits_CV = ((p_CV - label_CV.astype(jnp.float32)) * weights_C[:, None]).astype(x_CD.dtype)
-        dx_CD = dot(dlogits_CV, w_DV, b_transposed=True).astype(x_CD.dtype)
-        dw_DV = dw_DV + dot(transposed(x_CD), dlogits_CV)
-        return (total + (nll_C * weights_C).sum(), dw_DV), dx_CD
+    def loss_and_gradients(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> Any:
+        def step(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
+            total, dw_DV = carry
+            x_CD, labels_C, weights_C = chunk
+            p_CV, nll_C, label_CV = _logits(x_CD, w_DV, labels_C, axes)
+            dlogits_CV = ((p_CV - label_CV.astype(jnp.float32)) * weights_C[:, None]).astype(x_CD.dtype)
+            dx_CD = dot(dlogits_CV, w_DV, b_transposed=True).astype(x_CD.dtype)
+            dw_DV = dw_DV + dot(transposed(x_CD), dlogits_CV)
+            return (total + (nll_C * weights_C).sum(), dw_DV), dx_CD
 
-    init = (jnp.zeros((), jnp.float32), jnp.zeros(w_DV.shape, jnp.float32))
-    (total, dw_DV), dx = lax.scan(step, init, _chunks(x_TD, labels_T, weights_T, w_DV.shape[1]))
-    return total, (dx.reshape(x_TD.shape), dw_DV.astype(w_DV.dtype))
+        init = (jnp.zeros((), jnp.float32), jnp.zeros(w_DV.shape, jnp.float32))
+        size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
+        (total, dw_DV), dx = lax.scan(step, init, _chunks(size, *arrays))
+        return total, (dx.reshape(x_TD.shape), dw_DV.astype(w_DV.dtype))
+
+    return _in_chunks(loss_and_gradients, w_DV, x_TD, labels_T, weights_T)  # type: ignore[no-any-return]
 
 
 @jax.custom_vjp
@@ -182,7 +206,7 @@ def distillation_losses(
     hidden_TH, head_HV = lax.stop_gradient(teacher)
 
     @jax.checkpoint
-    def losses(w_DV: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def losses(w_DV: jax.Array, head_HV: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         x_CD, labels_C, weights_C, hidden_CH = chunk
         logits_CV, wanted_CV = dot(x_CD, w_DV), dot(hidden_CH, head_HV)
         label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
@@ -192,15 +216,15 @@ def distillation_losses(
         divergence_C = (jnp.exp(teacher_CV) * (teacher_CV - student_CV)).sum(axis=-1)
         return (nll_C * weights_C).sum(), (divergence_C * weights_C).sum()
 
-    def step(totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
-        nll, divergence = losses(w_DV, chunk)
-        return (totals[0] + nll, totals[1] + divergence), None
+    def totals(chunk_logits: int, w_DV: jax.Array, head_HV: jax.Array, *arrays: jax.Array) -> Any:
+        def step(totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
+            nll, divergence = losses(w_DV, head_HV, chunk)
+            return (totals[0] + nll, totals[1] + divergence), None
 
-    size = _chunk(labels_T.size, w_DV.shape[1])
-    chunks = tuple(a.reshape(-1, size, *a.shape[1:]) for a in (x_TD, labels_T, weights_T, hidden_TH))
-    zero = jnp.zeros((), jnp.float32)
-    totals: tuple[jax.Array, jax.Array] = lax.scan(step, (zero, zero), chunks)[0]
-    return totals
+        size, zero = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits), jnp.zeros((), jnp.float32)
+        return lax.scan(step, (zero, zero), _chunks(size, *arrays))[0]
+
+    return _in_chunks(totals, w_DV, head_HV, x_TD, labels_T, weights_T, hidden_TH)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,13 @@ class StepValues(NamedTuple):
     ok: jax.Array
 
 
+def _apart(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the arrays, on a CPU rounded before they are used; a GPU would go over every parameter twice for it."""
+    barred = lambda *arrays: lax.optimization_barrier(arrays)  # noqa: E731
+    separate: tuple[jax.Array, ...] = lax.platform_dependent(*arrays, cpu=barred, default=lambda *arrays: arrays)
+    return separate
+
+
 def advance(
     w: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array, *, config: OptimizerConfig, decay: bool, now: StepValues
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -50,7 +57,7 @@ def advance(
     g = g.astype(jnp.float32) * now.clip
     m_new = config.beta1 * m + (1 - config.beta1) * g
     v_new = config.beta2 * v + (1 - config.beta2) * g * g
-    m_new, v_new = lax.optimization_barrier((jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v)))
+    m_new, v_new = _apart(jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v))
     update = (m_new / (1 - config.beta1**t)) / (jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps)
     if decay:
         update = update + config.weight_decay * w

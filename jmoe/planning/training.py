@@ -55,7 +55,7 @@ class TrainedModel:
     what is kept of all its micro-batches. max_micro_batches: of one sequence on each device. packing: how many times
     the experts that the mesh gives it a device has; num_devices and replicas are what it makes of them. chosen_share:
     of a device's experts of a layer, those that a step's tokens choose, as measured on average; 0: estimated for even
-    routing.
+    routing. loss_bytes: of a device, the logits that the loss has at once, and their gradient.
     """
 
     num_layers: int
@@ -78,6 +78,7 @@ class TrainedModel:
     packing: int = 1
     shard_dense: bool = True
     chosen_share: float = 0.0
+    loss_bytes: int = 0
 
     @property
     def all_devices(self) -> int:
@@ -468,6 +469,7 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     times = model.micro_batches if place.streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.working_bytes // devices
+    yield "device", "logits in use", model.loss_bytes
     yield "device", "kept for the backward pass", model.kept_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * per_host
     yield "host", "copies for a save", _saved_bytes(model, place) * per_host

@@ -14,6 +14,7 @@ from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.config.parallel import most_packing, packed_shape
 from jmoe.layers.experts import up_columns
+from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import expert_rows
@@ -67,6 +68,9 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         packing=packing,
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
+        loss_bytes=logits_bytes(
+            max(1, part // devices), model.vocab_size, compute_bytes, on_cpu=not config.machine.device().device_bytes
+        ),
     )
 
 

@@ -90,6 +90,16 @@ class ShardedDecoder(ShardedModel):
         return any(whole) or (replicas and any(is_expert(path) for path, _ in leaves))
 
     @property
+    def casts_stacks(self) -> bool:
+        """Whether a step casts the stacks of layers once, instead of each layer where it runs.
+
+        Forwards, backwards and what is computed again then read one copy, and gradients of matrices are stacked in its
+        dtype, to which a layer's products rounded them. On a CPU each layer is cast: reading one of a stack in bfloat16
+        would convert the whole stack.
+        """
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform != "cpu"
+
+    @property
     def notes(self) -> list[str]:
         """The plan, and its reasons: which exchange takes tokens to other devices, how the embedding is split."""
         notes, layers = [], self.abstract.moe_layers
@@ -125,6 +135,9 @@ class ShardedDecoder(ShardedModel):
         layers: what runs the layers; None: a plain scan, which gathers each by itself. options: of `Decoder`.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
+        if self.casts_stacks:
+            with jax.named_scope("cast"):
+                stacks = self.cast(stacks)
         with jax.named_scope("gather"):
             outside = self.gather({name: tree for name, tree in params.items() if name not in stacks})
         model = self.merge(outside | stacks, router_bias)

@@ -23,6 +23,7 @@ from jmoe.mesh import (
     shard_dim,
     shardings,
     split_over,
+    stack_dims,
 )
 from jmoe.optim.loss_scale import LossScale, first_loss_scale
 from jmoe.training.state import TrainState
@@ -96,7 +97,8 @@ class ShardedModel(ABC):
         def used(path: Any, w: jax.Array) -> jax.Array:
             names = _names(path)
             stays = names[0] in self._split
-            return w if stays else w.astype(self._compute_dtype(names, w.ndim - is_expert(path)))
+            ndim = w.ndim - is_expert(path) - stack_dims(path)
+            return w if stays else w.astype(self._compute_dtype(names, ndim))
 
         return jax.tree_util.tree_map_with_path(used, tree)
 

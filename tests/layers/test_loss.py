@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jmoe.layers import loss
-from jmoe.layers.loss import cross_entropy
+from jmoe.layers.loss import chunk_tokens, cross_entropy
 from tests.arrays import assert_near
 
 T, D, V = 96, 12, 50
@@ -40,9 +40,9 @@ def gradients(f: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, j
 
 
 # 7: the largest divisor within it is 6; 37 is a prime
-@pytest.mark.parametrize(("num_tokens", "chunk_tokens"), [(T, 1), (T, 7), (T, 32), (T, 1000), (37, 10)])
-def test_float32(num_tokens: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * V)
+@pytest.mark.parametrize(("num_tokens", "in_chunk"), [(T, 1), (T, 7), (T, 32), (T, 1000), (37, 10)])
+def test_float32(num_tokens: int, in_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", in_chunk * V)
     arrays = operands(jnp.float32, num_tokens)
     value, (dx, dw) = gradients(cross_entropy, *arrays)
     expected, (edx, edw) = gradients(plain, *arrays)
@@ -53,9 +53,9 @@ def test_float32(num_tokens: int, chunk_tokens: int, monkeypatch: pytest.MonkeyP
     assert not dx[arrays[3] == 0].any()
 
 
-@pytest.mark.parametrize("chunk_tokens", [32, 1000])
-def test_bfloat16(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * V)
+@pytest.mark.parametrize("in_chunk", [32, 1000])
+def test_bfloat16(in_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", in_chunk * V)
     x, w, labels, weights = operands(jnp.bfloat16)
     value, grads = gradients(cross_entropy, x, w, labels, weights)
     expected, egrads = gradients(plain, x.astype(jnp.float32), w.astype(jnp.float32), labels, weights)
@@ -65,10 +65,28 @@ def test_bfloat16(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_chunk_divides_the_tokens() -> None:
-    assert loss._chunk(96, loss.CHUNK_LOGITS // 40) == 32
-    assert loss._chunk(96, 10) == 96
-    assert loss._chunk(97, loss.CHUNK_LOGITS // 40) == 1  # a prime
-    assert loss._chunk(8, 10 * loss.CHUNK_LOGITS) == 1
+    assert chunk_tokens(96, 50, 40 * 50) == 32
+    assert chunk_tokens(96, 10, loss.CHUNK_LOGITS) == 96
+    assert chunk_tokens(97, 50, 40 * 50) == 1  # a prime
+    assert chunk_tokens(8, 50, 5) == 1
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_chunks_are_those_of_the_platform_compiled_for(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"cpu": 8, "cuda": 48}
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * V)
+    monkeypatch.setattr(loss, "DEVICE_CHUNK_LOGITS", 48 * V)
+    lowered = jax.jit(jax.grad(cross_entropy, (0, 1))).trace(*operands(jnp.float32))
+    text = lowered.lower(lowering_platforms=(platform,)).as_text()
+    assert {size for size in (*sizes.values(), T) if f"tensor<{size}x{V}xf32>" in text} == {sizes[platform]}
+    with_teacher = jax.jit(jax.grad(lambda x, w, *rest: sum(loss.distillation_losses(x, w, *rest, (x, w), 2.0))))
+    text = with_teacher.trace(*operands(jnp.float32)).lower(lowering_platforms=(platform,)).as_text()
+    assert {size for size in (*sizes.values(), T) if f"tensor<{size}x{V}xf32>" in text} == {sizes[platform]}
+
+
+def test_the_plan_counts_a_chunk() -> None:
+    assert loss.logits_bytes(8192, 50304, 2, on_cpu=False) == 6 * 8192 * 50304
+    assert loss.logits_bytes(8192, 50304, 2, on_cpu=True) == 6 * 64 * 50304
 
 
 def test_large_logits_do_not_overflow() -> None:

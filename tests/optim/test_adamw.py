@@ -63,3 +63,12 @@ def test_learning_rate() -> None:
     constant = learning_rate(dataclasses.replace(config, schedule="constant", warmup_steps=0), 24)
     assert [float(constant(i)) for i in (0.0, 10.0, 40.0)] == [1.0, 1.0, 1.0]
     assert float(learning_rate(dataclasses.replace(config, warmup_steps=1), 24)(0.0)) == 1.0
+
+
+def test_a_gpu_goes_over_a_parameter_once() -> None:
+    """The barrier that a CPU has between moments and weight splits a GPU's fusion in two."""
+    arrays = [jnp.ones((4, 4))] * 4
+    now = StepValues(jnp.float32(0.01), jnp.int32(0), jnp.float32(1.0), jnp.bool_(True))
+    step = jax.jit(lambda *a: advance(*a, config=OptimizerConfig(), decay=True, now=now)).trace(*arrays)
+    barriers = [step.lower(lowering_platforms=(p,)).as_text().count("optimization_barrier") for p in ("cpu", "cuda")]
+    assert barriers == [1, 0]

@@ -43,7 +43,7 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
 
     roomy = run(device_bytes=10**12)
     assert roomy.tiers.on_device and roomy.tiers.device_experts == 1
-    tight = run(device_bytes=100_000_000, host_bytes=10**12)
+    tight = run(device_bytes=220_000_000, host_bytes=10**12)
     assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
     assert tight.tiers.device_experts == (1 if tight.tiers.experts == "device" else 0.5)
     assert training_plan(tight).lacking == {}

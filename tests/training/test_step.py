@@ -23,6 +23,7 @@ from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
 from jmoe.optim.adamw import decays, learning_rate
+from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests import model_configs
@@ -426,3 +427,12 @@ def test_what_routers_draw_is_traced_on_every_mesh(accumulation: int, k: int, ro
         structure: Any = jax.tree.structure(state)
         assert structure == jax.tree.structure(ours.state_shape)
         assert metrics["counts"].shape == (N, E)
+
+
+def test_stacks_cast_once_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU's step does, on a CPU: its products see the same weights, and round their gradients as before."""
+    narrow = {"compute_dtype": "bfloat16", "native": "off"}
+    each = run(ONE, 2, **narrow)
+    monkeypatch.setattr(ShardedDecoder, "casts_stacks", property(lambda _: True))
+    once = run(ONE, 2, **narrow, output_dir="once")  # a program of its own
+    assert_same_run(once, each, 1e-5)
