@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jmoe.config.serving import ServeConfig
@@ -35,6 +36,25 @@ class _Refused(Exception):
     """Ends parsing; `Connection.refusal` says why."""
 
 
+class _Parser(httptools.HttpRequestParser):
+    """llhttp's parser, which goes on where a client offers another protocol: the offer is not taken up.
+
+    llhttp ends with the headers of such a request, and calls its body and what follows another protocol's bytes.
+    """
+
+    def __init__(self, connection: "Connection") -> None:
+        super().__init__(connection)
+        self._connection = connection
+        # as uvicorn sets it: the first of several requests is answered though it asks for the end of the connection
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._connection.decline_upgrade(data[upgrade.args[0] :])
+
+
 class Connection(HttpToolsProtocol):
     """An HTTP/1.1 connection whose client must send each head and body, and take each answer, within a time.
 
@@ -49,6 +69,8 @@ class Connection(HttpToolsProtocol):
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0  # received, and not of a body, since the last message or chunk ended
         self._refusal: tuple[int, str] | None = None
+        self.parser = _Parser(self)
+        self._repeats_head = False  # the parser reads a head once more, which has been taken in
 
     # Called by the transport
 
@@ -92,18 +114,43 @@ class Connection(HttpToolsProtocol):
 
     # Called by the parser
 
+    def decline_upgrade(self, rest: bytes) -> None:
+        """Read on in HTTP/1.1 behind a head that offers another protocol. rest: what arrived behind that head."""
+        headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
+        begin = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self.parser = _Parser(self)
+        self._repeats_head = True
+        self.parser.feed_data(b"".join([begin, *(b"%b: %b\r\n" % pair for pair in headers), b"\r\n"]))
+        self._repeats_head = False
+        self.parser.feed_data(rest)
+
+    def on_message_begin(self) -> None:
+        if not self._repeats_head:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._repeats_head:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._repeats_head:
+            return
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refusal = (431, f"there are more than {MAX_HEADERS} headers")
             raise _Refused
 
     def on_headers_complete(self) -> None:
+        if self._repeats_head:
+            return
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refusal = (431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
             raise _Refused
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = (400, f"more than {MAX_PIPELINED} requests wait for the answers to earlier ones")
+            raise _Refused
+        if self.parser.get_method() == b"CONNECT":
+            self._refusal = (501, "CONNECT: this server is no proxy")
             raise _Refused
         self._await_client(self._shared.config.body_timeout_s, "body")
         super().on_headers_complete()
@@ -116,6 +163,8 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # `decline_upgrade` reads on
+            return
         self._head_bytes = 0
         self._stop_waiting()
         super().on_message_complete()

@@ -135,8 +135,11 @@ BODIES: dict[str, tuple[str, Any, str]] = {
     "messages": (CHAT, {"messages": [HI] * 100_000}, "at most 4096 of both are allowed"),
     "parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 90_000}]}, "4096 of"),
     "variables": (CHAT, {"messages": [HI], "chat_template_kwargs": numbered(100_000, 1)}, "at most 64 items"),
-    "a deep variable": (CHAT, {"messages": [HI], "chat_template_kwargs": {"a": nested(900)}, "max_tokens": 9000}, ""),
-    "metadata": (COMPLETIONS, {"prompt": "x", "metadata": numbered(100_000, 1)}, "metadata: has 100000 entries"),
+    "a deep variable": (
+        CHAT,
+        {"messages": [HI], "chat_template_kwargs": {"a": nested(900)}, "stop_token_ids": [10**6]},
+        "",
+    ),
     "biases": (COMPLETIONS, {"prompt": "x", "logit_bias": numbered(100_000, "x")}, "logit_bias: has 100000 entries"),
     "stop token ids": (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["x"] * 500_000}, "stop_token_ids.0: "),
     "stop strings": (COMPLETIONS, {"prompt": "x", "stop": [f"{i}x" for i in range(100_000)]}, "at most 64 items"),
@@ -338,6 +341,45 @@ def test_requests_without_waiting_for_answers(server: HttpProcess) -> None:
                 answers = b"".join(iter(lambda: client.recv(65536), b""))
                 assert answers.count(b'{"status":"ok"}') < 20_000
     watch.check()
+
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+SMUGGLED = GET + b"\r\n"
+AFTER = b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+JSON_HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+TEXT_BODY = b'{"prompt": "one line"}'
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (JSON_HEAD + b"content-length: %d\r\n" % len(TEXT_BODY), TEXT_BODY, 200),
+        (JSON_HEAD + b"transfer-encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(TEXT_BODY), TEXT_BODY), 200),
+        (JSON_HEAD + b"content-length: %d\r\n" % len(SMUGGLED), SMUGGLED, 400),
+        (GET, b"", 200),
+    ],
+)
+def test_an_offer_of_another_protocol(server: HttpProcess, head: bytes, body: bytes, status: int) -> None:
+    """It is not taken up: a body is a body, wherever its segments end, and what follows it is the next request."""
+    request = head + UPGRADE + b"\r\n" + body
+    at_body = len(request) - len(body)
+    for cut in (len(request), at_body, at_body - 2, at_body + len(body) // 2):
+        with connect(server) as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.sendall(request[:cut])
+            time.sleep(0.05)  # so that it arrives by itself
+            client.sendall(request[cut:] + AFTER)
+            received = b"".join(iter(lambda: client.recv(65536), b""))
+        first, second = received.split(b"HTTP/1.1 ")[1:]
+        assert first.startswith(b"%d " % status), (cut, received)
+        assert second.startswith(b"200 ") and second.endswith(b'{"status":"ok"}'), (cut, received)
+        assert status != 200 or not body or b'"count":' in first
+
+
+def test_connect(server: HttpProcess) -> None:
+    with connect(server) as client:
+        client.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 501 ")
 
 
 def test_bodies_that_nothing_asks_for(server: HttpProcess) -> None:
