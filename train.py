@@ -28,14 +28,14 @@ from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
-from jmoe.inference.teacher import Teacher
+from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import devices_per_host, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
-from jmoe.run.compatibility import FINGERPRINT, has_checkpoint
+from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
 from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
@@ -206,6 +206,14 @@ def prepare_images(
     return Source(tasks, batches, batches.fingerprint, files, lambda: None)
 
 
+def resolved_config(config: TrainConfig) -> dict[str, Any]:
+    """Return the configuration as checkpoints have it, with what identifies the teacher if there is one."""
+    resolved: dict[str, Any] = json.loads(config.to_json())
+    if config.distil.teacher:
+        resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
+    return resolved
+
+
 def run_all(config: TrainConfig) -> bool:
     """Set up processes, mesh, data and trainer, then train, evaluate and report; return whether all steps were done."""
     distributed.start(config.distributed)
@@ -237,7 +245,7 @@ def run_all(config: TrainConfig) -> bool:
             exporter = stack.enter_context(RunMetrics(config, folder.run))
             say(f"metrics for Prometheus on port {exporter.port}")
 
-        resolved = json.loads(config.to_json())
+        resolved = resolved_config(config)
         trainer: Trainer
         of_kind: type[Session]
         if isinstance(config, VisionTrainConfig) and layout is not None:
@@ -258,7 +266,7 @@ def run_all(config: TrainConfig) -> bool:
         )
         snapshots = None
         if config.checkpoint.memory_dir is not None:
-            snapshots = stack.enter_context(Snapshots(config.checkpoint, folder.run))
+            snapshots = stack.enter_context(Snapshots(config.checkpoint, folder.run, folder.starts))
         resolved |= {FINGERPRINT: source.fingerprint}
         run = of_kind(
             config,
@@ -279,6 +287,7 @@ def run_all(config: TrainConfig) -> bool:
             run.resizing = resizing
         state = run.start_or_resume()
         if main_process:
+            folder.note_start()
             source.publish()
             run.log = MetricsLog(output_dir, start_step=int(state.step))
             stack.push(closing(run.log.close))

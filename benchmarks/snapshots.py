@@ -90,7 +90,7 @@ def process(a: argparse.Namespace) -> None:
             for shard, other in zip(array.addressable_shards, expected.addressable_shards, strict=True):
                 assert np.array_equal(shard.data, other.data)
 
-    checkpoints, snapshots = Checkpoints(a.folder / "checkpoints", config), Snapshots(config, "run")
+    checkpoints, snapshots = Checkpoints(a.folder / "checkpoints", config), Snapshots(config, "run", ["start"])
     for step in range(1, a.rounds + 2):  # the first one makes folders and compiles
         state = jax.block_until_ready(make(float(step)))
         about: tuple[Any, dict[str, Any], int] = ({"at": step}, {}, -1)
@@ -111,11 +111,15 @@ def process(a: argparse.Namespace) -> None:
             )
             mib[f"{read}_mib"] = read_mib(counter) - before
             check(restored[0], state)
-        seconds["restore_memory"], (snapshot, _) = timed(lambda: Snapshots(config, "run").newest(shapes, None, -1))
+        seconds["restore_memory"], (snapshot, _) = timed(
+            lambda: Snapshots(config, "run", ["start"]).newest(shapes, None, -1)
+        )
         check(snapshot.state, state)
         if a.rank == 1:
             shutil.rmtree(snapshots.folder)
-        seconds["restore_partner"], (snapshot, _) = timed(lambda: Snapshots(config, "run").newest(shapes, None, -1))
+        seconds["restore_partner"], (snapshot, _) = timed(
+            lambda: Snapshots(config, "run", ["start"]).newest(shapes, None, -1)
+        )
         check(snapshot.state, state)
         rows_measured.append(gather_json({**seconds, **mib}))
     checkpoints.close()

@@ -21,6 +21,8 @@ def test_a_second_start_is_refused_and_a_requeued_one_waits(
     output_dir = tmp_path / "run"
     first = start_python(runs.command(output_dir, *ENDLESS), tmp_path / "first", runs.environment())
     first.wait_until(lambda: committed(output_dir))
+    (output_dir / "run.lock").unlink()  # by somebody who thought it was left over
+    first.wait_until((output_dir / "run.lock").exists)
     errors = runs.fail(output_dir, "--num-steps", 7, "--optimizer.learning-rate", 0.5, *IMPATIENT)
     holder = f"output_dir = '{output_dir}': is in use by process {first.pid} on {socket.gethostname()} since "
     assert f"train.py: {holder}" in errors

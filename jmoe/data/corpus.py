@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -19,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from jmoe.data.text_files import (
 )
 from jmoe.data.tokenizer import LoadedTokenizer, check_vocab_size, encode_pieces, load_tokenizer, train_bpe
 from jmoe.memory.direct_io import fsync
+from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import repeating
 
@@ -172,6 +173,7 @@ def prepare(config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | N
             vocab_size=vocab_size,
             directory=cache_dir,
             config=config,
+            content=_content([inputs[i] for i in texts], role.report),
         )
         finished = job.finished() is not None
         if role.is_main and not finished and job.manifest() is not None:
@@ -239,7 +241,7 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
             raise ValueError(f"data.path = {entry.pattern!r}: already token shards; only text can be written as shards")
     tokenizer = _given_tokenizer(config, inputs, {}, vocab_size)
     targets = tuple(_held_out_targets(config, inputs, {}))
-    job = _TextJob(tuple(inputs), targets, tokenizer, vocab_size, out, config)
+    job = _TextJob(tuple(inputs), targets, tokenizer, vocab_size, out, config, _content(inputs, report))
     if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.finished() is None:
         raise ValueError(f"--out = {str(out)!r}: already holds token shards made from other inputs or settings")
     return prepare(config, vocab_size, out, Role(report=report))
@@ -316,6 +318,12 @@ def _held_out_targets(config: DataConfig, inputs: Sequence[TextInput], shards: d
     ]
 
 
+def _content(inputs: Sequence[TextInput], report: Report) -> str:
+    """Return what identifies the text of all inputs."""
+    files = {f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files}
+    return content_identity(files, report=partial(report, "comparing the text"))
+
+
 @dataclass(frozen=True, eq=False)
 class _TextJob:
     """Text inputs to be tokenised into `directory`."""
@@ -326,9 +334,13 @@ class _TextJob:
     vocab_size: int
     directory: Path
     config: DataConfig
+    content: str  # identifies the text
 
     def key(self) -> str:
-        """Return what the result depends on as one hash, of the files' names, sizes and times, without reading them."""
+        """Return what the result depends on as one hash: of the files' names, sizes, times and content.
+
+        The content says what the text is, whatever the times say; a small change in a large file shows by its time.
+        """
         timestamps = bool(self.config.path)  # the standard library's mean nothing
         what: dict[str, Any] = {
             "format": FORMAT,
@@ -339,6 +351,7 @@ class _TextJob:
                 [[f.name, f.size_bytes, f.mtime_ns if timestamps else 0, f.field] for f in entry.files]
                 for entry in self.inputs
             ],
+            "content": self.content,
         }
         if self.config.encoding != DataConfig().encoding:
             what["encoding"] = self.config.encoding
@@ -419,7 +432,7 @@ class _TextJob:
         return load_tokenizer(path, self.vocab_size)
 
     def _write_tokens(self, tokenizer: LoadedTokenizer, parts: list[list[InputFile]], report: Report) -> dict[str, Any]:
-        writer = functools.partial(
+        writer = partial(
             writing_shard, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, tokenizer=tokenizer.fingerprint
         )
         train = []
@@ -470,7 +483,7 @@ def _wait_for(job: _TextJob, role: Role) -> dict[str, Any]:
             since, seen = time.monotonic(), now
         if time.monotonic() >= since + role.wait_s:
             state = (
-                "it is there, but was made from other inputs or settings than this process sees (names, sizes, times)"
+                "it is there, but was made from other inputs or settings than this process sees (names, sizes, text)"
                 if path.exists()
                 else "it is not there; is the folder shared by all processes, and did process 0 fail? Large text is "
                 "better tokenised once with python -m jmoe.data"

@@ -16,12 +16,19 @@ from jmoe.inference.engine import LoadedModel
 from jmoe.inference.runner import ModelRunner, TokenBatch
 from jmoe.memory.closing import Closing
 from jmoe.models.functional import Structure
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 
 @partial(jax.jit, static_argnums=0)
 def _normed(structure: Structure, arrays: Any, x_BSD: jax.Array) -> jax.Array:
     normed: jax.Array = structure.merge(arrays).norm(x_BSD, x_BSD.dtype)
     return normed
+
+
+def teacher_fingerprint(folder: str) -> str:
+    """Return what identifies the teacher in a folder, by its content: see `content_identity`."""
+    with LazyCheckpoint(folder) as checkpoint:
+        return checkpoint.content
 
 
 class Teacher(Closing):

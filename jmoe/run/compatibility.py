@@ -55,7 +55,7 @@ NOTED = {
     "optimizer.weight_decay": "from here on",
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",
 }
-FINGERPRINT = "data_fingerprint"
+FINGERPRINT, TEACHER = "data_fingerprint", "teacher_fingerprint"
 ENDS = "tasks.", ".num_steps"  # how the field begins and ends
 ENDS_NOTE = "the task takes part until another step; 0: the last one"
 NOTED_WITH_FINGERPRINT = {
@@ -63,6 +63,7 @@ NOTED_WITH_FINGERPRINT = {
     "data.path": "the text itself is the same",
     "data.tokenizer": "the tokenizer itself is the same",
 }
+NOTED_WITH_TEACHER = {"distil.teacher": "the teacher itself is the same"}
 
 
 def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _with_defaults(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
 def has_checkpoint(config: TrainConfig, resolved: dict[str, Any]) -> bool:
     """Return whether the run resumes, as process 0 sees it; `ValueError` if that is a run of another configuration.
 
-    The run's data, and so its fingerprint, need not be known yet.
+    The run's data, and so its fingerprint, need not be known yet; the teacher must be.
     """
 
     def look() -> str:
@@ -95,7 +96,8 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     Raises `ValueError` listing every field whose change would give the saved state another meaning: the model, the
     data and their order (seed, batch_size, sequence_length), the optimizer's moments and schedule, and any field this
-    list does not know. A `data_fingerprint` in both stands for the data, and its place may then change.
+    list does not know. A `data_fingerprint` in both stands for the data, and its place may then change; so does a
+    `teacher_fingerprint` for the teacher.
     """
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
     if "tasks" in saved:
@@ -104,8 +106,12 @@ def check_compatible(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     noted = dict(NOTED)
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
+    if saved.get(TEACHER) and saved[TEACHER] == now.get(TEACHER):
+        noted |= NOTED_WITH_TEACHER
     notes, refused = [], []
     changed = {line.partition(":")[0]: line for line in differences(saved, now)}
+    if changed.pop(TEACHER, "") and saved.get(TEACHER) and now.get(TEACHER):
+        refused.append(f"distil.teacher: {saved['distil']['teacher']!r} -> other weights")
     other_data = changed.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
     places = [changed.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in changed]
     for name, line in changed.items():

@@ -3,7 +3,8 @@
 Every process of the run holds `flock` on `run.lock`, which says who took it; the kernel frees the lock when a process
 ends, however it ends. Where a file system has no locks, or keeps them to one host (others than local ones, NFS 4 and
 Lustre with `flock`), a later start writes its name there, and the earlier one finds it before its next save and stops.
-`run.json` has the name of the run, which marks what is its own outside of the folder; a copy of it is another run.
+`run.json` has the name of the run, which marks what is its own outside of the folder, and the starts that led to its
+state. A copy of the folder is another run; a clone of its disk has the name, but not the starts that follow.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import secrets
 import socket
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import jax
 
-from jmoe.data.shards import write_atomic
+from jmoe.data.shards import replacing
 from jmoe.run import distributed
 
 LOCK, IDENTITY = "run.lock", "run.json"
 WAIT_S = 120.0  # SLURM and Kubernetes end a job 30 s after they said so; NFS keeps a dead host's lock for 90 s
+KEPT_STARTS = 100  # of which `run.json` knows
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # the file system has none
 
 
@@ -64,11 +67,51 @@ class RunFolder:
         """Return the run's name, which no other run has."""
         return str(self._owner["run"])
 
+    @property
+    def starts(self) -> list[str]:
+        """Return what names the starts of this run in this folder, the present one last."""
+        return [*self._owner["starts"], self._owner["token"]]
+
+    def note_start(self) -> None:
+        """Add the present start to `run.json`, when the run has its state; called by process 0."""
+        _write_identity(self.path, self.run, self.starts)
+
     def check(self) -> None:
-        """Raise `OSError` if another run has taken the folder, where the file system could not prevent it."""
-        other = self._read()
+        """Raise `OSError` if another run has taken the folder, where the file system could not prevent it.
+
+        A lock that somebody has removed or emptied is written again, and held.
+        """
+        deadline_s = time.monotonic() + 5.0
+        while not (other := self._read()) and time.monotonic() < deadline_s:
+            self._lock_again()
+            time.sleep(0.01)
         if other.get("token") != self._owner["token"]:
             raise OSError(f"output_dir = {str(self.path)!r}: was taken over by {_named(other)}; this run saves no more")
+        assert self._file is not None
+        if not os.path.samestat(os.fstat(self._file.fileno()), (self.path / LOCK).stat()):
+            self._lock_again()  # another process of the run has written it again
+
+    def _lock_again(self) -> None:
+        """Lock the file that is there now, made if it is missing; write who has it unless that stands there."""
+        held = self._file
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError as error:
+            raise OSError(f"output_dir = {str(self.path)!r}: was removed; this run saves no more") from error
+        self._file = os.fdopen(fd, "r+b", buffering=0)
+        if not self._flock(fcntl.LOCK_SH):  # a start is at it
+            self._file.close()
+            self._file = held
+            return
+        if not self._read():
+            os.pwrite(fd, json.dumps(self._on_disk()).encode(), 0)  # at one place, whichever process comes first
+            os.fsync(fd)
+        if held is not None:
+            held.close()
+
+    def _on_disk(self) -> dict[str, Any]:
+        """Return what `run.lock` says."""
+        return {name: value for name, value in self._owner.items() if name not in ("run", "starts")}
 
     def _take(self) -> str:
         """Lock the folder for process 0 alone, write who has it, and keep it for all of the run."""
@@ -101,17 +144,24 @@ class RunFolder:
                 )
                 said = True
             time.sleep(0.1)
-        return json.dumps(owner | {"run": self._identify()})
+        run, starts = self._identify()
+        return json.dumps(owner | {"run": run, "starts": starts})
 
-    def _identify(self) -> str:
-        """Return the name in `run.json`; a new one if there is none, or it belongs to a run of which this is a copy."""
+    def _identify(self) -> tuple[str, list[str]]:
+        """Return the name in `run.json` and the earlier starts; a new name if there is none, or this is a copy.
+
+        A folder that lies elsewhere than noted has been moved if it still has the very file, and else is a copy.
+        """
         folder = self.path.resolve()
-        run, home = _identity(folder)
-        if not run or (Path(home) != folder and _identity(Path(home))[0] == run):
-            run = f"{folder.name}-{secrets.token_hex(4)}"
-        if (run, str(folder)) != _identity(folder):
-            write_atomic(self.path / IDENTITY, json.dumps({"run": run, "output_dir": str(folder)}).encode())
-        return run
+        noted = _identity(folder)
+        is_moved = noted.home != str(folder)
+        is_copy = is_moved and (not noted.is_own_file or _identity(Path(noted.home)).run == noted.run)
+        run, starts = noted.run, noted.starts
+        if not run or is_copy:
+            run, starts = f"{folder.name}-{secrets.token_hex(4)}", []
+        if run != noted.run or is_moved:
+            _write_identity(self.path, run, starts)
+        return run, starts
 
     def _locked_by(self, owner: dict[str, Any]) -> bool:
         """Return whether the folder is this run's now; the lock becomes shared, for the run's other processes.
@@ -170,13 +220,32 @@ class RunFolder:
         return owner if isinstance(owner, dict) else {}
 
 
-def _identity(folder: Path) -> tuple[str, str]:
-    """Return (name, folder) of the run in an output folder, as it has noted them; ("", "") if it has not."""
+@dataclass(frozen=True)
+class _Identity:
+    """What `run.json` says: the run, where its folder was, whether this is the file that the run wrote, its starts."""
+
+    run: str = ""
+    home: str = ""
+    is_own_file: bool = False
+    starts: list[str] = field(default_factory=list)
+
+
+def _identity(folder: Path) -> _Identity:
+    """Return what the run in an output folder has noted of itself; nothing if it has not."""
+    path = folder / IDENTITY
     try:
-        noted = json.loads((folder / IDENTITY).read_bytes())
-        return str(noted["run"]), str(noted["output_dir"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "", ""
+        noted, number = json.loads(path.read_bytes()), path.stat().st_ino
+        is_own_file = noted.get("file", number) == number  # earlier versions do not say
+        return _Identity(str(noted["run"]), str(noted["output_dir"]), is_own_file, list(noted.get("starts", [])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _Identity()
+
+
+def _write_identity(folder: Path, run: str, starts: list[str]) -> None:
+    """Write `run.json`; file: its number in the file system, which a copy of it does not have."""
+    with replacing(folder / IDENTITY) as file:
+        noted = {"run": run, "output_dir": str(folder.resolve()), "file": os.fstat(file.fileno()).st_ino}
+        file.write(json.dumps(noted | {"starts": starts[-KEPT_STARTS:]}).encode())
 
 
 def _named(owner: dict[str, Any]) -> str:

@@ -75,13 +75,15 @@ class Snapshots:
     """The newest states of one run in memory, below `config.memory_dir`; every process makes the same calls.
 
     Used as a context manager: a run that ends in order, or by an error of the training itself, leaves nothing behind.
-    run: the name of the run, which no other run has. `OSError` on every process if one cannot write its folder.
+    run: the name of the run. starts: what names its starts, the present one last; what other starts have written is of
+    a clone of the run, and not used. `OSError` on every process if one cannot write its folder.
     """
 
-    def __init__(self, config: CheckpointConfig, run: str) -> None:
+    def __init__(self, config: CheckpointConfig, run: str, starts: Sequence[str]) -> None:
         assert config.memory_dir is not None
         self.folder = Path(config.memory_dir).absolute() / f"jmoe-{run}"
         self._setting, self._run = f"checkpoint.memory_dir = {config.memory_dir!r}", run
+        self._starts = tuple(starts)
         self._rank, self._processes = jax.process_index(), jax.process_count()
         place, problem = "", ""
         try:
@@ -133,7 +135,13 @@ class Snapshots:
         data, config: what JSON has, the data's state and the configuration. checkpoint: the newest on disk.
         """
         layout = layout_of_shards(state)
-        about = {"run": self._run, "step": step, "rank": self._rank, "processes": self._processes}
+        about = {
+            "run": self._run,
+            "start": self._starts[-1],
+            "step": step,
+            "rank": self._rank,
+            "processes": self._processes,
+        }
         about |= {"data": data, "config": dict(config), "checkpoint": checkpoint}
         sizes = gather_json(file_bytes(layout, about))
         source = next((a for a, b in self._pairs if b == self._rank), None)
@@ -215,6 +223,7 @@ class Snapshots:
                 continue  # the process was killed while it wrote
             try:
                 about = read_about(path)
+                self._check_start(about)
                 if about["processes"] != self._processes:
                     raise ValueError(f"is of {about['processes']} processes; there are {self._processes}")
                 if about["rank"] == self._rank:
@@ -254,6 +263,7 @@ class Snapshots:
         own, problem, snapshot = files[self._rank], "", None
         try:
             about = check_whole(own)
+            self._check_start(about)
             _check_layout(about, layout)
             snapshot = StateSnapshot(step, read_state(own, abstract_state), about["data"], about["config"])
         except ValueError as error:
@@ -261,6 +271,11 @@ class Snapshots:
         if any(gather_json(problem)):
             return None, {(step, whose) for whose in self._ranks}, [problem] if problem else []
         return snapshot, set(), []
+
+    def _check_start(self, about: Mapping[str, Any]) -> None:
+        """Raise `ValueError` with a clause unless a start that led to this one has written the snapshot."""
+        if about.get("start") not in self._starts:
+            raise ValueError("is of a clone of this run: the start that wrote it is not in run.json")
 
     @property
     def _ranks(self) -> range:

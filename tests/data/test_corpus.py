@@ -255,6 +255,23 @@ def test_split_depends_on_names_not_on_the_place(tmp_path: Path, texts: Path, co
     assert prepare(config(moved), 400, tmp_path / "cache").fingerprint != corpus.fingerprint
 
 
+def test_text_of_equal_size_and_time_is_prepared_anew(tmp_path: Path, texts: Path) -> None:
+    """Where images, Nix or `rsync -a` have set all times alike."""
+    copy = shutil.copytree(texts, tmp_path / "texts")
+    before = prepare(config(copy), 400, tmp_path / "cache")
+    path = max(copy.rglob("*.txt"), key=lambda path: path.stat().st_size)
+    times, text = path.stat(), path.read_text()
+    path.write_text(text.translate(str.maketrans("etaoin", "taoine")))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_size == times.st_size and path.stat().st_mtime_ns == times.st_mtime_ns
+    after = prepare(config(copy), 400, tmp_path / "cache")
+    assert path.read_text() in train_text(after) + after.held_out_bytes.decode()
+    assert after.fingerprint != before.fingerprint
+    path.write_text(text)
+    with pytest.raises(TimeoutError, match=r"it is there, but was made from other inputs .* \(names, sizes, text\)"):
+        prepare(config(copy), 400, tmp_path / "cache", Role(is_main=False, wait_s=0.1))
+
+
 def test_held_out_bytes_is_a_cap(tmp_path: Path, texts: Path) -> None:
     capped = prepare(config(texts, held_out_bytes=1000), 300, tmp_path)
     assert 500 <= len(capped.held_out_bytes) <= 1000
@@ -497,9 +514,15 @@ def test_progress_is_told_in_every_phase(tmp_path: Path, texts: Path, monkeypatc
 
     monkeypatch.setattr(corpus_module, "train_bpe", slow)
     prepare(config(texts), 400, tmp_path, Role(report=lambda *done: told.setdefault(done[0], []).append(done[1:])))
-    assert list(told) == ["finding files", "checking the text", "training the tokenizer", "tokenising"]
+    assert list(told) == [
+        "finding files",
+        "comparing the text",
+        "checking the text",
+        "training the tokenizer",
+        "tokenising",
+    ]
     size = sum(path.stat().st_size for path in texts.rglob("*.txt"))
-    for phase in ("checking the text", "tokenising"):
+    for phase in ("comparing the text", "checking the text", "tokenising"):
         assert told[phase] == sorted(told[phase]) and told[phase][-1] == (size, size)
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from jmoe.models.pretrained import load_pretrained
 from jmoe.training.distilling import DistillingTrainer
 from jmoe.training.finetune import pretrained_state, with_pretrained_model
 from jmoe.training.step import FusedTrainer
+from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, random_model, softmax, stored_arrays
 from tests.deploy.test_prune import TEXT, write_tokenizer
 from tests.model_configs import CHECKPOINTS, mesh_of
@@ -222,18 +225,27 @@ def test_a_run_that_is_stopped_and_goes_on(runs: TrainRuns, run_python: Run, tmp
     """A run of train.py is the teacher; the student's run resumes, and becomes a folder that is pruned."""
     runs.finish(tmp_path / "teacher", "--num-steps", 10, data=runs.text)
 
-    def distil(steps: int) -> str:
+    def start(steps: int) -> subprocess.CompletedProcess[str]:
         command = ["-m", "jmoe.deploy.distil", tmp_path / "teacher", "--out", tmp_path / "run", "--experts", "4"]
         options = [*SHORT, "--text", runs.text, "--ring-slots", "1", "--num-steps", str(steps)]
-        done = run_python([*command, *options], env=runs.environment())
+        return run_python([*command, *options], env=runs.environment())
+
+    def distil(steps: int) -> str:
+        done = start(steps)
         assert done.returncode == 0, done.stderr[-3000:]
-        return str(done.stdout)
+        return done.stdout
 
     assert "loading the teacher" in distil(5)
     before = losses(tmp_path / "run")
     assert "resuming from step 5" in distil(10)
     assert losses(tmp_path / "run")[: len(before)] == before and len(losses(tmp_path / "run")) == 10
     assert resumes(tmp_path / "run") == [5] and evaluations(tmp_path / "run")[-1] < evaluations(tmp_path / "run")[0]
+    (weights,) = (tmp_path / "teacher").glob("merged/*/model.safetensors")
+    times = weights.stat()
+    flip(weights, times.st_size - 5)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    swapped = start(12)
+    assert swapped.returncode == 1 and "distil.teacher: " in swapped.stderr and "-> other weights" in swapped.stderr
     done = run_python(["-m", "jmoe.deploy.merge", tmp_path / "run", tmp_path / "hf"], env=runs.environment())
     assert done.returncode == 0 and load_pretrained(tmp_path / "hf").config.num_experts == 4
     prune = ["-m", "jmoe.deploy.prune", tmp_path / "hf", "--out", tmp_path / "two", "--experts", "2"]

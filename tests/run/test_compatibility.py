@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jmoe.config import CheckpointConfig, CommConfig, MeshConfig, ModelConfig, OptimizerConfig, TiersConfig, TrainConfig
+from jmoe.config.distil import DistilConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.run.compatibility import check_compatible
 
@@ -69,6 +70,20 @@ def test_a_fingerprint_stands_for_the_data() -> None:
         check_compatible({**saved, "data_fingerprint": "a"}, changed)
     with pytest.raises(ValueError, match=r"the data has changed .*: data.path = \[\] names other text now"):
         check_compatible({**saved, "data_fingerprint": "a"}, {**saved, "data_fingerprint": "b"})
+
+
+def test_a_fingerprint_stands_for_the_teacher() -> None:
+    """Other weights under the same path are refused; the same ones may lie elsewhere, or be unknown as of old."""
+    saved, moved = (configured(distil=DistilConfig(teacher=place)) for place in ("teacher", "moved"))
+    a, b = {"teacher_fingerprint": "a"}, {"teacher_fingerprint": "b"}
+    with pytest.raises(ValueError, match=r"distil\.teacher: 'teacher' -> other weights"):
+        check_compatible(saved | a, saved | b)
+    assert check_compatible(saved, saved | a) == check_compatible(saved | a, saved | a) == []
+    (note,) = check_compatible(saved | a, moved | a)
+    assert note == "distil.teacher: 'teacher' -> 'moved' (the teacher itself is the same)"
+    for before, now in ((saved, moved | a), (saved | a, moved | b)):
+        with pytest.raises(ValueError, match=r"distil\.teacher: 'teacher' -> 'moved'"):
+            check_compatible(before, now)
 
 
 def test_fields_of_earlier_versions_are_understood() -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,3 +103,72 @@ def test_a_copy_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
     for _ in range(2):
         with RunFolder(tmp_path / "moved") as moved:
             assert moved.run == first.run
+
+
+@pytest.mark.parametrize("copy_starts_first", [True, False])
+def test_a_copy_is_another_run_when_the_first_has_moved(tmp_path: Path, copy_starts_first: bool) -> None:
+    """`cp -r A B; mv A C`: there is no A any more, and only C has what A had outside of its folder."""
+    with RunFolder(tmp_path / "A") as first:
+        (first.path / "result").touch()
+    shutil.copytree(tmp_path / "A", tmp_path / "B")
+    (tmp_path / "A").rename(tmp_path / "C")
+    names = {}
+    for name in ("B", "C") if copy_starts_first else ("C", "B"):
+        with RunFolder(tmp_path / name) as folder:
+            names[name] = folder.run
+    assert names["C"] == first.run != names["B"]
+
+
+def test_starts_are_noted_when_they_have_a_state(tmp_path: Path) -> None:
+    """A copy has none of them, as it is another run; a clone of the disk has those before it was made."""
+    with RunFolder(tmp_path) as first:
+        before = (tmp_path / IDENTITY).read_bytes()
+        first.note_start()
+        assert len(first.starts) == 1
+    cloned = (tmp_path / IDENTITY).read_bytes()
+    assert cloned != before
+    with RunFolder(tmp_path) as refused:
+        assert refused.starts[:-1] == first.starts
+    assert (tmp_path / IDENTITY).read_bytes() == cloned, "it did not come so far"
+    with RunFolder(tmp_path) as second:
+        second.note_start()
+        assert second.starts[:-1] == first.starts and second.starts[-1] != refused.starts[-1]
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with RunFolder(tmp_path / "copy") as copy:
+        assert len(copy.starts) == 1
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_lock_that_was_removed_is_written_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    with RunFolder(tmp_path) as folder:
+        other = RunFolder(tmp_path)  # another process of the same run
+        other._owner = folder._owner
+        other._join()
+        written = json.loads((tmp_path / LOCK).read_bytes())
+        damage(tmp_path / LOCK)
+        folder.check()
+        assert json.loads((tmp_path / LOCK).read_bytes()) == written
+        other.check()
+        folder._file.close()  # type: ignore[union-attr]
+        with pytest.raises(OSError, match="is in use by process"), RunFolder(tmp_path, wait_s=0.1):
+            pass  # the other one holds what was written anew
+        other.__exit__()
+    with RunFolder(tmp_path, wait_s=0):
+        pass
+
+
+def test_who_came_while_the_lock_was_gone_has_the_folder(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as first:
+        (tmp_path / LOCK).unlink()
+        with RunFolder(tmp_path) as second:
+            with pytest.raises(OSError, match="was taken over by process"):
+                first.check()
+            second.check()
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(OSError, match=r"output_dir = '.*run': was removed; this run saves no more"):
+            folder.check()
+        (tmp_path / "run").mkdir()

@@ -1,7 +1,7 @@
 """Snapshots in memory: written, decided on and read by one process, by three with a folder each, by whole runs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ def shapes(state: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def saved(tmp_path: Path, *steps: int, checkpoint: int = -1) -> Snapshots:
-    """Snapshots of one process after saves of these steps."""
-    made = Snapshots(CheckpointConfig(memory_dir=str(tmp_path / "memory")), "run")
+def saved(tmp_path: Path, *steps: int, checkpoint: int = -1, starts: Sequence[str] = ("first",)) -> Snapshots:
+    """Snapshots of one process after saves of these steps, by the last of these starts."""
+    made = Snapshots(CheckpointConfig(memory_dir=str(tmp_path / "memory")), "run", starts)
     for step in steps:
         assert made.save(step, state_of(step), {"at": step}, {"of": "run"}, checkpoint) == ""
     return made
@@ -162,6 +162,15 @@ def test_another_layout_falls_back(tmp_path: Path) -> None:
     assert snapshot is None and "is of another layout: rows has other shards" in why
 
 
+def test_of_starts_that_did_not_lead_here_none_is_used(tmp_path: Path) -> None:
+    """As of two clones of a disk: both come from the first start, and each goes on in one of its own."""
+    saved(tmp_path, 3)
+    saved(tmp_path, 6, starts=("first", "of the clone"))
+    snapshot, why = saved(tmp_path, starts=("first", "mine")).newest(shapes(state_of(0)), None, -1)
+    assert snapshot is not None and snapshot.step == 3
+    assert re.fullmatch(r"6-of-0 on \S+ is of a clone of this run: the start that wrote it is not in run.json", why)
+
+
 def test_no_snapshots_are_no_news(tmp_path: Path) -> None:
     assert saved(tmp_path).newest(shapes(state_of(0)), None, -1) == (None, "")
 
@@ -212,7 +221,7 @@ def test_an_end_in_order_leaves_nothing(tmp_path: Path, error: Exception | None,
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"checkpoint.memory_dir = '\S+': must be a folder that can be written"):
-        Snapshots(CheckpointConfig(memory_dir=str(tmp_path / "file")), "run")
+        Snapshots(CheckpointConfig(memory_dir=str(tmp_path / "file")), "run", ["first"])
     with pytest.raises(ValueError, match=r"checkpoint.memory_dir = '': must name a folder"):
         CheckpointConfig(memory_dir="")
     with pytest.raises(ValueError, match=r"memory_every_steps = 0: must be greater than 0"):
@@ -260,14 +269,14 @@ make = jax.jit(lambda n: {"rows": jnp.arange(60.0).reshape(6, 10) + n, "step": n
                out_shardings={"rows": rows, "step": whole})
 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(jnp.float32(0)))
 config = CheckpointConfig(memory_dir=str(folder / str(rank)))
-snapshots = Snapshots(config, "run")
+snapshots = Snapshots(config, "run", ["first"])
 snapshots.check_room(shapes)
 for step in (2, 4, 6):
     assert snapshots.save(step, make(jnp.float32(step)), {"at": step}, {"rank": rank}, -1) == ""
 
 def show(what, checkpoint=None):
     gather_json(None)  # what was done to the folders is done
-    again = Snapshots(config, "run")
+    again = Snapshots(config, "run", ["first"])
     snapshot, why = again.newest(shapes, checkpoint, -1)
     if snapshot is not None:
         want = np.arange(60, dtype=np.float32).reshape(6, 10) + snapshot.step

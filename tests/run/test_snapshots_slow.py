@@ -122,3 +122,28 @@ def test_supervised_ranks_go_on_from_the_memory_of_their_host(
     whole = tmp_path / "whole"
     run_split(runs, start_python, whole, 2, 1, "--num-steps", losses(run)[-1][0] + 1)
     assert losses(run) == losses(whole)
+
+
+def test_a_copy_of_a_run_that_was_moved_has_snapshots_of_its_own(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """`cp -r A B; mv A C`, and B goes on with another weight decay: C goes on from what A had, with A's losses."""
+    first, copy, moved, memory = tmp_path / "A", tmp_path / "B", tmp_path / "C", tmp_path / "memory"
+    options = (*RARE, "--checkpoint.memory-dir", memory, "--checkpoint.memory-every-steps", EVERY)
+
+    def killed_after(run: Path, steps: int, *more: object) -> int:
+        process = start_python(runs.command(run, *options, *more, *ENDLESS), tmp_path / "log", runs.environment())
+        process.wait_until(lambda: len(losses(run)) > steps)
+        process.kill_now()
+        return len(losses(run))
+
+    had = killed_after(first, 8)
+    shutil.copytree(first, copy)
+    first.rename(moved)
+    killed_after(copy, had + 8, "--optimizer.weight-decay", 0.5)
+    screen = runs.finish(moved, *options, "--num-steps", had + 20)
+    newest = resumes(moved)[-1]
+    assert f"resuming from step {newest} of {memory}" in screen and 6 <= newest <= had
+    assert "is of a clone" not in screen
+    expected = dict(losses(runs.reference[0]))
+    assert all(loss == expected[step] for step, loss in losses(moved) if step in expected)
