@@ -83,6 +83,7 @@ def serve(
     from jmoe.models.tokenizer_file import tokenizer_file
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, bind
+    from jmoe.serving.model_sampling import ModelSampling
     from jmoe.serving.service import Service
     from jmoe.status import status
 
@@ -92,7 +93,9 @@ def serve(
         engine_config = replace(config.engine, max_seq_len=length)
         memory = plan_engine_memory(checkpoint, engine_config)
     tokenizer_file(folder, "model")
+    sampling = ModelSampling.read(folder, config.sampling_defaults)
     say(f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each")
+    say(str(sampling))
     if config.dry_run:
         print(memory)
         return

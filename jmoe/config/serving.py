@@ -37,10 +37,15 @@ class ServeConfig:
     distributed: DistributedConfig = field(default_factory=partial(DistributedConfig, step_timeout_s=60))
     # what is compared of a bundle's files before they are used: checksums of their contents, or their sizes alone
     check_files: Literal["contents", "sizes"] = "contents"
+    # of requests that do not say them. model: temperature, top_p, top_k, min_p and repetition_penalty of the model's
+    # generation_config.json; openai: OpenAI's, the model's distribution as it is
+    sampling_defaults: Literal["model", "openai"] = "model"
     log_prompts: bool = False  # write prompts to the log
     dry_run: bool = False  # print what will lie where, from the headers of the weights alone, and exit
 
     def __post_init__(self) -> None:
+        known = self.sampling_defaults in ("model", "openai")
+        check_field(known, self, "sampling_defaults", "must be model or openai")
         check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
         not_negative(self, "max_waiting")
         positive(self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections")

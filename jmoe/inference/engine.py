@@ -21,6 +21,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.ahead import StepAhead, warm_up_ahead
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
+from jmoe.inference.harmony import ChannelStream
 from jmoe.inference.kv_cache import empty_caches
 from jmoe.inference.lockstep import Leader
 from jmoe.inference.mesh_runner import MeshRunner, make_mesh_runner, mesh_caches
@@ -191,11 +192,12 @@ class Engine(Closing):
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
         if self.tokenizer is not None:
-            sequence.text = TextStream(
-                self.tokenizer,
-                sequence.prompt_token_ids,
-                stop=sampling.stop,
-                min_new_tokens=sampling.min_new_tokens,
+            limits: dict[str, Any] = {"stop": sampling.stop, "min_new_tokens": sampling.min_new_tokens}
+            prompt, harmony = sequence.prompt_token_ids, sequence.harmony
+            sequence.text = (
+                TextStream(self.tokenizer, prompt, **limits)
+                if harmony is None
+                else ChannelStream(self.tokenizer, harmony, prompt, **limits)
             )
         self._scheduler.add(sequence)
 
@@ -385,7 +387,8 @@ class Engine(Closing):
             sequence.constraint.accept(draw.token)
         logprobs = [] if draw.logprob is None else [draw.logprob]
         of_prompt = sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else []
-        return Output(sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt)
+        reasoning = stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
+        return Output(sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning)
 
     def _warm_up(self) -> None:
         """Compile, before the first request, every program but those of `compile_for_service`."""

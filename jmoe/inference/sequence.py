@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jmoe.inference.detokenizer import TextStream
+from jmoe.inference.harmony import ChannelStream, Harmony
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -38,6 +39,7 @@ class Sequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: Constraint | None = None
     prompt_text: str = ""  # for an echo
+    harmony: Harmony | None = None  # the format whose channels the output is to be split into
     client: Hashable = None
     request: Hashable = None
     index: int = 0
@@ -51,7 +53,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list, init=False)  # with the stop token, if one ended it
     finish_reason: FinishReason | None = field(default=None, init=False)
     # Written by the engine
-    text: TextStream | None = field(default=None, init=False)
+    text: TextStream | ChannelStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     is_finite: bool = field(default=True, init=False)  # all logits of the prompt that were asked for are numbers
     # Written by the server's event loop
@@ -74,7 +76,7 @@ class Output:
     """The tokens and text that one step added to a sequence; `finish_reason` is None until its end.
 
     finish_reason: "error", without a token, where the model's logits were not finite. prompt_logprobs: of all the
-    prompt, with the first token; empty after it.
+    prompt, with the first token; empty after it. reasoning: text of channels beside the answer's.
     """
 
     sequence: Sequence
@@ -83,6 +85,7 @@ class Output:
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.identity import content_identity
 from jmoe.models.block import Block
 from jmoe.models.decoder import STACKS, Decoder
+from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import model_config
-from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config, read_table
+from jmoe.models.pretrained import abstract_decoder, check_dtype, decoder_of, read_config
 from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers
 from jmoe.models.tensor_parallel import ADDED_ONCE, cuts_of, device_config, share_norms, spans
 from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, parameters
@@ -138,13 +139,8 @@ class LazyCheckpoint(Closing):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Read them from generation_config.json, else config.json."""
-        file = self.folder / "generation_config.json"
-        fields = read_table(file) if file.is_file() else {}
-        token = fields.get("eos_token_id", self.fields.get("eos_token_id"))
-        if token is None:
-            return ()
-        return tuple(token) if isinstance(token, list) else (int(token),)
+        """Return where texts end: see `GenerationConfig`."""
+        return GenerationConfig.read(self.folder, self.fields).eos_token_ids
 
     @property
     def expert_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

@@ -116,7 +116,12 @@ def tokens_router(service: Service) -> APIRouter:
 def state_router(service: Service) -> APIRouter:
     """Return the routes of models, the state of the server, and the page."""
     router = APIRouter()
-    card = ModelCard(id=service.name, created=service.created, max_model_len=service.max_seq_len)
+    card = ModelCard(
+        id=service.name,
+        created=service.created,
+        max_model_len=service.max_seq_len,
+        sampling_defaults=dict(service.model_sampling.defaults),
+    )
 
     @router.get("/v1/models")
     async def models() -> ModelList:

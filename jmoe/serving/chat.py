@@ -21,6 +21,8 @@ from jmoe.serving.schemas import (
 )
 from jmoe.serving.service import Service
 
+CHANNELS = ("content", "reasoning_content")
+
 
 class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
     id_prefix = "chatcmpl"
@@ -33,7 +35,7 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
             reason = output.finish_reason
             assert reason != "abort" and reason != "error", "these have no reader"
             logprobs = self.service.vocabulary.chat_logprobs(output.logprobs) if self.body.logprobs else None
-            delta = Delta(content=output.text)
+            delta = Delta(content=output.text, reasoning_content=output.reasoning or None)
             yield ChunkChoice(index=output.sequence.index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
@@ -50,7 +52,8 @@ def _join(deltas: list[ChunkChoice]) -> ChatChoice:
     logprobs = None
     if last.logprobs is not None:
         logprobs = ChatLogprobs(content=[lp for one in deltas if one.logprobs for lp in one.logprobs.content])
-    message = AnswerMessage(content="".join(one.delta.content for one in deltas))
+    content, reasoning = ("".join(getattr(one.delta, name) or "" for one in deltas) for name in CHANNELS)
+    message = AnswerMessage(content=content, reasoning_content=reasoning or None)
     return ChatChoice(index=last.index, message=message, logprobs=logprobs, finish_reason=last.finish_reason)
 
 
@@ -66,13 +69,17 @@ def chat_router(service: Service) -> APIRouter:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
         def sampling(prompt: list[int], choice: int) -> SamplingParams:
-            return body.sampling(service.max_new_tokens(prompt, body.asked_tokens), choice, logprobs=logprobs)
+            most = service.max_new_tokens(prompt, body.asked_tokens)
+            return body.sampling(most, choice, service.model_sampling, logprobs=logprobs)
 
         def make() -> tuple[str, list[int], list[Sequence]]:
             text = service.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
             # by default none: the template has written them
             (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
-            return text, prompt, service.sequences(body, [prompt], sampling)
+            sequences = service.sequences(body, [prompt], sampling)
+            for sequence in sequences:
+                sequence.harmony = service.harmony
+            return text, prompt, sequences
 
         text, prompt, sequences = await service.off_the_loop(make, sum(message.size for message in body.messages))
         service.log_prompts(request, [text])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -36,7 +38,7 @@ class ChatTemplate:
         """
         if DEFAULT not in templates:
             raise ValueError(f"{source}: chat templates {sorted(templates)}: one must be named {DEFAULT!r}")
-        self._special_tokens, self._source = dict(special_tokens), source
+        self.special_tokens, self._source = dict(special_tokens), source
         environment = _environment()
         self._templates = {}
         for name, text in templates.items():
@@ -44,6 +46,25 @@ class ChatTemplate:
                 self._templates[name] = environment.from_string(text)
             except TemplateSyntaxError as error:
                 raise ValueError(f"{self._called(name)}: line {error.lineno}: {error.message}") from error
+
+    @cached_property
+    def content_form(self) -> Literal["string", "parts"] | None:
+        """What the template takes a message's content as; None if it shows neither. Found out by a try.
+
+        Templates of models that also see images loop over parts; of a string they would get characters.
+        """
+        probe = "jmoe probes its content"
+        if self._shows(probe, probe):
+            return "string"
+        return "parts" if self._shows(probe, [{"type": "text", "text": probe}]) else None
+
+    def _shows(self, probe: str, content: Any) -> bool:
+        """Whether the probe is part of what the template makes of a conversation with this content."""
+        system, user = ({"role": role, "content": content} for role in ("system", "user"))
+        for messages in ([user], [system, user]):  # some refuse a conversation without a system message
+            with contextlib.suppress(ValueError):
+                return probe in self.render(messages)
+        return False
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
@@ -90,7 +111,7 @@ class ChatTemplate:
         except TypeError as error:
             raise ValueError(f"{self._called(name)}: not JSON values: {error}") from error
         try:
-            return self._templates[name].render({**self._special_tokens, **plain})
+            return self._templates[name].render({**self.special_tokens, **plain})
         except Exception as error:  # a template can raise anything a Python expression can
             reason = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._called(name)}: {reason}") from error

@@ -120,7 +120,8 @@ def completions_router(service: Service) -> APIRouter:
         def sampling(token_ids: list[int], choice: int) -> SamplingParams:
             asked = DEFAULT_MAX_TOKENS if body.asked_tokens is None else body.asked_tokens
             most = service.max_new_tokens(token_ids, asked)
-            return body.sampling(most, choice, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+            model, logprobs = service.model_sampling, body.logprobs
+            return body.sampling(most, choice, model, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
         def make() -> tuple[list[list[int]], list[Sequence]]:
             texts, prompts = _prompts(service, body)

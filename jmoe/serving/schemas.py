@@ -8,7 +8,7 @@ the value that is the default anyway (`_only`), and hints about billing, caches 
 import math
 import re
 import time
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,9 @@ from pydantic_core import PydanticCustomError
 
 from jmoe.config import check
 from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_CHARS, SamplingParams
+from jmoe.models.generation_config import SAMPLING
 from jmoe.serving.errors import UNKNOWN, printable
+from jmoe.serving.model_sampling import ModelSampling
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 8192
@@ -160,6 +162,8 @@ class GenerationBody(RequestBody):
     value that changes nothing.
     """
 
+    is_chat: ClassVar[bool] = False
+
     model: str | None = None
     max_tokens: Whole | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     n: Whole = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -222,30 +226,38 @@ class GenerationBody(RequestBody):
         """The most tokens of an answer that the client asks for; None if it leaves that to the server."""
         return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
 
+    @property
+    def _sampling_set(self) -> dict[str, Any]:
+        """Parameters that the request says and that a model may have defaults of."""
+        return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
+
     def sampling(
-        self, max_new_tokens: int, choice: int, *, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        max_new_tokens: int,
+        choice: int,
+        model: ModelSampling,
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Return the parameters of one of the `n` choices; each has a seed of its own, the first the request's.
 
-        max_new_tokens: what was asked for, or what the context leaves of it. `ValueError` for more min_tokens than that
-        the client asks for.
+        max_new_tokens: what was asked for, or what the context leaves of it. model: its defaults. `ValueError` for more
+        min_tokens than max_tokens.
         """
         asked = self.asked_tokens
         fits = asked is None or self.min_tokens <= asked
         check(fits, "min_tokens", self.min_tokens, f"must be at most max_tokens = {asked}")
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
+        ends_turn = not self.ignore_eos and (self.is_chat or self.json_schema is not None)
         return SamplingParams(
+            **{name: getattr(self, name) for name in SAMPLING} | dict(model.defaults) | self._sampling_set,
             max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             seed=seed,
-            stop_token_ids=tuple(self.stop_token_ids),
+            stop_token_ids=(*self.stop_token_ids, *(model.turn_end_token_ids if ends_turn else ())),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             ignore_eos=self.ignore_eos,
             min_new_tokens=min(self.min_tokens, max_new_tokens),
@@ -332,11 +344,15 @@ class Message(RequestBody):
         """Characters of the content and the reasoning."""
         return len(self.text) + len(self.reasoned)
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
+    def for_template(self, as_parts: bool) -> dict[str, Any]:
+        """Return the message as the chat template takes it: its content as one string, or as parts."""
+        content: str | list[dict[str, str]] = self.text
+        if as_parts:
+            texts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+            content = [{"type": "text", "text": text} for text in texts]
         optional = {"name": self.name, "reasoning_content": self.reasoned or None}
         present = {name: value for name, value in optional.items() if value is not None}
-        return {"role": self.role, "content": self.text} | present
+        return {"role": self.role, "content": content} | present
 
 
 # What the server itself gives to a template.
@@ -368,6 +384,8 @@ Messages = Annotated[FastList[Message], Field(min_length=1, max_length=MAX_MESSA
 
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`. chat_template_kwargs: further variables of the model's template."""
+
+    is_chat = True
 
     messages: Messages
     max_completion_tokens: Whole | None = Field(default=None, ge=-1, le=MOST_TOKENS)
@@ -504,10 +522,11 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The model's answer."""
+    """The model's answer. reasoning_content: what it said in other channels; null where the model has none."""
 
     role: Literal["assistant"] = "assistant"
     content: str
+    reasoning_content: str | None = None
 
 
 class ChatChoice(BaseModel):
@@ -532,6 +551,7 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(BaseModel):
@@ -552,13 +572,17 @@ class ChatChunk(Envelope):
 
 
 class ModelCard(BaseModel):
-    """A model that is served. max_model_len: the most tokens of a prompt and its output together."""
+    """A model that is served. max_model_len: the most tokens of a prompt and its output together.
+
+    sampling_defaults: of requests that do not say these parameters.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jmoe"
     max_model_len: int
+    sampling_defaults: dict[str, float]
 
 
 class ModelList(BaseModel):

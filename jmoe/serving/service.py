@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
+from jmoe.inference.harmony import TURN_ENDS, Harmony
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.chat_template import ChatTemplate
@@ -20,6 +21,7 @@ from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, printable
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
+from jmoe.serving.model_sampling import ModelSampling
 from jmoe.serving.schemas import GenerationBody, Message
 from jmoe.serving.vocabulary import TokenVocabulary
 
@@ -43,7 +45,15 @@ class Service:
         self.tokenizer, self.max_seq_len = engine.tokenizer, engine.max_seq_len
         self.vocabulary = TokenVocabulary(self.tokenizer)
         self.chat_template = ChatTemplate.from_folder(folder)
-        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, engine.eos_token_ids)
+        if self.chat_template is not None and self.chat_template.content_form is None:
+            log.warning("the model's chat template shows nothing of a message's content, as a string or in parts")
+        self.harmony = None if self.chat_template is None else Harmony.of(self.tokenizer)
+        turn_ends = [] if self.chat_template is None else [self.chat_template.special_tokens.get("eos_token", "")]
+        turn_ends += TURN_ENDS if self.harmony is not None else ()
+        sampling = ModelSampling.read(folder, config.sampling_defaults)
+        self.model_sampling = sampling.with_turn_ends(turn_ends, self.tokenizer, engine.config.vocab_size)
+        ends = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
+        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, ends)
         self._long_texts = asyncio.Semaphore(1)
 
     def check_model(self, name: str | None) -> None:
@@ -83,7 +93,7 @@ class Service:
         """
         if self.chat_template is None:
             raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
-        plain = [message.for_template() for message in messages]
+        plain = [message.for_template(self.chat_template.content_form == "parts") for message in messages]
         try:
             return self.chat_template.render(plain, add_generation_prompt=add_generation_prompt, **variables)
         except ValueError as error:

@@ -133,3 +133,31 @@ def test_no_messages() -> None:
 def test_variables_replace_special_tokens() -> None:
     assert chat_template("{{ bos_token }}").render(HELLO) == "<s>"
     assert chat_template("{{ bos_token }}").render(HELLO, bos_token="<b>") == "<b>"
+
+
+LOOP = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ 1 // 0 }}{% endif %}{% endfor %}"
+)
+FIRST_IS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + LOOP
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [(LOOP, "parts"), (EITHER, "string"), (FIRST_IS_SYSTEM, "parts"), ("{{ messages[0].role }}", None), ("", None)],
+)
+def test_what_a_template_takes_content_as(text: str, form: str | None) -> None:
+    assert chat_template(text).content_form == form
+
+
+@pytest.mark.parametrize("family", sorted(RENDERINGS))
+def test_templates_of_text_models_take_strings(family: str) -> None:
+    template = ChatTemplate.from_folder(FIXTURES / family)
+    assert template is not None and template.content_form == "string"
+
+
+def test_the_dialect_ends_where_transformers_does() -> None:
+    """A namespace of a dict is one; a filter that transformers lacks is refused by its name, when it is compiled."""
+    assert chat_template("{% set n = namespace({'a': 1}) %}{% set n.a = n.a + 1 %}{{ n.a }}").render(HELLO) == "2"
+    with pytest.raises(ValueError, match="No filter named 'fromjson'"):
+        chat_template("{{ '{}' | fromjson }}")

@@ -1,0 +1,85 @@
+"""Channels of gpt-oss's answers, token by token."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from jmoe.data.tokenizer import train_bpe
+from jmoe.inference.harmony import ChannelStream, Harmony
+from tests.scripted_model import harmony_tokenizer
+
+PROMPT = "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>2+2<|end|><|start|>assistant"
+TOKENIZER = harmony_tokenizer()
+
+
+def stream(prompt: str = PROMPT, tokenizer: Tokenizer = TOKENIZER, **options: object) -> ChannelStream:
+    harmony = Harmony.of(tokenizer)
+    assert harmony is not None
+    return ChannelStream(tokenizer, harmony, tokenizer.encode(prompt).ids, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "reasoning"),
+    [
+        (
+            "<|channel|>analysis<|message|>User: 日本<|end|><|start|>assistant<|channel|>final<|message|>🎉 4",
+            "🎉 4",
+            "User: 日本",
+        ),
+        ("<|channel|>final<|message|>4<|return|>", "4", ""),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", "", "{}"),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d",
+            "c\nd",
+            "a\nb",
+        ),
+        ("<|message|>no channel", "no channel", ""),
+        ("no format at all", "no format at all", ""),
+        ("no format, and longer than a header can be. " * 3, "no format, and longer than a header can be. " * 3, ""),
+        ("<|channel|>analysis<|message|>cut he", "", "cut he"),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant", "", "a"),
+        ("<|channel|>ana", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_channels(said: str, answer: str, reasoning: str) -> None:
+    """However the tokens come, nothing of a header is text, and nothing of a message is lost."""
+    tokens, channels = TOKENIZER.encode(said).ids, stream()
+    texts = [(channels.push([token]), channels.take_reasoning()) for token in tokens]
+    texts.append((channels.flush(), channels.take_reasoning()))
+    assert ("".join(text for text, _ in texts), "".join(text for _, text in texts)) == (answer, reasoning)
+    channels = stream()
+    assert channels.push(tokens) + channels.flush() == answer and channels.take_reasoning() == reasoning
+
+
+def test_text_goes_out_as_it_comes() -> None:
+    """A letter a token, once the header is over."""
+    channels, pieces = stream(), []
+    for token in TOKENIZER.encode("<|channel|>analysis<|message|>xyz<|end|>").ids:
+        assert channels.push([token]) == ""
+        pieces.append(channels.take_reasoning())
+    assert [piece for piece in pieces if piece] == ["x", "y", "z"]
+
+
+def test_a_stop_string_ends_the_answer_and_not_the_reasoning() -> None:
+    channels = stream(stop=["4."])
+    text = channels.push(TOKENIZER.encode("<|channel|>analysis<|message|>So 4.<|end|>").ids)
+    assert text == "" and channels.matched_stop is None and channels.take_reasoning() == "So 4."
+    text = channels.push(TOKENIZER.encode("<|start|>assistant<|channel|>final<|message|>It is 4").ids)
+    assert text == "It is " and channels.matched_stop is None, "held back: it may be a stop string's beginning"
+    assert channels.push(TOKENIZER.encode(". Never").ids) == "" and channels.matched_stop == "4."
+    assert channels.flush() == ""
+
+
+def test_the_prompt_may_begin_the_message() -> None:
+    """As templates that leave the reasoning out do; a prompt of another format is answered in it."""
+    begun = stream(PROMPT + "<|channel|>final<|message|>")
+    assert begun.push(TOKENIZER.encode("four").ids) + begun.flush() == "four"
+    begun = stream(PROMPT + "<|channel|>analysis<|message|>I think")
+    assert begun.push(TOKENIZER.encode("four").ids) == "" and begun.take_reasoning() == "four"
+    plain = stream("2+2=")
+    assert plain.push(TOKENIZER.encode("four").ids) + plain.flush() == "four"
+
+
+def test_other_tokenizers_have_no_channels() -> None:
+    assert Harmony.of(train_bpe(["text"], 300)) is None
