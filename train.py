@@ -4,12 +4,20 @@ import sys
 
 from jmoe.command_line import answer_early, parse_train
 from jmoe.configs import PRESETS
-from jmoe.runtime import EXIT_LOST, closing, end_at_once_on_interrupt, program_name, reexec_with_env
+from jmoe.runtime import (
+    EXIT_LOST,
+    closing,
+    end_at_once_on_interrupt,
+    program_name,
+    reexec_with_env,
+    without_devices,
+)
 
 if __name__ == "__main__":
     reexec_with_env()  # before JAX is imported
     end_at_once_on_interrupt()  # outside the training loop
-    answer_early(lambda: parse_train(sys.argv[1:], PRESETS))
+    if answer_early(lambda: parse_train(sys.argv[1:], PRESETS)).estimate:
+        without_devices()
 
 import contextlib
 import json
@@ -47,6 +55,7 @@ from jmoe.training.finetune import with_pretrained_model
 from jmoe.training.packing import PackingController, first_packing
 from jmoe.training.session import Session, say
 from jmoe.training.state import TrainState
+from jmoe.training.step_estimate import estimate_step
 from jmoe.training.task_layouts import layout_of, plan_lines
 from jmoe.training.trainer import Trainer, make_trainer
 from jmoe.training.vision_run import CLASSES
@@ -122,13 +131,18 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the plan, or train."""
+    """Print the plan or an estimate, or train."""
     config = with_pretrained_model(parse_train(arguments, PRESETS))
     if config.cluster:
         cluster = read_cluster(Path(config.cluster))
         rows = cluster_rows(config, cluster)
         print(*([json.dumps(as_json(rows), indent=1)] if config.json else table(rows, cluster)), sep="\n")
         sys.exit(0 if any(row.fits for row in rows) else 1)
+    if config.estimate:
+        with status(f"compiling a step for {config.estimate}", say):
+            estimate = estimate_step(config)
+        print(estimate)
+        return
     config = with_chosen_tiers(config)
     if config.plan and isinstance(config, VisionTrainConfig):
         print(*plan_lines(config), sep="\n")

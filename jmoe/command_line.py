@@ -85,7 +85,8 @@ def parse_train(arguments: Sequence[str], presets: Mapping[str, tuple[str, Train
         listed = "".join(f"  {preset:{max(map(len, presets))}}  {line}\n" for preset, (line, _) in presets.items())
         print(f"{TRAIN.format(program=program_name())}\n\npresets:\n{listed}")
         print(f"{program_name()} PRESET --help shows every option with the preset's value,")
-        print(f"{program_name()} PRESET --plan what memory the run needs, by tier, and how long a step takes.")
+        print(f"{program_name()} PRESET --plan what memory the run needs, by tier, and how long a step takes,")
+        print(f"{program_name()} PRESET --estimate h100 what a step would take on such a GPU, which need not be here.")
         sys.exit(0 if name else 2)
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=1, cutoff=0.3)

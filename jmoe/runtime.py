@@ -18,6 +18,7 @@ MARK = "JMOE_RUNTIME"  # set in a process that was run again, so that it is not 
 # Exit codes of train.py beside 0 and those of mistakes, 1 and 2
 EXIT_LOST = 70  # another process is missing, lost or stuck, or a limit is passed: a new start may mend it
 EXIT_STOPPED = 75  # what launchers give as distributed.stopped_exit_code (EX_TEMPFAIL)
+MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of jaxlib, which takes either
 FAKE_DEVICES = "NPROC"  # XLA's thread pool: collectives between fake devices deadlock on fewer threads
 
 
@@ -55,6 +56,29 @@ def reexec_with_env() -> None:
         if spec is not None and spec.origin == sys.argv[0]:  # else it is that of a profiler that runs a script
             program = ["-m", spec.name]
         os.execve(sys.executable, [sys.executable, *program, *sys.argv[1:]], wanted)
+
+
+def without_devices() -> None:
+    """Make JAX, which is not imported yet, compile for GPUs and use none: before `jmoe.run.ahead_of_time`.
+
+    XLA's complaints that a program is larger than the GPU's memory are left out: what it needs is printed.
+    """
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def device_memory_share() -> float:
+    """Return the share of a GPU's memory that JAX takes for arrays and programs: three quarters unless it is set."""
+    for name in MEMORY_SHARE:
+        if value := os.environ.get(name):
+            try:
+                share = float(value)
+            except ValueError:
+                share = 0.0
+            if share <= 0:
+                raise ValueError(f"{name} = {value!r}: must be a number greater than 0")
+            return min(1.0, share)
+    return 0.75
 
 
 def end_at_once_on_interrupt() -> None:

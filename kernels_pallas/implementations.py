@@ -4,8 +4,10 @@ Operations have one folder each: `reference.py` says what they compute, other mo
 raise `NotImplementedError` for what they do not support. `api.py` names the candidates.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
@@ -18,9 +20,27 @@ T = TypeVar("T")
 logger = logging.getLogger("kernels_pallas")
 
 
+_TARGET: ContextVar[Any] = ContextVar("the device that programs are traced for", default=None)
+
+
+@contextlib.contextmanager
+def tracing_for(device: Any) -> Iterator[None]:
+    """Trace programs for a device that this process may not have: its kernels are taken."""
+    token = _TARGET.set(device)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def target_device() -> Any:
+    """Return the device that programs are traced for: of `tracing_for`, or else the process's first."""
+    return jax.devices()[0] if (device := _TARGET.get()) is None else device
+
+
 def default_names() -> tuple[Name, ...]:
-    """The candidates for the default device, best first. The Mosaic GPU kernels are written for Hopper alone."""
-    device = jax.devices()[0]
+    """The candidates for the target device, best first. The Mosaic GPU kernels are written for Hopper alone."""
+    device = target_device()
     hopper = device.platform == "gpu" and device.compute_capability == "9.0"
     return ("mosaic_gpu", "xla") if hopper else ("xla",)
 

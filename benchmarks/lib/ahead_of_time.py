@@ -1,27 +1,18 @@
-"""GPUs that are not here, to compile for: needs the CUDA libraries, no GPU and no driver.
+"""Benchmarks that compile for GPUs that are not here, and what they do without JAX's CUDA libraries.
 
-What imports this sets `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` before JAX is imported.
+What imports this sets `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` before JAX is imported (`jmoe.runtime.without_devices`).
 """
 
 import time
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
-from jax.experimental import topologies
 
 from benchmarks.lib import report
-from kernels_pallas import implementations
+from jmoe.run.ahead_of_time import devices, has_cuda, lower_for
 
-TARGETS = Path(__file__).resolve().parent.parent / "targets"
+__all__ = ["Programs", "devices", "has_cuda", "skipped"]
 MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed"
-
-
-def has_cuda() -> bool:
-    """Return whether JAX's CUDA libraries are installed."""
-    return any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
 def skipped() -> bool:
@@ -33,15 +24,6 @@ def skipped() -> bool:
     return True
 
 
-def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[Any]:
-    """Return the devices of a machine of GPUs of a kind ("h200", "a100")."""
-    options = {
-        "target_config": (TARGETS / f"{target}.txtpb").read_text(),
-        "topology": f"1x{num_hosts}x{devices_a_host}",
-    }
-    return list(topologies.get_topology_desc(platform="cuda", topology_name=target, **options).devices)
-
-
 class Programs:
     """Compiles programs for a GPU that is not here, each given what those before it return, by shape alone.
 
@@ -50,6 +32,7 @@ class Programs:
 
     def __init__(self, device: Any) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._device = device
         self._place = jax.sharding.SingleDeviceSharding(device)
 
     def abstract(self, tree: Any) -> Any:
@@ -59,10 +42,7 @@ class Programs:
     def compile(self, name: str, function: Any, *operands: Any, **options: Any) -> Any:
         """Compile a jitted function of abstract operands; return its results' shapes."""
         begun = time.perf_counter()
-        # the kernels of the device that is compiled for, not of this one
-        with mock.patch.object(implementations, "default_names", return_value=("mosaic_gpu", "xla")):
-            traced = function.trace(*operands, **options)
-            lowered = traced.lower(lowering_platforms=("cuda",))
+        results, lowered = lower_for(self._device, function, *operands, **options)
         memory = lowered.compile().memory_analysis()
         row = {
             "program": name,
@@ -72,4 +52,4 @@ class Programs:
             "compile_s": round(time.perf_counter() - begun, 1),
         }
         self.rows.append(report.progress(row))
-        return self.abstract(traced.out_info)
+        return self.abstract(results)

@@ -3,7 +3,7 @@
 from typing import Any
 
 # name: layers whose weights, gradients and two moments fit a GPU of 80 GB in float32
-LAYERS = {"olmoe": 6, "mixtral": 2}
+LAYERS = {"olmoe": 6, "mixtral": 2, "qwen3": 4}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924, 16 layers
@@ -34,6 +34,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "router_aux_loss_coef": 0.02,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {  # Qwen/Qwen3-30B-A3B, 48 layers
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
     },

@@ -59,6 +59,9 @@ class TiersConfig:
         return (self.experts, self.optimizer) == ("device", "device")
 
 
+AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """A data sheet's figures of a device: what it has at most, not what programs reach."""
@@ -69,12 +72,15 @@ class Accelerator:
     memory_bytes_per_s: float
 
 
-# SXM modules, from NVIDIA's data sheets, which print sparse products (twice these) and PCIe both ways together.
+# SXM modules and cards, from NVIDIA's data sheets, which print sparse products (twice these) and PCIe both ways
+# together; of cards the rate with float32 sums, which is half of that with sums in float16.
 ACCELERATORS = {
     "a100-40gb": Accelerator(40_000_000_000, 312e12, 32e9, 1.555e12),
     "a100": Accelerator(80_000_000_000, 312e12, 32e9, 2.039e12),
     "h100": Accelerator(80_000_000_000, 989e12, 64e9, 3.35e12),
     "h200": Accelerator(141_000_000_000, 989e12, 64e9, 4.8e12),
+    "rtx-4090": Accelerator(24_000_000_000, 165e12, 32e9, 1.008e12),
+    "rtx-5090": Accelerator(32_000_000_000, 209.5e12, 64e9, 1.792e12),
 }
 TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 
@@ -84,7 +90,7 @@ class MachineConfig:
     """Describe the machine that the planner (`--plan`, tiers `auto`) plans for."""
 
     # its data sheet has what is 0 of the device; "": two CPU cores, a device that shares the host's memory
-    accelerator: Literal["", "a100-40gb", "a100", "h100", "h200"] = ""
+    accelerator: AcceleratorName = ""
     device_bytes: int = 0  # with several image tasks, also the limit within which a run deals them out
     host_bytes: int = 0  # 0: what is free here
     nvme_bytes: int = 0  # 0: what is free here

@@ -220,6 +220,8 @@ class TrainConfig:
     plan: bool = False  # only print what memory the run needs, by tier, and how long a step takes
     cluster: str = ""  # with plan: a TOML file that describes a cluster, for whose numbers of nodes to plan
     json: bool = False  # with cluster: as one JSON object
+    # only compile a step for such a GPU, which need not be here, and print how long the step would take on it
+    estimate: Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"] = ""
 
     def __post_init__(self) -> None:
         positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
@@ -238,6 +240,7 @@ class TrainConfig:
         check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
         check_field(self.plan or not self.cluster, self, "cluster", "must be given together with plan")
         check_field(bool(self.cluster) or not self.json, self, "json", "must be given together with cluster")
+        self._check_estimate()
         memory_dir = self.checkpoint.memory_dir
         alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
         check(alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}")
@@ -255,6 +258,14 @@ class TrainConfig:
         span = self.profile.span()
         ends = span is None or span[1] <= self.num_steps
         check_field(ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}")
+
+    def _check_estimate(self) -> None:
+        if self.estimate:
+            check_field(not self.plan, self, "estimate", "must not be given together with plan")
+            where = f"must not be given {_streamed(self.tiers)}: such a step is many programs; take --plan"
+            check_field(self.tiers.on_device, self, "estimate", where)
+            alone = not self.distil.teacher
+            check_field(alone, self, "estimate", "must not be given with distil.teacher: its steps are not estimated")
 
     def check_chosen_share(self) -> None:
         """Raise `ValueError` if `tiers.chosen_share` is less than the choices of one token."""

@@ -213,6 +213,7 @@ class VisionTrainConfig(TrainConfig):
             limit = f"must lie between {least} and model.num_experts - 1 = {experts - 1}{why}"
             check(inside, field_name, task.path, limit)
         super().__post_init__()
+        check_field(not self.estimate, self, "estimate", "must not be given for images: their steps are not estimated")
         self._check_ends()
         self._check_supported()
 

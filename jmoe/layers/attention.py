@@ -17,7 +17,7 @@ from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.experts import affine, normal
 from jmoe.layers.norm import Norm
 from kernels_pallas import native
-from kernels_pallas.implementations import first_supported
+from kernels_pallas.implementations import first_supported, target_device
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import saved, saved_residual
 
@@ -230,7 +230,7 @@ def causal_attention(
     if plain and native.trains_native(q_BSHd.dtype, k_BSGd.dtype, v_BSGd.dtype, multiples=dims):
         return _native(q_BSHd, k_BSGd, v_BSGd, scale)
     plain = plain and dims[0] == dims[1]
-    if plain and jax.default_backend() == "gpu" and q_BSHd.dtype.itemsize == 2:  # cuDNN's kernel has no float32
+    if plain and target_device().platform == "gpu" and q_BSHd.dtype.itemsize == 2:  # cuDNN's kernel has no float32
         operands = q_BSHd, k_BSGd, v_BSGd
         candidates = (
             ("cudnn", partial(_cudnn, *operands, scale)),

@@ -20,6 +20,7 @@ FREE = (
     "distil.ring_slots",
     "distributed.",
     "elastic.",
+    "estimate",
     "evaluation.",
     "json",
     "layout",

@@ -93,6 +93,8 @@ class Supervisor:
             value = getattr(limits, name)
             check(value is None, f"distributed.{name}", value, "must not be given: the supervisor gives it")
         check(not self._train.plan, "plan", True, "must not be given to a supervised run")
+        estimate = self._train.estimate
+        check(not estimate, "estimate", estimate, "must not be given to a supervised run")
         self.output_dir = Path(self._train.output_dir).absolute()
         self.folder = self.output_dir / FOLDER
         self._silence_s = 5.0 + 1.5 * limits.heartbeat_timeout_s  # the ranks' own limit is the first

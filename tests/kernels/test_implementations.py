@@ -12,7 +12,7 @@ import pytest
 
 from kernels_pallas import implementations
 from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.implementations import default_names, first_supported
+from kernels_pallas.implementations import default_names, first_supported, target_device, tracing_for
 from kernels_pallas.token_permute import dispatch
 
 SIZES = jnp.array([3, 5], jnp.int32)
@@ -30,6 +30,13 @@ def test_by_device(monkeypatch: pytest.MonkeyPatch, platform: str, capability: s
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert default_names() == names
+
+
+def test_of_a_device_that_is_only_described() -> None:
+    described: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    with tracing_for(described):
+        assert default_names() == ("mosaic_gpu", "xla") and target_device() is described
+    assert default_names() == ("xla",) and target_device() is jax.devices()[0]
 
 
 def unsupported() -> str:

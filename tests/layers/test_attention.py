@@ -5,6 +5,7 @@ Legend: B batch, S sequence, H query heads, G key/value heads, d head dimension.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from flax import nnx
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.layers.attention import Attention, blocked_attention, causal_attention, rotary, yarn_frequencies
 from jmoe.models.block import SAVED
+from kernels_pallas.implementations import tracing_for
 from tests.arrays import assert_near
 
 B, d = 2, 16
@@ -230,7 +232,6 @@ stand_in.defvjp(stand_in_fwd, stand_in_bwd)
 
 
 def test_the_kernel_of_a_gpu_runs_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: stand_in(q, k, v))
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
 
@@ -240,8 +241,27 @@ def test_the_kernel_of_a_gpu_runs_once_a_layer(monkeypatch: pytest.MonkeyPatch) 
 
     *qkv, _ = operands(32, 4, 2, jnp.bfloat16)
     gradients = jax.grad(jax.checkpoint(loss, policy=policy, prevent_cse=False), (0, 1, 2))
-    text = str(jax.make_jaxpr(gradients)(*qkv))
+    with tracing_for(SimpleNamespace(platform="gpu", compute_capability="9.0")):
+        text = str(jax.make_jaxpr(gradients)(*qkv))
     assert text.count(" sin ") == 6 and text.count(" erf_inv ") == 1
-    ours = jax.jit(gradients)(*qkv)
+    with tracing_for(SimpleNamespace(platform="gpu", compute_capability="9.0")):
+        ours = jax.jit(gradients)(*qkv)
     monkeypatch.undo()
     assert_near(ours, jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv), 1e-2)
+
+
+def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step compiled ahead of time had blocks in plain XLA, which is not what runs on that GPU."""
+    taken = []
+
+    def attend(q: jax.Array, *_: jax.Array, implementation: str, **options: Any) -> jax.Array:
+        taken.append(implementation)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    q = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16)
+    with tracing_for(SimpleNamespace(platform="gpu", compute_capability="8.9")):
+        jax.eval_shape(causal_attention, q, q, q)
+    assert taken == ["cudnn"]
+    jax.eval_shape(causal_attention, q, q, q)
+    assert taken == ["cudnn"]

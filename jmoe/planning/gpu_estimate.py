@@ -1,0 +1,346 @@
+"""How long a GPU takes for a compiled program, estimated from its optimized module: numbers in, estimate out.
+
+A kernel takes the longer of two times, and a launch: its bytes at the rate of a copy, and its FLOPs at the rate of one
+large product, each at the share of it that such kernels reach. Loops are multiplied out. Caches and occupancy are left
+out, so that small arrays, which stay in a cache, are priced too high.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from jmoe.config.cluster import NetworkConfig
+from jmoe.config.tiers import ACCELERATORS
+from jmoe.planning.gpu_links import GPU_LINKS, GPUS_PER_NODE, collective_of
+from jmoe.planning.hlo import HloArray, HloComputation, HloModule, HloOperation, dot_flops
+
+# Of the data sheet, what an H100 SXM reached: 2.90 of 3.35 TB/s in a copy, 790 of 989 TFLOP/s in one large bfloat16
+# product. Other GPUs are taken to reach the same shares: none of them was measured.
+COPY_SHARE, PRODUCT_SHARE = 0.866, 0.799
+LAUNCH_S = 2.5e-6  # of a kernel that does nothing, with the gap before the next one
+
+
+@dataclass(frozen=True)
+class ReachedShare:
+    """What kernels of a kind reach of a copy's bytes/s, and of one large product's FLOP/s."""
+
+    copy: float
+    product: float = 1.0
+
+
+# Measured on an H100 in a training step of OLMoE's shape, kernel by kernel.
+SHARES = {
+    "pass": ReachedShare(1.0),  # elementwise, reductions, copies
+    "product": ReachedShare(0.85, 0.9),
+    "sum of products": ReachedShare(0.71, 0.9),  # a product that is added to what is in memory
+    "grouped_matmul": ReachedShare(0.8, 0.86),
+    "weight_gradient": ReachedShare(0.8, 0.78),
+    "gather_rows": ReachedShare(0.64),
+    "gather_sum": ReachedShare(0.86),
+    "attention": ReachedShare(0.8, 0.6),
+}
+# Products of other dtypes, over those of bfloat16; float32 is TF32
+DTYPE_RATES = {"f32": 0.5, "f64": 0.03, "f8e4m3fn": 2.0, "f8e5m2": 2.0, "s8": 2.0}
+
+_FREE = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+    | {"opt-barrier", "optimization-barrier", "domain", "add-dependency"}
+)
+_UNNAMED = {"while", "body", "cond", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map", "mpmd_map"}
+_UNNAMED |= {"closed_call", "custom_vjp_call", "pjit", ""}
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Rates that programs reach, and the links of a device, each way."""
+
+    copy_bytes_per_s: float
+    product_flops: float
+    launch_s: float = LAUNCH_S
+    links: NetworkConfig = GPU_LINKS
+    devices_per_node: int = GPUS_PER_NODE
+
+
+def gpu_rates(accelerator: str) -> GpuRates:
+    """Return the rates of a GPU of `ACCELERATORS`."""
+    sheet = ACCELERATORS[accelerator]
+    return GpuRates(COPY_SHARE * sheet.memory_bytes_per_s, PRODUCT_SHARE * sheet.flops)
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """All launches of one kernel. num_bytes, flops, seconds: of all of them together."""
+
+    name: str
+    scope: str
+    launches: int = 0
+    num_bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        sizes = f"{self.num_bytes / 1e9:9.3f} GB {self.flops / 1e12:8.3f} TFLOP"
+        return f"{1e3 * self.seconds:9.2f} ms {self.launches:6,} x {sizes}  {self.name:34} {self.scope}"
+
+
+@dataclass(frozen=True)
+class Communication:
+    """All collectives of a kind and size of group. hidden_s: of `seconds`, those that others are computed beside."""
+
+    name: str
+    launches: int = 0
+    sent_bytes: float = 0.0
+    seconds: float = 0.0
+    hidden_s: float = 0.0
+
+    def __str__(self) -> str:
+        sizes = f"{self.launches:6,} x {self.sent_bytes / 1e9:9.2f} GB sent"
+        return f"{1e3 * self.seconds:9.2f} ms {sizes}  {self.name}, {1e3 * self.hidden_s:.2f} ms of it hidden"
+
+
+@dataclass(frozen=True)
+class GpuEstimate:
+    """A program's kernels and collectives, the slowest first, and notes on what is not known of it."""
+
+    kernels: tuple[GpuKernel, ...]
+    communication: tuple[Communication, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def launches(self) -> int:
+        return sum(kernel.launches for kernel in self.kernels)
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(kernel.num_bytes for kernel in self.kernels)
+
+    @property
+    def flops(self) -> float:
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def exposed_s(self) -> float:
+        """Return seconds of collectives that nothing is computed beside."""
+        return sum(each.seconds - each.hidden_s for each in self.communication)
+
+    @property
+    def seconds(self) -> float:
+        return sum(kernel.seconds for kernel in self.kernels) + self.exposed_s
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """What the kernels of experts cannot tell from the shapes of their operands.
+
+    num_experts: of a layer, where kernels are given the weights of more; 0: they never are. filled: the share of the
+    rows of a buffer that are tokens.
+    """
+
+    num_experts: int = 0
+    filled: float = 1.0
+
+
+ALL_ROWS = ExpertRows()
+Trips = Callable[[str], int | None]  # how often the loop of a scope runs; None: not known
+
+
+def estimate_module(
+    module: HloModule, rates: GpuRates, experts: ExpertRows = ALL_ROWS, trips: Trips = lambda scope: None
+) -> GpuEstimate:
+    """Return the time of one run of a module.
+
+    trips: of the loops whose length XLA does not know; those it does not know either count once, with a note.
+    """
+    pricing = _Pricing(module, rates, experts, trips)
+    pricing.run(module.entry, 1)
+    return pricing.estimate()
+
+
+def short_scope(scope: str) -> str:
+    """Return the names of a scope that a reader of the program knows: `loss/dot_general`, not what JAX wraps it in."""
+    names = re.sub(r"\w+\(|\)", "", re.sub(r"^jit\(\w+\)/", "", scope)).split("/")
+    return "/".join(name for name in names if name not in _UNNAMED and not name.startswith("branch_"))
+
+
+@dataclass
+class _Work:
+    """One launch: its name, scope and kind (of `SHARES`), and what it moves and computes."""
+
+    name: str
+    scope: str
+    kind: str
+    num_bytes: float
+    flops: float = 0.0
+    dtype: str = "bf16"
+
+
+@dataclass
+class _Pricing:
+    """A walk over what a module runs, and the sums so far, by name."""
+
+    module: HloModule
+    rates: GpuRates
+    experts: ExpertRows
+    trips: Trips
+    kernels: dict[str, GpuKernel] = field(default_factory=dict)
+    communication: dict[str, Communication] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def estimate(self) -> GpuEstimate:
+        kernels = sorted(self.kernels.values(), key=lambda kernel: -kernel.seconds)
+        communication = sorted(self.communication.values(), key=lambda each: -each.seconds)
+        return GpuEstimate(tuple(kernels), tuple(communication), tuple(self.notes))
+
+    def run(self, computation: HloComputation, times: int) -> float:
+        """Add what a computation runs, so many times over; return its seconds, once.
+
+        What is computed between the start and the end of a collective hides as much of it.
+        """
+        total_s, under_way = 0.0, dict[str, tuple[str, float]]()
+        for operation in computation.values():
+            if collective := collective_of(self.module, computation, operation):
+                if not collective.groups:
+                    self.notes[f"a collective of unknown devices is not priced: {operation.name}"] = None
+                seconds = collective.seconds(self.rates.links, self.rates.devices_per_node)
+                added = Communication(collective.name, times, times * collective.sent_bytes, times * seconds)
+                self._communicate(added)
+                under_way[operation.name] = collective.name, seconds
+                ended = "" if operation.kind.endswith("-start") else operation.name
+            else:
+                ended = operation.operands[0] if operation.kind.endswith("-done") else ""
+                computed_s = self._operation_s(computation, operation, times)
+                total_s += computed_s
+                for started, (name, left_s) in under_way.items():
+                    hidden_s = min(left_s, computed_s)
+                    under_way[started] = name, left_s - hidden_s
+                    self._communicate(Communication(name, hidden_s=times * hidden_s))
+            if ended in under_way:
+                total_s += under_way.pop(ended)[1]
+        return total_s
+
+    def _communicate(self, added: Communication) -> None:
+        old = self.communication.get(added.name, Communication(added.name))
+        self.communication[added.name] = Communication(
+            added.name,
+            old.launches + added.launches,
+            old.sent_bytes + added.sent_bytes,
+            old.seconds + added.seconds,
+            old.hidden_s + added.hidden_s,
+        )
+
+    def _operation_s(self, computation: HloComputation, operation: HloOperation, times: int) -> float:
+        """Add what an operation launches; return its seconds, once."""
+        kind = operation.kind
+        if kind == "while":
+            return self._loop_s(operation, times)
+        if kind == "conditional":
+            return self.run(max(self.module.branches(operation), key=self._alone_s), times)
+        if kind in ("call", "async-start"):
+            return self.run(self.module.called(operation, "to_apply", "calls"), times)
+        if kind in _FREE or kind.endswith("-done"):
+            return 0.0
+        work = self._work(computation, operation)
+        share, rates = SHARES[work.kind], self.rates
+        flops_per_s = share.product * DTYPE_RATES.get(work.dtype, 1.0) * rates.product_flops
+        seconds = max(work.num_bytes / (share.copy * rates.copy_bytes_per_s), work.flops / flops_per_s)
+        seconds += rates.launch_s
+        old = self.kernels.get(work.name, GpuKernel(work.name, short_scope(work.scope)))
+        self.kernels[work.name] = replace(
+            old,
+            launches=old.launches + times,
+            num_bytes=old.num_bytes + times * work.num_bytes,
+            flops=old.flops + times * work.flops,
+            seconds=old.seconds + times * seconds,
+        )
+        return seconds
+
+    def _loop_s(self, operation: HloOperation, times: int) -> float:
+        trips = operation.known_trips
+        if trips is None and (trips := self.trips(operation.scope)) is None:
+            self.notes[f"a loop of unknown length counts once: {short_scope(operation.scope)}"] = None
+            trips = 1
+        return trips * self.run(self.module.called(operation, "body"), times * trips)
+
+    def _alone_s(self, computation: HloComputation) -> float:
+        """Return the seconds of a computation, and add nothing."""
+        return _Pricing(self.module, self.rates, self.experts, self.trips).run(computation, 1)
+
+    def _work(self, computation: HloComputation, operation: HloOperation) -> _Work:
+        kind, name, scope = operation.kind, operation.name, operation.scope
+        if kind in ("fusion", "fusion-start"):
+            return self._fusion(operation)
+        if kind == "custom-call":
+            return self._custom_call(computation, operation)
+        operands = [computation[operand] for operand in operation.operands]
+        moved = operation.num_bytes + sum(operand.num_bytes for operand in operands)
+        if kind == "dot":
+            left = operands[0].results[0]
+            return _Work(name, scope, "product", moved, dot_flops(operation, left), left.dtype)
+        if kind in ("dynamic-slice", "slice", "gather"):
+            moved = 2 * operation.num_bytes
+        elif kind == "dynamic-update-slice":
+            moved = 2 * operands[1].num_bytes
+        return _Work(name, scope, "pass", moved)
+
+    def _fusion(self, operation: HloOperation) -> _Work:
+        body = self.module.called(operation, "calls")
+        name, scope, moved = operation.name, operation.scope, body.read_bytes() + body.written_bytes()
+        calls = [part for part in body.values() if part.kind == "custom-call"]
+        if calls:  # a kernel of a library or of our own, and the slices that it reads and writes
+            return replace(self._custom_call(body, calls[0]), num_bytes=moved)
+        dots = [part for part in body.values() if part.kind == "dot"]
+        if not dots:
+            return _Work(name, scope, "pass", moved)
+        lefts = [body[dot.operands[0]].results[0] for dot in dots]
+        flops = sum(dot_flops(dot, left) for dot, left in zip(dots, lefts, strict=True))
+        users = [user for user in body.users(dots[0].name) if user.kind == "add"]
+        is_added = any(body[name].kind == "parameter" for user in users for name in user.operands)
+        kind = "sum of products" if is_added else "product"
+        return _Work(name, scope, kind, moved, flops, lefts[0].dtype)
+
+    def _custom_call(self, computation: HloComputation, operation: HloOperation) -> _Work:
+        target, scope = operation.attribute("custom_call_target"), operation.scope
+        arrays = [array for name in operation.operands for array in computation[name].results]
+        moved = operation.num_bytes + sum(array.num_bytes for array in arrays)
+        kernel = re.search(r"(\w+)_kernel\b", scope) if target.startswith("mosaic") else None
+        if kernel and kernel[1] in SHARES:
+            return _own_kernel(kernel[1], operation, arrays, self.experts)
+        if target.startswith("__cublas"):
+            left = arrays[0]
+            name = f"{target} {operation.name}"
+            return _Work(name, scope, "product", moved, dot_flops(operation, left), left.dtype)
+        if target.startswith("__cudnn$fmha"):
+            return _Work(target, scope, "attention", moved, _attention_flops(operation, arrays[0].shape[-1]))
+        self.notes[f"a kernel is priced by its bytes alone: {target or operation.name}"] = None
+        return _Work(target or operation.name, scope, "pass", moved)
+
+
+def _own_kernel(name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertRows) -> _Work:
+    """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or of `token_permute`."""
+    out, scope, read = operation.results[0], operation.scope, [array.num_bytes for array in arrays]
+    if name == "grouped_matmul":  # count, tiles, rows, weights of groups, and scales
+        _, _, rows, weights = arrays[:4]
+        num_rows, inner = experts.filled * out.shape[0], rows.size // rows.shape[1]
+        groups = min(experts.num_experts or weights.shape[0], weights.shape[0])
+        used = groups * (1 - (1 - 1 / groups) ** num_rows)  # of even routing
+        read[2] *= experts.filled
+        read[3:] = [size * used / weights.shape[0] for size in read[3:]]
+        flops = experts.filled * 2.0 * out.size * inner
+        return _Work(name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype)
+    if name == "weight_gradient":  # bounds, rows, gradients of what the products make
+        _, rows, gradients = arrays[:3]
+        flops = experts.filled * 2.0 * rows.size * gradients.shape[-1]
+        read[1:3] = [experts.filled * size for size in read[1:3]]
+        return _Work(name, scope, name, sum(read) + out.num_bytes, flops, rows.dtype)
+    table, index = arrays[:2]  # rows, and which of them is wanted where
+    read[0] = min(read[0], table.num_bytes / table.shape[0] * index.size)
+    return _Work(name, scope, name, sum(read) + out.num_bytes)
+
+
+def _attention_flops(operation: HloOperation, head_dim: int) -> float:
+    """Return the FLOPs of two products forward, five backward, over the pairs that a mask leaves."""
+    scores = operation.numbers("dimensions")  # the first: batch, heads, queries, keys
+    causal = '"mask_type": "CAUSAL"' in operation.attributes or '"mask_type":"CAUSAL"' in operation.attributes
+    products = 5 if "Backward" in operation.attributes else 2
+    return products * 2.0 * math.prod(scores) * head_dim * (0.5 if causal else 1.0)

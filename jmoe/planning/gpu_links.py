@@ -1,0 +1,116 @@
+"""Collectives of an optimized module, and how long they take on the links of GPUs: numbers in, seconds out."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from jmoe.config.cluster import NetworkConfig
+from jmoe.planning.hlo import HloComputation, HloModule, HloOperation
+
+# NVLink of an H100 (DGX H100: 900 GB/s both ways); a 400 Gbit/s adapter for each GPU
+GPU_LINKS = NetworkConfig(450e9, 50e9)
+GPUS_PER_NODE = 8
+
+_KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "ragged-all-to-all",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_ALL_TO_ALLS = ("ragged-all-to-all", "all-to-all", "collective-permute")
+_GROUPS = re.compile(r"replica_groups=\{\{(.*?)\}\}")
+_COUNTED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of every device's `held_bytes` among the devices of a group."""
+
+    kind: str
+    groups: Groups
+    held_bytes: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} of {len(self.groups[0])}" if self.groups else self.kind
+
+    @property
+    def sent_bytes(self) -> float:
+        """Return the bytes that a device sends."""
+        n = len(self.groups[0]) if self.groups else 1
+        if self.kind == "all-gather":
+            return self.held_bytes * (n - 1)
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.held_bytes
+        return self.held_bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+
+    def seconds(self, links: NetworkConfig, devices_per_node: int) -> float:
+        """Return how long it takes alone: the longer of what goes inside a node and what leaves it, and a latency.
+
+        What leaves a node goes out once for the whole node on a ring, and once for each peer in an all-to-all.
+        """
+        group = self.groups[0] if self.groups else (0,)
+        n, local = len(group), sum(device // devices_per_node == group[0] // devices_per_node for device in group)
+        if n == 1:
+            return 0.0
+        away_bytes = self.sent_bytes * (n - local) / (n - 1)
+        if self.kind not in _ALL_TO_ALLS:
+            away_bytes /= local
+        inside_s = (self.sent_bytes - away_bytes) / links.inside_bytes_per_s
+        latency_s = links.inside_latency_s if local == n else links.between_latency_s
+        return max(inside_s, away_bytes / links.between_bytes_per_s) + latency_s
+
+
+def collective_of(module: HloModule, computation: HloComputation, operation: HloOperation) -> Collective | None:
+    """Return the collective that an operation runs or starts; None if it does neither."""
+    kind = operation.kind.removesuffix("-start")
+    attributes = [operation.attributes]
+    if kind == "async":
+        inner = module.called(operation, "calls").root
+        kind, attributes = inner.kind, [*attributes, inner.attributes]
+    elif called := module.computations.get(operation.attribute("calls")):
+        attributes += [inner.attributes for inner in called.values()]
+    if kind not in _KINDS:
+        return None
+    operands = [computation[name] for name in operation.operands]
+    if kind == "ragged-all-to-all":  # of rows, of which the others say how many go where
+        operands = operands[:1]
+    groups = next((groups for text in attributes if (groups := replica_groups(text))), ())
+    return Collective(kind, groups, sum(operand.num_bytes for operand in operands))
+
+
+def replica_groups(attributes: str) -> Groups:
+    """Return the groups of devices that a collective's attributes list or count; () if they say nothing."""
+    if match := _PAIRS.search(attributes) or _GROUPS.search(attributes):
+        return tuple(tuple(int(n) for n in group.split(",")) for group in match[1].split("},{"))
+    if match := _COUNTED_GROUPS.search(attributes):
+        shape, counted, order = ([int(n) for n in text.split(",")] if text else [] for text in match.groups())
+        numbers, size = _transposed(counted, order or list(range(len(counted)))), shape[-1]
+    elif match := _MESH_GROUPS.search(attributes):  # of a mesh's axes, those that the devices of a group differ in
+        axes = _MESH_AXIS.findall(match[1])
+        joined = [f"'{name}'" in match[2].split(",") for name, _ in axes]
+        sizes = [int(size) for _, size in axes]
+        outer, inner = ([n for n, is_joined in enumerate(joined) if is_joined == which] for which in (False, True))
+        numbers, size = _transposed(sizes, outer + inner), math.prod(sizes[n] for n in inner)
+        if len(inner) != len(match[2].split(",")):  # a part of an axis
+            return ()
+    else:
+        return ()
+    return tuple(tuple(numbers[i : i + size]) for i in range(0, len(numbers), size))
+
+
+def _transposed(shape: list[int], order: list[int]) -> list[int]:
+    """Return 0, 1, 2, ... of an array of this shape in the order of its transpose."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    numbers = [0]
+    for axis in order:
+        numbers = [start + i * strides[axis] for start in numbers for i in range(shape[axis])]
+    return numbers

@@ -1,0 +1,197 @@
+"""An optimized XLA module, parsed from its text: what a GPU runs, with shapes, loops and bytes.
+
+`compiled.as_text()` of JAX gives such a text. Every operation of the entry and of what it calls runs as one or a few
+kernels; the computations that fusions call say what each of those reads, computes and writes.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5}
+ITEM_BYTES |= dict.fromkeys(("s8", "u8", "f8e4m3fn", "f8e5m2", "f8e8m0fnu"), 1)
+ITEM_BYTES |= dict.fromkeys(("s16", "u16", "bf16", "f16"), 2)
+ITEM_BYTES |= dict.fromkeys(("s32", "u32", "f32"), 4) | dict.fromkeys(("s64", "u64", "f64"), 8)
+
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+(?:fnu?)?)?)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_OPERATION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_NAME = re.compile(r"%([\w.\-]+)")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_SAME_ELEMENTS = ("bitcast", "reshape", "transpose", "convert", "copy", "bitcast-convert")
+
+
+@dataclass(frozen=True)
+class HloArray:
+    """The dtype and shape of an array, as XLA writes them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Return how many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> float:
+        return ITEM_BYTES[self.dtype] * self.size
+
+
+@dataclass(frozen=True)
+class HloOperation:
+    """One line of a computation. results: its arrays. inside: the text in parentheses; attributes: after them."""
+
+    name: str
+    kind: str
+    results: tuple[HloArray, ...]
+    operands: tuple[str, ...]
+    inside: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def num_bytes(self) -> float:
+        """Return the bytes of all results."""
+        return sum(array.num_bytes for array in self.results)
+
+    @property
+    def size(self) -> int:
+        """Return the elements of all results."""
+        return sum(array.size for array in self.results)
+
+    def attribute(self, name: str) -> str:
+        """Return what `name=` says, a word; "" if the operation has no such attribute."""
+        match = re.search(rf'\b{name}="?%?([\w.$\-]+)', self.attributes)
+        return match[1] if match else ""
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Return the whole numbers in braces or brackets after `name=`, or after it as a key of JSON."""
+        match = re.search(rf'\b{name}"?[=:]\s*[{{\[]([^}}\]]*)[}}\]]', self.attributes)
+        return tuple(int(n) for n in re.findall(r"\d+", match[1])) if match else ()
+
+    @property
+    def scope(self) -> str:
+        """Return the names that the program gave the operation (`jax.named_scope` and functions), "" if none."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+    @property
+    def known_trips(self) -> int | None:
+        """Return how often a loop runs; None where XLA does not know."""
+        match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(match[1]) if match else None
+
+
+class HloComputation(dict[str, HloOperation]):
+    """Operations by name, in the order that they run in."""
+
+    @property
+    def root(self) -> HloOperation:
+        return next(operation for operation in self.values() if operation.is_root)
+
+    @property
+    def parameters(self) -> list[HloOperation]:
+        """Return the parameters in the order of a call's operands."""
+        parameters = [operation for operation in self.values() if operation.kind == "parameter"]
+        return sorted(parameters, key=lambda operation: int(operation.inside))
+
+    def users(self, name: str) -> Iterator[HloOperation]:
+        return (operation for operation in self.values() if name in operation.operands)
+
+    def read_bytes(self) -> float:
+        """Return bytes that a fusion has to read: of a parameter that is only sliced, its slices."""
+        return sum(self._read_of(parameter) for parameter in self.parameters)
+
+    def _read_of(self, parameter: HloOperation) -> float:
+        whole, ahead, bytes_read = parameter.num_bytes, [parameter], 0.0
+        while ahead:
+            source = ahead.pop()
+            for user in self.users(source.name):
+                first = user.operands[0] == source.name
+                if first and user.kind in _SLICES:
+                    bytes_read += user.num_bytes
+                elif user.kind in _SAME_ELEMENTS and user.size == source.size and not user.is_root:
+                    ahead.append(user)
+                elif not (first and user.kind in ("dynamic-update-slice", "scatter")):
+                    return whole
+        return min(whole, bytes_read)
+
+    def written_bytes(self) -> float:
+        """Return bytes that a fusion has to write: of a result that is updated in place, the update."""
+        root = self.root
+        names = root.operands if root.kind == "tuple" else (root.name,)
+        return sum(self._written_to(self[name]) for name in names)
+
+    def _written_to(self, result: HloOperation) -> float:
+        made = result
+        while made.kind in _SAME_ELEMENTS and made.operands[0] in self:
+            made = self[made.operands[0]]
+        if made.kind == "dynamic-update-slice":
+            return self[made.operands[1]].num_bytes
+        if made.kind == "scatter":  # what is there is read, and written with the updates
+            return 2 * self[made.operands[-1]].num_bytes
+        return result.num_bytes
+
+
+@dataclass(frozen=True)
+class HloModule:
+    """All computations by name, and the one that runs."""
+
+    computations: dict[str, HloComputation]
+    entry: HloComputation
+
+    def called(self, operation: HloOperation, *names: str) -> HloComputation:
+        """Return the computation that the first of these attributes names."""
+        return next(self.computations[called] for n in names if (called := operation.attribute(n)))
+
+    def branches(self, operation: HloOperation) -> list[HloComputation]:
+        """Return the computations of a conditional."""
+        match = re.search(r"branch_computations=\{([^}]*)\}", operation.attributes)
+        names = _NAME.findall(match[1]) if match else []
+        names = names or [operation.attribute(f"{which}_computation") for which in ("true", "false")]
+        return [self.computations[name] for name in names]
+
+
+def dot_flops(operation: HloOperation, left: HloArray) -> float:
+    """Return the FLOPs of a product, an operation `dot` or a library's, of a left operand."""
+    contracted = operation.numbers("lhs_contracting_dims") or operation.numbers("lhs_contracting_dimensions")
+    return 2.0 * operation.results[0].size * math.prod(left.shape[n] for n in contracted)
+
+
+def parse_hlo(text: str) -> HloModule:
+    """Return the module that the text describes; `ValueError` if it is none."""
+    computations: dict[str, HloComputation] = {}
+    current: HloComputation | None = None
+    entry: HloComputation | None = None
+    for line in text.splitlines():
+        if line.startswith("}"):
+            current = None
+        elif current is None and (match := _COMPUTATION.match(line)):
+            computations[match[2]] = current = HloComputation()
+            entry = current if match[1] else entry
+        elif current is not None and (operation := _operation(line)):
+            current[operation.name] = operation
+    if entry is None:
+        raise ValueError("module: must be the text of an XLA module, with an ENTRY computation")
+    return HloModule(computations, entry)
+
+
+def _operation(line: str) -> HloOperation | None:
+    match = _OPERATION.match(line)
+    if match is None:
+        return None
+    depth, end = 1, 0
+    while depth and end < len(match[5]):
+        depth += {"(": 1, ")": -1}.get(match[5][end], 0)
+        end += 1
+    inside, attributes = match[5][: end - 1], match[5][end:]
+    results = tuple(_arrays(match[3]))
+    return HloOperation(match[2], match[4], results, tuple(_NAME.findall(inside)), inside, attributes, bool(match[1]))
+
+
+def _arrays(text: str) -> Iterable[HloArray]:
+    for dtype, sizes in _ARRAY.findall(text):
+        if dtype in ITEM_BYTES:  # else a token, or an opaque value
+            yield HloArray(dtype, tuple(int(n) for n in sizes.split(",") if n))
