@@ -31,13 +31,20 @@ def run(arguments: Sequence[str]) -> None:
     from jmoe.deploy.bundle import OpenBundle, is_bundle
     from jmoe.deploy.merged import hugging_face_folder
     from jmoe.inference.lockstep import Follower, join
+    from jmoe.mesh import devices_of_hosts
+    from jmoe.run.distributed import check_gpus
+    from jmoe.run.job import hosts_line
     from jmoe.serving.middleware import read_api_keys
     from jmoe.status import status
 
     config = parse_serve(arguments)
     api_keys = read_api_keys(config.api_key_file)
     with contextlib.ExitStack() as stack:
-        role = None if config.dry_run else stack.enter_context(join(config.distributed) or contextlib.nullcontext())
+        role = None
+        if not config.dry_run:
+            role = stack.enter_context(join(config.distributed) or contextlib.nullcontext())
+        if role is not None:
+            say(hosts_line(devices_of_hosts()))
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
         check(merged, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one")
         opened: OpenBundle | None = None
@@ -45,7 +52,11 @@ def run(arguments: Sequence[str]) -> None:
             with status(f"checking the files of {config.model}", say):
                 opened = OpenBundle(config.model, config.engine, check_contents=config.check_files == "contents")
             stack.enter_context(opened)
-            config, folder = replace(config, engine=opened.engine), opened.model
+            config = replace(config, engine=opened.engine)
+        if not config.dry_run:
+            check_gpus(config.distributed, config.engine.mesh.devices)
+        if opened is not None:
+            folder = opened.model
         else:
             cache_dir = config.engine.cache_dir
             folder = stack.enter_context(hugging_face_folder(config.model, say, cache_dir=cache_dir))

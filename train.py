@@ -37,13 +37,14 @@ from jmoe.data.images import load_task
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparingData
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
-from jmoe.mesh import devices_per_host, make_mesh
+from jmoe.mesh import devices_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.planning.elastic import Layout
 from jmoe.run import distributed
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import as_json, cluster_rows, table
 from jmoe.run.compatibility import FINGERPRINT, TEACHER, has_checkpoint
+from jmoe.run.job import hosts_line
 from jmoe.run.metrics import CompiledPrograms, MetricsLog, progress_line, step_record
 from jmoe.run.planner import packing_line, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
@@ -226,6 +227,14 @@ def resolved_config(config: TrainConfig) -> dict[str, Any]:
     if config.distil.teacher:
         resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
     return resolved
+
+
+def devices_per_host() -> int:
+    """Return how many devices each host has, 0 where hosts differ; of several processes say how many there are."""
+    of_hosts = devices_of_hosts()
+    if jax.process_count() > 1:
+        say(hosts_line(of_hosts))
+    return of_hosts[0] if len({*of_hosts}) == 1 else 0
 
 
 def run_all(config: TrainConfig) -> bool:

@@ -71,12 +71,13 @@ def process_mesh() -> Mesh:
     return Mesh(np.asarray([first[process] for process in sorted(first)]), (PROCESS,), axis_types=(AxisType.Auto,))
 
 
-def devices_per_host() -> int:
-    """Return how many devices the processes of a host have; 0 if hosts differ. Every process has to call it."""
+def devices_of_hosts() -> list[int]:
+    """Return how many devices each host's processes have, most first. Every process has to call it."""
     name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest()[:8], np.uint32)
-    names = multihost_utils.process_allgather(name).reshape(-1, name.size)
-    processes = np.unique(np.unique(names, axis=0, return_counts=True)[1])
-    return int(processes[0]) * jax.local_device_count() if processes.size == 1 else 0
+    told = np.asarray([*name, jax.local_device_count()], np.uint32)
+    of_processes = multihost_utils.process_allgather(told).reshape(-1, told.size)
+    hosts = np.unique(of_processes[:, :-1], axis=0, return_inverse=True)[1].reshape(-1)
+    return sorted(np.bincount(hosts, of_processes[:, -1]).astype(int).tolist(), reverse=True)
 
 
 def hierarchy(mesh: Mesh, hierarchical: bool, *, packed: bool = False) -> tuple[tuple[str, ...], ...]:

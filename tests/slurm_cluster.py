@@ -45,7 +45,9 @@ SlurmdLogFile={folder}/%n.log
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=60
+SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,requeue_delay=1
+{gres}
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
@@ -62,10 +64,11 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """Nodes n0, n1, …, each with two CPUs, in a `with` statement."""
+    """Nodes n0, n1, …, each with `cpus` CPUs and `gpus` counted GPUs, which do nothing, in a `with` statement."""
 
-    def __init__(self, folder: Path, num_nodes: int = 2) -> None:
+    def __init__(self, folder: Path, num_nodes: int = 2, *, cpus: int = 2, gpus: int = 0) -> None:
         self.folder, self.nodes = folder, [f"n{index}" for index in range(num_nodes)]
+        self._cpus, self._gpus = cpus, gpus
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -73,10 +76,14 @@ class SlurmCluster:
         for name in ("state", *self.nodes):
             (self.folder / name).mkdir(parents=True)
         host = os.uname().nodename
-        nodes = "\n".join(
-            f"NodeName={name} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2 State=UNKNOWN" for name in self.nodes
-        )
-        config = CONFIG.format(host=host, port=free_port(), folder=self.folder, nodes=nodes)
+        has = f"CPUs={self._cpus} State=UNKNOWN" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
+        nodes = "\n".join(f"NodeName={name} NodeAddr=127.0.0.1 Port={free_port()} {has}" for name in self.nodes)
+        gres = "GresTypes=gpu" if self._gpus else ""
+        config = CONFIG.format(host=host, port=free_port(), folder=self.folder, gres=gres, nodes=nodes)
+        if self._gpus:
+            for index in range(self._gpus):
+                (self.folder / f"gpu{index}").symlink_to("/dev/null")
+            (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{self._gpus - 1}]\n")
         (self.folder / "slurm.conf").write_text(config)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost {host} {' '.join(self.nodes)}\n")
         key = self.folder / "munge.key"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jmoe.mesh import devices_per_host
+from jmoe.mesh import devices_of_hosts
 from tests.train_runs import free_port
 
 # each process claims to be on the host it is given
@@ -21,18 +21,18 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 4, int(rank))
 socket.gethostname = lambda: host
-from jmoe.mesh import devices_per_host
-print("devices per host:", devices_per_host())
+from jmoe.mesh import devices_of_hosts
+print("devices of hosts:", devices_of_hosts())
 """
 
 
 def test_one_process() -> None:
-    assert devices_per_host() == 8
+    assert devices_of_hosts() == [8]
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [("abba", 2), ("abbb", 0)])
+@pytest.mark.parametrize(("hosts", "expected"), [("abba", [2, 2]), ("abbb", [3, 1])])
 def test_processes_on_two_hosts(
-    hosts: str, expected: int, start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    hosts: str, expected: list[int], start_python: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     port = str(free_port())
     logs = [tmp_path / str(rank) for rank in range(4)]
@@ -43,4 +43,4 @@ def test_processes_on_two_hosts(
         except subprocess.TimeoutExpired:
             code = None
         assert code == 0, "\n".join(log.read_text() for log in logs)
-        assert f"devices per host: {expected}\n" in log.read_text()
+        assert f"devices of hosts: {expected}\n" in log.read_text()

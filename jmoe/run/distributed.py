@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 
 from jmoe.config import DistributedConfig
+from jmoe.run import job
 from jmoe.run.clocks import HostClocks
 from jmoe.run.heartbeat import Heartbeat
 from jmoe.run.rendezvous import named, rendezvous
@@ -58,6 +59,28 @@ def start(config: DistributedConfig) -> None:
     """
     for line in connect(config).values():
         line.close()
+    check_gpus(config)
+
+
+def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
+    """Raise `ValueError` if the job was given more GPUs than the run uses.
+
+    devices: how many devices a run of one process uses; None: all that JAX has. A supervisor's processes are not asked:
+    it has dealt its GPUs out to them.
+    """
+    if config.heartbeat_folder is not None:
+        return
+    alone = jax.process_count() == 1
+    if alone and config.coordinator_address is None:
+        job.check_all_nodes_used()
+    used = _local_gpus()
+    if devices is not None and alone and devices < used:
+        job.check_all_used(devices, more=f"--mesh.devices {used}")
+    job.check_all_used(used)
+
+
+def _local_gpus() -> int:
+    return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 
 
 def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict[int, socket.socket]:
@@ -68,14 +91,14 @@ def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict
     if config.coordinator_address is not None:
         assert config.num_processes is not None and config.process_id is not None
         address, processes, rank = config.coordinator_address, config.num_processes, config.process_id
-        detection: str | None = "deactivate"  # every process sees every device of its machine
     else:
-        job = _detect(config.start_timeout_s)
-        if job is None:
+        detected = _detect(config.start_timeout_s)
+        if detected is None:
             return {}
-        (address, processes, rank), detection = job, None  # JAX still deals the machine's devices out
+        address, processes, rank = detected
     if processes == 1:
         return {}
+    device_ids = job.local_device_ids(os.environ, job.visible_gpus())
     deadline = time.monotonic() + config.start_timeout_s
     lines = rendezvous(address, processes, rank, config.start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -85,7 +108,8 @@ def connect(config: DistributedConfig, *, rank_0_outlives: bool = False) -> dict
         coordinator_address=address,
         num_processes=processes,
         process_id=rank,
-        cluster_detection_method=detection,
+        local_device_ids=device_ids,
+        cluster_detection_method="deactivate",  # it would deal devices out by a rule of its own
         initialization_timeout=max(10, int(deadline - time.monotonic())),
         heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         shutdown_timeout_seconds=config.step_timeout_s,

@@ -26,6 +26,7 @@ from jmoe.config.supervise import SuperviseConfig
 from jmoe.configs import PRESETS
 from jmoe.run.clocks import disk_time
 from jmoe.run.heartbeat import CLOSED, Listener
+from jmoe.run.job import check_all_used
 from jmoe.run.rendezvous import named
 from jmoe.run.restarts import ABORTED, Ending, Restarts, kind_of, named_code, reached
 from jmoe.run.tether import PASSED_ON, Order, Tether, answered
@@ -95,6 +96,8 @@ class Supervisor:
         check(not self._train.plan, "plan", True, "must not be given to a supervised run")
         estimate = self._train.estimate
         check(not estimate, "estimate", estimate, "must not be given to a supervised run")
+        if config.processes_per_host > 1 and not config.hosts:  # each process has one GPU
+            check_all_used(config.processes_per_host, more="a process for each of them (--processes)")
         self.output_dir = Path(self._train.output_dir).absolute()
         self.folder = self.output_dir / FOLDER
         self._silence_s = 5.0 + 1.5 * limits.heartbeat_timeout_s  # the ranks' own limit is the first

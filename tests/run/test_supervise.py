@@ -76,6 +76,18 @@ def supervised_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     return Supervised(tmp_path, capsys, monkeypatch)
 
 
+def test_gpus_of_a_job_without_a_process_are_refused(
+    supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of several processes on a machine has one GPU."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(ValueError, match="would use 2 of the job's GPUs on this node: give a process for each of them"):
+        supervised_run.make({})
+    supervised_run.make({}, processes=8)
+    supervised_run.make({}, processes=1)  # which has all of them
+
+
 def test_all_ranks_end(supervised_run: Supervised) -> None:
     code, screen = supervised_run.end({})
     assert code == 0
