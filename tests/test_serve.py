@@ -78,6 +78,7 @@ def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--policy=fast", "invalid choice"),
         ("--estimator=luck", "invalid choice"),
         ("--port=70000", "port = 70000"),
+        ("--allowed-origins=https://a.example/", "allowed_origins = 'https://a.example/'"),
         ("--max-seq-len=0", "max_seq_len = 0: must be at least 2"),
         ("--max-prefill-tokens=511", "max_prefill_tokens = 511"),
     ):

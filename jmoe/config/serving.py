@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from jmoe.config.checks import check_field, not_negative, positive
+from jmoe.config.checks import check, check_field, not_negative, positive
 from jmoe.config.engine import EngineConfig
 from jmoe.config.train import DistributedConfig
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class ServeConfig:
     # names under which the server may be reached without keys at a loopback address, beside localhost and addresses:
     # a page of another site could otherwise reach it under a name of its own
     allowed_hosts: tuple[str, ...] = ()
+    # web pages and apps in a browser that may use the server, as browsers name them: https://chat.example:8080,
+    # app://obsidian.md; *: all of them
+    allowed_origins: tuple[str, ...] = ()
     max_waiting: int = 64  # sequences that wait for a place; a request for more gets 429
     request_timeout_s: float = 600.0  # a request that takes longer is ended
     drain_timeout_s: float = 30.0  # after SIGTERM or Ctrl-C what runs has so long to finish
@@ -47,6 +53,9 @@ class ServeConfig:
         known = self.sampling_defaults in ("model", "openai")
         check_field(known, self, "sampling_defaults", "must be model or openai")
         check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
+        for origin in self.allowed_origins:
+            words = "must be * or a scheme and a host, with a port where it has one: https://chat.example:8080"
+            check(_ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, words)
         not_negative(self, "max_waiting")
         positive(self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections")
         positive(self, "header_timeout_s", "body_timeout_s", "send_timeout_s")

@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
-from jmoe.serving.middleware import AuthMiddleware
+from jmoe.serving.middleware import ID_HEADER, AuthMiddleware
 from jmoe.serving.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -60,6 +61,15 @@ def make_app(service: Service, api_keys: list[str], version: str) -> FastAPI:
     app = FastAPI(title="jmoe", version=version, lifespan=lifespan, responses=responses, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.add_middleware(AuthMiddleware, api_keys=api_keys, config=service.config)
+    if service.config.allowed_origins:  # outside of the keys: a browser asks first whether it may, and has none then
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=(ID_HEADER, "retry-after"),
+        )
     for router in (completions_router, chat_router, tokens_router, state_router):
         app.include_router(router(service))
 

@@ -14,6 +14,7 @@ from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess, events, is_i
 
 KEYS = ("first key of all", "second-key")
 HEADERS = {"authorization": f"Bearer {KEYS[1]}"}
+ORIGINS = ("app://obsidian.md", "http://localhost:3000")
 ROOM = 61  # sequences that run and wait
 # 60 of them, of which the first ends soon enough for another request's turn to come.
 MANY = {"prompt": "x", "max_tokens": 2000, "n": ROOM - 1, "ignore_eos": True}
@@ -25,7 +26,8 @@ def server(serve: Callable[..., HttpProcess], tmp_path_factory: pytest.TempPathF
     keys: Path = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("\n\n".join(KEYS) + "\n")
     limits = ("--max-body-bytes", 20_000, "--max-waiting", ROOM - 1)
-    return serve("--api-key-file", keys, *limits, *LONG, "--served-model-name", "org/tiny", "--log-prompts")
+    named = ("--served-model-name", "org/tiny", "--allowed-origins", *ORIGINS)
+    return serve("--api-key-file", keys, *limits, *LONG, *named, "--log-prompts")
 
 
 @pytest.fixture
@@ -66,6 +68,39 @@ def test_keys_that_no_header_can_hold(server: HttpProcess, tmp_path: Path) -> No
 
 def test_who_has_a_key_may_use_any_name_of_the_server(client: httpx.Client) -> None:
     assert client.get("/v1/models", headers={"host": "models.example:8000"}).status_code == 200
+
+
+def preflight(url: str, origin: str, **more: str) -> httpx.Response:
+    """What a browser asks before a page of another origin may send a request."""
+    asked = {"origin": origin, "access-control-request-method": "POST", **more}
+    return httpx.options(f"{url}/v1/chat/completions", headers=asked)
+
+
+def test_pages_of_allowed_origins(server: HttpProcess, client: httpx.Client) -> None:
+    """A browser asks without a key and is told yes; answers and errors can then be read, streams too."""
+    wanted = {"access-control-request-headers": "authorization,content-type,x-stainless-os"}
+    for origin in ORIGINS:
+        allowed = preflight(server.url, origin, **wanted)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == origin
+        assert "POST" in allowed.headers["access-control-allow-methods"] and "Origin" in allowed.headers["vary"]
+        assert allowed.headers["access-control-allow-headers"] == wanted["access-control-request-headers"]
+        body = {"prompt": "x", "max_tokens": 1}
+        for stream in (False, True):
+            answer = client.post("/v1/completions", json=body | {"stream": stream}, headers={"origin": origin})
+            assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == origin
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, headers={"origin": origin})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == origin
+    network = preflight(server.url, ORIGINS[0], **{"access-control-request-private-network": "true"})
+    assert network.headers["access-control-allow-private-network"] == "true"
+
+
+def test_pages_of_other_origins(server: HttpProcess, shared_server: HttpProcess, client: httpx.Client) -> None:
+    """A browser keeps the answer from them: no header names them. By default no origin is allowed."""
+    for url, origin in ((server.url, "https://other.example"), (server.url, "null"), (shared_server.url, ORIGINS[0])):
+        refused = preflight(url, origin)
+        assert refused.status_code in (400, 405) and "access-control-allow-origin" not in refused.headers
+    answer = client.get("/v1/models", headers={"origin": "https://other.example"})
+    assert "access-control-allow-origin" not in answer.headers
 
 
 def test_a_path_cannot_write_lines_of_the_log(server: HttpProcess, client: httpx.Client) -> None:
