@@ -89,7 +89,7 @@ def serve(
 ) -> None:
     """Plan the memory of the model in a Hugging Face folder, load it, and answer requests. programs: of a bundle."""
     import jmoe
-    from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory
+    from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, with_sequence_length
     from jmoe.inference.lockstep import end_process
     from jmoe.models.tokenizer_file import tokenizer_file
     from jmoe.serving.app import make_app
@@ -100,12 +100,14 @@ def serve(
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
-        length = checkpoint.sequence_length(config.engine.max_seq_len)
-        engine_config = replace(config.engine, max_seq_len=length)
+        engine_config = with_sequence_length(checkpoint, config.engine)
+        length, positions = engine_config.max_seq_len, checkpoint.max_positions
         memory = plan_engine_memory(checkpoint, engine_config)
     tokenizer_file(folder, "model")
     sampling = ModelSampling.read(folder, config.sampling_defaults)
     say(f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each")
+    if config.engine.max_seq_len is None and length != positions:
+        say(f"the model has {positions:,} positions; --max-seq-len allows longer sequences, --max-batch makes room")
     say(str(sampling))
     if config.dry_run:
         print(memory)

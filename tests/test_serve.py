@@ -48,6 +48,22 @@ def test_the_plan_needs_no_weights(run_python: Run, tmp_path: Path) -> None:
     assert "policy ring, experts from host" in done.stdout and "keys and values" in done.stdout
 
 
+@pytest.mark.parametrize("positions", [40960, 10**9])
+def test_the_default_context_is_what_fits(positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All the positions that the model has, or as many as memory has room for; the start says so."""
+    folder = mixtral(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    serve.run([str(folder), "--dry-run"])
+    said = capsys.readouterr().out
+    (length,) = re.findall(r"8 sequences at once, ([\d,]+) tokens each", said)
+    tokens = int(length.replace(",", ""))
+    if positions == 40960:
+        assert tokens == positions and "the model has" not in said
+    else:
+        assert 40960 < tokens < positions and "the model has 1,000,000,000 positions; --max-seq-len allows" in said
+
+
 def test_mistakes(run_python: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Told in a line, before anything is loaded."""
     keys = tmp_path / "keys"

@@ -47,7 +47,9 @@ class EngineConfig:
     """How many requests an engine runs at once, and where it keeps the experts of its model."""
 
     max_batch: int = 8  # sequences that run at once
-    max_seq_len: int | None = None  # tokens of one sequence, prompt and output; None: 2048, or the model's positions
+    # tokens of one sequence, prompt and output; None: as many as the model has positions for and memory allows, where
+    # keys and values of longer ones would move experts; in several processes and in portable programs at most 2048
+    max_seq_len: int | None = None
     # resident: every expert on the device; ring: whole layers in turn; experts: those that the tokens chose, beside the
     # most used ones; hybrid: as experts, but the CPU computes a part of those that are not on the device where they
     # lie in host memory; auto: resident if that fits, else ring, experts or hybrid by step, whichever is fastest

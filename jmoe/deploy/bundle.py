@@ -25,7 +25,14 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_new_folder, new_folder
 from jmoe.deploy.merged import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, listed_files, plan_text, read_plan
-from jmoe.inference.engine import Engine, open_checkpoint, plan_engine_memory, segments_of, takes_native
+from jmoe.inference.engine import (
+    Engine,
+    open_checkpoint,
+    plan_engine_memory,
+    segments_of,
+    takes_native,
+    with_sequence_length,
+)
 from jmoe.memory.closing import Closing
 from jmoe.mesh import expert_mesh
 from jmoe.models.safetensors_io import replace_text
@@ -125,7 +132,7 @@ def _resolved(folder: Path, options: EngineConfig) -> tuple[EngineConfig, Segmen
     if options.mesh.devices > 1:
         expert_mesh(options.mesh.devices)  # names what is lacking
     with open_checkpoint(folder, options) as checkpoint:
-        options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+        options = with_sequence_length(checkpoint, options)
         memory, config, mesh = plan_engine_memory(checkpoint, options), checkpoint.config, options.mesh
         if mesh.devices > 1 and mesh.placement == "even" and memory.policy == "resident":
             even = [even_placement(config.num_experts, mesh.devices)] * config.num_moe_layers

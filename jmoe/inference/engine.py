@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,19 @@ from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_store import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.mesh import expert_mesh
-from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN, LazyCheckpoint
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.offload.policies import ExpertPlaces
 from jmoe.offload.residency import open_experts, open_placed_experts
 from jmoe.offload.segments import read_segments
-from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, ModelBytes, plan_memory, plan_mesh_memory
+from jmoe.planning.memory_plan import (
+    FreeMemory,
+    MemoryPlan,
+    ModelBytes,
+    longest_sequence,
+    plan_memory,
+    plan_mesh_memory,
+)
 from jmoe.planning.placement import Placement, slot_rows
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.streaming import StreamingPlan
@@ -75,7 +82,7 @@ class LoadedModel(Closing):
         """Load a Hugging Face checkpoint. Raises `ValueError` before weights are read."""
         with open_checkpoint(folder, options) as checkpoint:
             _keep_compiled_programs()
-            options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+            options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
             table = PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
@@ -162,7 +169,7 @@ class Engine(Closing):
                 self._sampler,
                 max_batch=self.max_batch,
                 prefill_tokens=self._scheduler.prefill_widths[-1],
-                position=self.max_seq_len // 2,
+                position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,  # what most sequences are about
             )
             self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
@@ -254,7 +261,7 @@ class Engine(Closing):
         begun = time.perf_counter()
         for chunk in plan.prefill:
             if chunk.copy_from is not None:
-                self._runner.copy_row(chunk.copy_from, chunk.row)
+                self._runner.copy_row(chunk.copy_from, chunk.row, chunk.start)
             self._sampler.start(chunk)
         groups = self._scheduler.groups(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -405,8 +412,8 @@ class Engine(Closing):
                 self._sampler.warm_up(logits_PV)
                 if self._model.on_one is not None and num_rows < self.max_batch:
                     warm_up_ahead(self.max_batch, num_rows)
-        self._runner.copy_row(0, 0)
-        self._runner.copy_row(0, self.max_batch - 1)  # on several devices: from one to another
+        self._runner.copy_row(0, 0, 1)
+        self._runner.copy_row(0, self.max_batch - 1, 1)  # on several devices: from one to another
 
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)
@@ -506,18 +513,45 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
 
 def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
     """Return where an engine would put the bytes of a checkpoint, by its headers and the memory that is free now."""
+    return _plan(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
+
+
+def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
+    """Return options that say how many tokens a sequence may have, where they leave it open.
+
+    As many as the model has positions for and memory allows, and at least `DEFAULT_MAX_SEQ_LEN` of these; so many in
+    several processes, which need not have the same memory. Raises `ValueError` for more than the model has.
+    """
+    length = checkpoint.sequence_length(options.max_seq_len)
+    shortest = replace(options, max_seq_len=length)
+    if options.max_seq_len is not None or jax.process_count() > 1 or length == checkpoint.max_positions:
+        return shortest
+    free, local_devices = _free_memory(), min(jax.local_device_count(), options.mesh.devices)
+    model = model_bytes(checkpoint, shortest)
+    a_device = replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
+    plan = _plan(checkpoint, shortest, free)
+    length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
+    return replace(options, max_seq_len=length)
+
+
+def _free_memory() -> FreeMemory:
+    """Return what is free now, of this process's first device and its host."""
+    device, host_bytes = jax.local_devices()[0], available_bytes()
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats is None:
+        return FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
+    return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
+
+
+def _plan(checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory) -> Callable[[ModelBytes], MemoryPlan]:
+    """Return the plan of these options for a model's bytes."""
     devices, expert_slots = options.mesh.devices, None
     if (placements := segments_of(checkpoint, options)) is not None:  # every device has as many slots as the fullest
         expert_slots = sum(slot_rows(placements)[1])
-    model = model_bytes(checkpoint, options)
-    device, host_bytes = jax.local_devices()[0], available_bytes()
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    free = FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
-    if stats is not None:
-        free = FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
     if devices > 1:
-        return plan_mesh_memory(model, free, options, min(jax.local_device_count(), devices), expert_slots)
-    return plan_memory(model, free, options)
+        local_devices = min(jax.local_device_count(), devices)
+        return lambda model: plan_mesh_memory(model, free, options, local_devices, expert_slots)
+    return lambda model: plan_memory(model, free, options)
 
 
 def _keep_compiled_programs() -> None:

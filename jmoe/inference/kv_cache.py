@@ -93,9 +93,18 @@ def write_and_attend(
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_row(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
-    """Return the cache with one row copied over another."""
-    return jax.tree.map(lambda x: x.at[target].set(x[source]), cache)
+def copy_row(cache: KVCache, source: jax.Array, target: jax.Array, num_tokens: jax.Array) -> KVCache:
+    """Return the cache with the first tokens of one row copied over those of another, in whole blocks."""
+
+    def copied(x_BGSd: jax.Array) -> jax.Array:
+        def block(i: jax.Array, x_BGSd: jax.Array) -> jax.Array:
+            size = (1, x_BGSd.shape[1], BLOCK, x_BGSd.shape[3])
+            piece = lax.dynamic_slice(x_BGSd, (source, 0, i * BLOCK, 0), size)
+            return lax.dynamic_update_slice(x_BGSd, piece, (target, 0, i * BLOCK, 0))
+
+        return lax.fori_loop(0, (num_tokens + BLOCK - 1) // BLOCK, block, x_BGSd)
+
+    return jax.tree.map(copied, cache)
 
 
 def attend(

@@ -155,8 +155,8 @@ class MeshRunner:
         return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._after)]
 
     @led
-    def copy_row(self, source: int, target: int) -> None:
-        """Copy one row of every cache over another."""
+    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy one row of every cache over another, whole: the tokens asked for, and what is behind them."""
         (from_n, from_row), (to_n, to_row) = self.layout.home(source), self.layout.home(target)
         at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
         self.caches = [copy_row_on_mesh(self.layout, from_n != to_n, cache, at) for cache in self.caches]

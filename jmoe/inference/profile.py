@@ -75,12 +75,11 @@ def main() -> None:
     with hugging_face_folder(a.model, lambda line: print(line, file=sys.stderr), "MODEL") as folder:
         with LazyCheckpoint(folder) as checkpoint:
             fingerprint, config = checkpoint.routing_fingerprint, checkpoint.config
+            length = checkpoint.sequence_length(a.max_seq_len)
         sizes = (config.num_moe_layers, config.num_experts, config.num_experts_per_tok, a.path_length)
         header = TableHeader(*sizes, kept=config.num_experts, fingerprint=fingerprint, tokens=0)
         tokenizer_file(folder)
-        options = EngineConfig(
-            max_batch=1, max_seq_len=a.max_seq_len, prefill_chunk_tokens=CHUNK_TOKENS, estimator=None
-        )
+        options = EngineConfig(max_batch=1, max_seq_len=length, prefill_chunk_tokens=CHUNK_TOKENS, estimator=None)
         with Engine(folder, options) as engine:
             assert engine.tokenizer is not None
             tokens = engine.tokenizer.encode(text).ids[: a.max_tokens]

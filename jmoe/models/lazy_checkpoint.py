@@ -126,7 +126,9 @@ class LazyCheckpoint(Closing):
         return max(limit, stretched)
 
     def sequence_length(self, asked: int | None) -> int:
-        """Return how many tokens a sequence may have: as many as asked for, by default 2048 or what the model has.
+        """Return how many tokens a sequence may have: as many as asked for, else 2048 or what the model has.
+
+        Engines take more where there is memory: see `with_sequence_length`.
 
         Raises `ValueError` for more than the model has positions for.
         """

@@ -1,5 +1,6 @@
 """Which tier holds what of a model that is served, and whether it fits: numbers in, plan out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,6 +11,9 @@ from jmoe.planning.roofline import ExpertWeights
 # Of free memory: what programs need to compute in, and what the system around them may want meanwhile.
 RESERVE = 0.1
 MIN_CACHE_RECORDS = 2
+# Of free memory: what keys and values may take of it by default, where experts or the system have a use for the rest.
+CACHE_SHARE = 1 / 8
+LENGTH_STEP = 1024  # tokens by which default lengths of sequences differ
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,37 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     tier, host_bytes = _below(model.num_experts * model.record_bytes, room_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
+
+
+def longest_sequence(
+    model: ModelBytes, shortest: int, longest: int, free: FreeMemory, plan: Callable[[ModelBytes], MemoryPlan]
+) -> int:
+    """Return how many tokens, from `shortest` to `longest`, a sequence may have where nobody says it.
+
+    model: with keys and values of `shortest` tokens. More of them leave the experts where they are: on a device with
+    memory of its own they take what resident experts leave, elsewhere at most `CACHE_SHARE` of it. plan: `plan_memory`
+    or `plan_mesh_memory` of the options; its `ValueError` for the shortest ones is raised.
+    """
+    first = plan(model)
+
+    def fits(tokens: int) -> bool:
+        longer = replace(model, cache_bytes=model.cache_bytes * tokens // shortest)
+        try:
+            made = plan(longer)
+        except ValueError:
+            return False
+        alone = made.policy == "resident" and not free.shared
+        most = int(free.device_bytes * (1 - RESERVE)) if alone else int(free.device_bytes * CACHE_SHARE)
+        same = (made.policy, made.expert_tier) == (first.policy, first.expert_tier)
+        return same and (made.device_bytes if alone else longer.cache_bytes) <= most
+
+    if fits(longest):
+        return longest
+    low, high = shortest // LENGTH_STEP, longest // LENGTH_STEP + 1  # the first fits, the last does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * LENGTH_STEP) else (low, middle)
+    return max(shortest, low * LENGTH_STEP)
 
 
 def plan_mesh_memory(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.planning.memory_plan import FreeMemory, ModelBytes, plan_memory, plan_mesh_memory
+from jmoe.planning.memory_plan import FreeMemory, ModelBytes, longest_sequence, plan_memory, plan_mesh_memory
 from jmoe.planning.roofline import ExpertWeights
 
 MB = 10**6
@@ -152,3 +152,44 @@ def test_plan_of_a_ring_through_several_devices(
 def test_a_ring_through_several_devices_without_room(free: FreeMemory, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         plan_mesh_memory(MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2)
+
+
+# Keys and values of 1,000 bytes a token: 2,048 tokens in 2 MB.
+SHORT = dataclasses.replace(MODEL, cache_bytes=2048 * 1000)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "longest", "tokens"),
+    [
+        (
+            dataclasses.replace(GPU, device_bytes=41 * MB),
+            {},
+            131072,
+            2048,
+        ),  # experts leave 2.9 MB: no 1,024 tokens more
+        (GPU, {}, 131072, 4096),  # even the shortest leave no room for all experts, which are streamed
+        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 131072, 19456),  # the 54 - 34 MB that experts leave
+        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 12000, 12000),  # all the positions that the model has
+        (SMALL_GPU, {}, 131072, 2048),  # experts are streamed: an eighth of 20 MB
+        (dataclasses.replace(SMALL_GPU, device_bytes=30 * MB), {}, 131072, 3072),  # of 30
+        (
+            dataclasses.replace(CPU, device_bytes=200 * MB, host_bytes=200 * MB),
+            {},
+            131072,
+            24576,
+        ),  # 25 MB, of one memory
+        (CPU, {"policy": "ring"}, 131072, 12288),
+        (GPU, {"policy": "ring", "ring_slots": 1}, 131072, 4096),  # room for much more: an eighth of 40 MB
+        (GPU, {}, 1024, 1024),  # fewer positions than the shortest default has
+    ],
+)
+def test_how_long_sequences_may_be_by_default(
+    free: FreeMemory, options: dict[str, Any], longest: int, tokens: int
+) -> None:
+    """As long as the model and memory allow, where longer ones would not move experts."""
+    config, shortest = EngineConfig(**options), min(2048, longest)
+    model = dataclasses.replace(SHORT, cache_bytes=1000 * shortest)
+    made = longest_sequence(model, shortest, longest, free, lambda model: plan_memory(model, free, config))
+    assert made == tokens
+    plans = [plan_memory(dataclasses.replace(model, cache_bytes=1000 * n), free, config) for n in (shortest, made)]
+    assert plans[0].policy == plans[1].policy and plans[0].expert_tier == plans[1].expert_tier
