@@ -15,7 +15,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train decode serve test test-all lint bench gpu docs kernels-aot
+.PHONY: help setup train decode serve test test-all lint bench gpu gpu-estimate docs kernels-aot
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make lint       ruff and mypy'
 	@echo 'make bench      time a training step'
 	@echo 'make gpu        everything a GPU has to show, in nine minutes at most; ARGS=--cpu tries it at toy sizes'
+	@echo 'make gpu-estimate  what training steps would take on an H100, from the compiled steps alone (EXTRA=cuda13 for the libraries)'
 	@echo 'make docs       write docs/benchmarks.md from benchmarks/results'
 	@echo 'make kernels-aot  compile what `make gpu` runs for an H200 without one (EXTRA=cuda13 for the libraries)'
 
@@ -64,12 +65,14 @@ bench: $(STAMP)
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
+gpu-estimate: $(STAMP)
+	$(BIN)/python benchmarks/estimates.py --write $(ARGS)
+
 docs: $(STAMP)
 	$(BIN)/python benchmarks/render.py
 
 kernels-aot: $(STAMP)
 	$(BIN)/python benchmarks/kernels_aot.py $(ARGS)
-	$(BIN)/python benchmarks/training_aot.py
 	$(BIN)/python benchmarks/serving_aot.py
 	$(BIN)/python benchmarks/retention_aot.py
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jmoe.command_line import answer_early, parse_serve
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
-from jmoe.runtime import end_at_once_on_interrupt, program_name, reexec_with_env
+from jmoe.runtime import end_at_once_on_interrupt, program_name, reexec_with_env, without_devices
 
 if TYPE_CHECKING:
     from jmoe.deploy.bundle import OpenBundle
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> None:
     api_keys = read_api_keys(config.api_key_file)
     with contextlib.ExitStack() as stack:
         role = None
-        if not config.dry_run:
+        if not (config.dry_run or config.estimate):
             role = stack.enter_context(join(config.distributed) or contextlib.nullcontext())
         if role is not None:
             say(hosts_line(devices_of_hosts()))
@@ -49,6 +49,8 @@ def run(arguments: Sequence[str]) -> None:
         check(merged, "model", config.model, "must be a Hugging Face folder; python -m jmoe.deploy.merge makes one")
         opened: OpenBundle | None = None
         if is_bundle(config.model):
+            whole = "must be a model, not a bundle, whose programs are for another device, with estimate"
+            check(not config.estimate, "model", config.model, whole)
             with status(f"checking the files of {config.model}", say):
                 opened = OpenBundle(config.model, config.engine, check_contents=config.check_files == "contents")
             stack.enter_context(opened)
@@ -62,8 +64,22 @@ def run(arguments: Sequence[str]) -> None:
             folder = stack.enter_context(hugging_face_folder(config.model, say, cache_dir=cache_dir))
         if isinstance(role, Follower):
             follow(config, folder, role)
+        elif config.estimate:
+            estimate(config, folder)
         else:
             serve(config, api_keys, folder, leader=role, programs=opened)
+
+
+def estimate(config: ServeConfig, folder: Path) -> None:
+    """Print what the engine's steps would take on a GPU that need not be here, and what memory they would need."""
+    from jmoe.inference.engine import open_checkpoint
+    from jmoe.inference.engine_estimate import estimate_engine
+    from jmoe.status import status
+
+    with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
+        engine = replace(config.engine, max_seq_len=checkpoint.sequence_length(config.engine.max_seq_len))
+        with status(f"compiling the engine's programs for {config.estimate}", say):
+            print(estimate_engine(checkpoint, engine, config.estimate))
 
 
 def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
@@ -135,7 +151,8 @@ def main() -> None:
     """Run the program: help and mistakes are answered before JAX is imported."""
     reexec_with_env()
     end_at_once_on_interrupt()  # until it serves
-    answer_early(lambda: parse_serve(sys.argv[1:]))
+    if answer_early(lambda: parse_serve(sys.argv[1:])).estimate:
+        without_devices()
     # force: a library may set handlers of its own
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("jmoe").setLevel(logging.INFO)

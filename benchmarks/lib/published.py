@@ -3,7 +3,7 @@
 from typing import Any
 
 # name: layers whose weights, gradients and two moments fit a GPU of 80 GB in float32
-LAYERS = {"olmoe": 6, "mixtral": 2, "qwen3": 4}
+LAYERS = {"olmoe": 6, "mixtral": 2}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924, 16 layers

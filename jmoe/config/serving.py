@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, not_negative, positive
+from jmoe.config.checks import check, check_field, literals, not_negative, positive
 from jmoe.config.engine import EngineConfig
+from jmoe.config.tiers import EstimatedGpu
 from jmoe.config.train import DistributedConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
@@ -48,10 +49,18 @@ class ServeConfig:
     sampling_defaults: Literal["model", "openai"] = "model"
     log_prompts: bool = False  # write prompts to the log
     dry_run: bool = False  # print what will lie where, from the headers of the weights alone, and exit
+    # compile the engine's programs for such a GPU, which need not be here, print how long steps would take on it, exit
+    estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
+        alone = not (self.estimate and self.dry_run)
+        check_field(alone, self, "estimate", "must not be given together with dry_run")
+        one = not self.estimate or self.engine.mesh.devices == 1
+        devices = self.engine.mesh.devices
+        check_field(one, self, "estimate", f"must not be given with mesh.devices = {devices}: of one device alone")
         known = self.sampling_defaults in ("model", "openai")
         check_field(known, self, "sampling_defaults", "must be model or openai")
+        literals(self)
         check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
         for origin in self.allowed_origins:
             words = "must be * or a scheme and a host, with a port where it has one: https://chat.example:8080"

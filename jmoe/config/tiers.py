@@ -59,6 +59,7 @@ class TiersConfig:
         return (self.experts, self.optimizer) == ("device", "device")
 
 
+EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]  # those that programs are compiled for
 AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 
 

@@ -17,7 +17,7 @@ from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
-from jmoe.config.tiers import MachineConfig, TiersConfig
+from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_LOSS_SCALE = 2.0**32
@@ -221,7 +221,7 @@ class TrainConfig:
     cluster: str = ""  # with plan: a TOML file that describes a cluster, for whose numbers of nodes to plan
     json: bool = False  # with cluster: as one JSON object
     # only compile a step for such a GPU, which need not be here, and print how long the step would take on it
-    estimate: Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"] = ""
+    estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
         positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")

@@ -7,7 +7,7 @@ out, so that small arrays, which stay in a cache, are priced too high.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from jmoe.config.cluster import NetworkConfig
@@ -155,6 +155,21 @@ def estimate_module(
     pricing = _Pricing(module, rates, experts, trips)
     pricing.run(module.entry, 1)
     return pricing.estimate()
+
+
+def joined(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
+    """Return the estimate of several programs, (name, how often it runs, estimate) each, that run one after another."""
+    kernels, communication, notes = [], [], dict[str, None]()
+    for program, times, part in parts:
+        for kernel in part.kernels:
+            sums = {key: times * getattr(kernel, key) for key in ("launches", "num_bytes", "flops", "seconds")}
+            kernels.append(replace(kernel, name=f"{program}: {kernel.name}", **sums))
+        for each in part.communication:
+            sums = {key: times * getattr(each, key) for key in ("launches", "sent_bytes", "seconds", "hidden_s")}
+            communication.append(replace(each, name=f"{program}: {each.name}", **sums))
+        notes |= dict.fromkeys(part.notes)
+    kernels.sort(key=lambda kernel: -kernel.seconds)
+    return GpuEstimate(tuple(kernels), tuple(communication), tuple(notes))
 
 
 def short_scope(scope: str) -> str:

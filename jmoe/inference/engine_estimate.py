@@ -1,0 +1,209 @@
+"""An engine's programs compiled for a GPU that is not here: how long its steps take, and what memory they need.
+
+Legend: P rows of a step, C tokens a row, T = P C, E experts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from jmoe.config.engine import EngineConfig
+from jmoe.config.tiers import ACCELERATORS, Accelerator
+from jmoe.inference import runner, sampler
+from jmoe.inference.engine import model_bytes
+from jmoe.inference.kv_cache import BLOCK, empty_caches
+from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.memory.host_memory import available_bytes
+from jmoe.models.decoder import Decoder
+from jmoe.models.functional import split
+from jmoe.models.lazy_checkpoint import LazyCheckpoint, split_decoder
+from jmoe.offload import slots
+from jmoe.planning.gpu_estimate import ExpertRows, GpuEstimate, estimate_module, gpu_rates, joined
+from jmoe.planning.hlo import parse_hlo
+from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, plan_memory
+from jmoe.planning.roofline import distinct_experts
+from jmoe.run import ahead_of_time
+from jmoe.runtime import device_memory_share
+
+MOST_COSTLY = 5  # kernels that an estimate shows
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """A step of `num_rows` sequences of `width` tokens each; link_s: to copy the experts that the device lacks."""
+
+    num_rows: int
+    width: int
+    gpu: GpuEstimate
+    link_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it takes where copies hide behind computing, or computing behind copies."""
+        return max(self.gpu.seconds, self.link_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_rows * self.width / self.seconds
+
+    def __str__(self) -> str:
+        what = f"{self.num_rows} sequence{'s' * (self.num_rows > 1)}, a token each"
+        if self.width > 1:
+            what = f"{self.width} tokens of a prompt"
+        link = f", {1e3 * self.link_s:.3g} ms of it copies of experts" if self.link_s else ""
+        launches = f"{self.gpu.launches:,} launches"
+        return f"{what}: {1e3 * self.seconds:.3g} ms a step{link}, {self.tokens_per_s:,.0f} tokens/s, {launches}"
+
+
+@dataclass(frozen=True)
+class EngineEstimate:
+    """The steps of an engine, single tokens first, and where its bytes lie. context: tokens before each of them."""
+
+    gpu: str
+    steps: tuple[EngineStep, ...]
+    memory: MemoryPlan
+    temporary_bytes: int
+    context: int
+    prompt_flops: float  # of the model, forward, of all tokens of the last step
+
+    @property
+    def prompt_mfu(self) -> float:
+        return self.prompt_flops / self.steps[-1].seconds / ACCELERATORS[self.gpu].flops
+
+    def __str__(self) -> str:
+        used = self.memory.device_bytes + self.temporary_bytes
+        room = device_memory_share() * ACCELERATORS[self.gpu].device_bytes
+        slowest = max((step for step in self.steps if step.width == 1), key=lambda step: step.num_rows)
+        lines = [
+            f"estimated from the programs that were compiled for 1 x {self.gpu}, not measured, without the host's:",
+            *map(str, self.steps),
+            f"single tokens have {self.context:,} before them; a prompt's reach {100 * self.prompt_mfu:.1f} % MFU of "
+            f"{ACCELERATORS[self.gpu].flops / 1e12:g} TFLOP/s",
+            f"memory of the device: {used / 1e9:.1f} GB, of {room / 1e9:.1f} GB that JAX takes; {self.memory}",
+            f"host memory is what is free here; most of the time of {slowest.num_rows} x 1 tokens goes to",
+            *map(str, slowest.gpu.kernels[:MOST_COSTLY]),
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in slowest.gpu.notes)])
+
+
+def plan_for(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator) -> MemoryPlan:
+    """Return where an engine on such a GPU puts its bytes; `ValueError` naming the field if it does not fit."""
+    device_bytes = int(device_memory_share() * gpu.device_bytes)
+    free = FreeMemory(device_bytes, available_bytes(), shared=False)
+    return plan_memory(model_bytes(checkpoint, options), free, options)
+
+
+def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str) -> EngineEstimate:
+    """Return the estimate of an engine with these options on a GPU of `ahead_of_time.TARGETS`."""
+    ahead_of_time.check_cuda("estimate", gpu)
+    assert options.max_seq_len is not None, "the model's positions say it"
+    memory = plan_for(checkpoint, options, ACCELERATORS[gpu])
+    (device,) = ahead_of_time.devices(gpu)
+    programs = _Programs(checkpoint, options, memory, gpu, device)
+    context = options.max_seq_len // 2
+    width = min(options.prefill_chunk_tokens, context)
+    sizes = dict.fromkeys([(1, 1), (options.max_batch, 1), (1, width)])
+    steps = tuple(programs.step(*size, context) for size in sizes)
+    flops = checkpoint.config.flops_per_token(width) / 3 * width  # a third: no gradients
+    return EngineEstimate(gpu, steps, memory, programs.temporary_bytes, context, flops)
+
+
+class _Programs:
+    """Compiles what an engine on one GPU runs in a step, by shape alone, and prices it.
+
+    temporary_bytes: the most that a program needs.
+    """
+
+    def __init__(
+        self, checkpoint: LazyCheckpoint, options: EngineConfig, memory: MemoryPlan, gpu: str, device: Any
+    ) -> None:
+        self._config, self._dtype, self._memory, self._options = checkpoint.config, checkpoint.dtype, memory, options
+        self._gpu, self._device, self.temporary_bytes = gpu, device, 0
+        self._place = jax.sharding.SingleDeviceSharding(device)
+        ends, layers = nnx.eval_shape(self._modules)
+        self._ends, self._layers = split(ends), [split(layer) for layer in layers]
+        fields = checkpoint.expert_fields.items()
+        self._slots = {name: self._of(dtype, memory.expert_slots, *shape) for name, (shape, dtype) in fields}
+
+    def _modules(self) -> Any:
+        """Return what is outside the layers, and the layers without their experts, in the engine's dtype."""
+        decoder = Decoder(self._config, rngs=nnx.Rngs(0))
+        narrow = lambda w: w.astype(self._dtype) if w.dtype == jnp.float32 else w  # noqa: E731
+        nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
+        return split_decoder(decoder)
+
+    def _of(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+    def _on_device(self, tree: Any) -> Any:
+        return jax.tree.map(lambda array: self._of(array.dtype, *array.shape), tree)
+
+    def _run(self, trips: int, function: Any, *operands: Any) -> tuple[Any, GpuEstimate]:
+        """Return (shapes of the results, the estimate) of a program whose loops of unknown length run `trips` times."""
+        results, lowered = ahead_of_time.lower_for(self._device, function, *self._on_device_each(operands))
+        compiled = lowered.compile()
+        sizes = compiled.memory_analysis()
+        self.temporary_bytes = max(self.temporary_bytes, 0 if sizes is None else sizes.temp_size_in_bytes)
+        rows = ExpertRows(num_experts=self._config.num_experts)
+        module = parse_hlo(compiled.as_text() or "")
+        return results, estimate_module(module, gpu_rates(self._gpu), rows, lambda scope: trips)
+
+    def _on_device_each(self, operands: tuple[Any, ...]) -> list[Any]:
+        is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # noqa: E731
+        return [
+            self._on_device(operand) if all(map(is_array, jax.tree.leaves(operand))) else operand
+            for operand in operands
+        ]
+
+    def step(self, num_rows: int, width: int, context: int) -> EngineStep:
+        """Return a step of so many sequences, with `context` tokens before those of each."""
+        config, options, tokens = self._config, self._options, num_rows * width
+        assert options.max_seq_len is not None
+        batch = runner.TokenBatch(
+            self._of(jnp.int32, tokens), self._of(jnp.int32, num_rows), self._of(jnp.int32, num_rows, width)
+        )
+        cache = jax.eval_shape(
+            lambda: empty_caches(config, options.max_batch, options.max_seq_len or 0, self._dtype)[0]
+        )
+        window = None if config.windows is None else self._of(jnp.int32)
+        blocks = -(-(context + width) // BLOCK)
+        hidden, embed = self._run(1, runner._embed, *self._ends, batch.tokens_T, batch.positions_PC, self._dtype)
+        parts = [("embedding", 1, embed)]
+        routed: Any = None
+        counts = Counter(structure for structure, _ in self._layers)
+        arrays_of = dict(self._layers)
+        for structure, count in counts.items():
+            operands = cache, hidden, batch.rows_P, batch.positions_PC, window
+            (x_PCD, _, y), attend = self._run(blocks, runner._attend, False, structure, arrays_of[structure], *operands)
+            routed = y if isinstance(y, ExpertInputs) else routed
+            parts.append(("attention and router" if isinstance(y, ExpertInputs) else "dense layer", count, attend))
+        if routed is not None:
+            tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
+            chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
+            tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
+            table_E = self._of(jnp.int32, config.num_experts)
+            y, mlp = self._run(tiles, slots._table_mlp, config.hidden_act, tile_rows, routed, self._slots, table_E)
+            parts.append(("experts", config.num_moe_layers, mlp))
+        x_PCD, add = self._run(1, runner._add_alone, runner.Hidden(x_PCD, y))
+        at_P = self._of(jnp.int32, num_rows)
+        logits_PV, head = self._run(1, runner.logits_after, *self._ends, x_PCD, at_P, False)
+        _, draw = self._run(1, sampler._greedy, logits_PV)
+        gpu = joined([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
+        return EngineStep(num_rows, width, gpu, self._link_s(tokens))
+
+    def _link_s(self, tokens: int) -> float:
+        """Return seconds in which the experts that a step's tokens choose, and the device lacks, come from the host."""
+        config, memory = self._config, self._memory
+        if memory.expert_tier is None:
+            return 0.0
+        weights = memory.model.weights
+        lacking = 1 - memory.expert_slots / memory.model.num_experts
+        chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
+        if memory.policy == "ring":  # whole layers pass, each in turn
+            lacking, chosen = 1.0, float(config.num_experts)
+        copied = weights.num_layers * chosen * lacking * weights.expert_bytes
+        return copied / ACCELERATORS[self._gpu].link_bytes_per_s
