@@ -62,6 +62,14 @@ class _Operands(NamedTuple):
     weights: MLPWeights
 
 
+def _once(y_NU: jax.Array) -> jax.Array:
+    """Return what a kernel wrote, from one launch of it.
+
+    A scan over layers stacks what the backward pass needs: XLA would fuse a second launch, straight into the stack.
+    """
+    return lax.optimization_barrier(y_NU)
+
+
 def _in_passes(operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation) -> jax.Array:
     """The pre-activations, which the backward pass needs, are written; XLA adds the biases and activates them."""
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
@@ -70,10 +78,10 @@ def _in_passes(operands: _Operands, group_sizes_L: jax.Array, activation: str, m
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
-    h = saved(h, "expert_up")
+    h = saved(_once(h), "expert_up")
     a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
     y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
-    return y if b_down_LD is None else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
+    return _once(y) if b_down_LD is None else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ Legend: N rows sorted by group, L groups, D hidden, F expert hidden, U = 2F (Swi
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp, reference
+from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp, mosaic_gpu, reference
 from kernels_pallas.token_permute import RowMap, dispatch
 from tests.arrays import assert_close, assert_near
 
@@ -136,3 +137,20 @@ def test_activations() -> None:
     gate, up = np.array([-9.0, 3.0, 7.0, 2.0]), np.array([-7.0, 7.0, 0.5, -0.5])  # after the clamps
     clamped = reference.activate(h, "clamped_swiglu")[0]
     np.testing.assert_allclose(clamped, gate / (1 + np.exp(-1.702 * gate)) * (up + 1), rtol=1e-5)
+
+
+def test_what_a_kernel_writes_for_the_backward_pass_is_from_the_launch_that_the_forward_pass_reads() -> None:
+    """A scan stacks it: XLA would launch the kernel once more, straight into the stack, but for a barrier."""
+
+    def forward(x_ND: jax.Array, w_up: jax.Array, w_down: jax.Array, sizes_L: jax.Array) -> Any:
+        weights = MLPWeights(w_up, w_down, None, None)
+        return jax.vjp(lambda x, w: mosaic_gpu.grouped_mlp(x, sizes_L, w, activation="swiglu"), x_ND, weights)
+
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    shapes = of(256, 128), of(2, 128, 256), of(2, 128, 128), jax.ShapeDtypeStruct((2,), jnp.int32)
+    text = jax.jit(forward).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    written = re.findall(r"(%\w+) = stablehlo.custom_call @mosaic_gpu", text)
+    assert len(written) == 2
+    for name in written:
+        (reader,) = re.findall(rf"^.*[(\s,]{name}\b(?! = ).*$", text, re.MULTILINE)
+        assert "stablehlo.optimization_barrier" in reader
