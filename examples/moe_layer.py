@@ -7,7 +7,7 @@ import optax
 
 from jmoe import ExpertParallel, MoEConfig, MoELayer
 
-mesh = jax.make_mesh((jax.device_count(),), ("gpu",), axis_types=(jax.sharding.AxisType.Auto,))
+mesh = jax.make_mesh((jax.device_count(),), ("gpu",))
 config = MoEConfig(hidden_size=64, num_experts=8, num_experts_per_tok=2, intermediate_size=128)
 layer = MoELayer(config, ExpertParallel(mesh, expert_axes=("gpu",)), rngs=nnx.Rngs(0))
 graph, params = nnx.split(layer)

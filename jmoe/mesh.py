@@ -6,13 +6,13 @@ The mesh is (data, expert_inter, expert_intra). Tokens are split over all three 
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA = "data"
 EXPERT_INTER = "expert_inter"
@@ -141,6 +141,41 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
     """Return the spec of an array split over `axes` in dimension `dim`: for users with axis names of their own."""
     return PartitionSpec(*[None] * dim, axes) if axes else REPLICATED
+
+
+def put_split(value: jax.Array, mesh: Mesh, axes: Sequence[Any]) -> jax.Array:
+    """Return an array, or a tracer, with dimension i split over `axes[i]` of the mesh; None: not split."""
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    if not isinstance(value, jax.core.Tracer):
+        return jax.device_put(value, sharding)
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return jax.sharding.reshard(value, sharding)
+    return jax.jit(lambda x: x, out_shardings=sharding)(value)  # a constraint that holds under `vmap` too
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """Return the mesh with all axes of type Auto: the compiler splits arrays over them, their types do not say how."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+    """Return the mesh with Explicit axes of the context, or of the type of an array in `trees`; None: all are Auto."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(trees))
+    context = jax.sharding.get_abstract_mesh()
+    return next((mesh for mesh in (context, *meshes) if AxisType.Explicit in mesh.axis_types), None)
+
+
+def under_auto_axes(run: Callable[..., tuple[jax.Array, Any]], mesh: AbstractMesh) -> Callable[..., Any]:
+    """Return `run` for arrays on a mesh with Explicit axes: inside they are Auto.
+
+    run(state, x, ...) -> (y in x's shape, rest): y is sharded as x is, the rest is on every device.
+    """
+
+    def call(state: Any, x: jax.Array, *rest: Any) -> Any:
+        out = NamedSharding(mesh, jax.typeof(x).sharding.spec), NamedSharding(mesh, REPLICATED)
+        return jax.sharding.auto_axes(run, out_sharding=out)(state, x, *rest)
+
+    return call
 
 
 def put(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

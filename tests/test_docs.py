@@ -2,7 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,9 +38,18 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/layer.md"])
-def test_the_layers_code_runs(name: str) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
-    names: dict[str, object] = {}
-    exec(compile(code, name, "exec"), names)
-    assert getattr(names["y"], "shape", None) == (4, 128, 512)
+@pytest.mark.parametrize(("name", "blocks"), [("README.md", 1), ("docs/layer.md", 5)])
+def test_the_layers_code_runs(name: str, blocks: int) -> None:
+    """The pieces of a page are one program, as a reader would type them."""
+    pieces = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
+    assert len(pieces) == blocks
+    names: dict[str, Any] = {}
+    for code in pieces:
+        exec(compile(code, name, "exec"), names)
+    if name == "README.md":
+        assert names["y"].shape == (4, 128, 512)
+        return
+    assert names["next_y"].shape == (1, 128)
+    np.testing.assert_allclose(names["y"], names["one_device"](names["x"])[0], atol=1e-6)
+    w_up = names["layer"].experts.w_up[...]
+    assert {shard.data.nbytes for shard in w_up.addressable_shards} == {w_up.nbytes // 4}

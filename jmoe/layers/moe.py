@@ -4,6 +4,7 @@ Legend: T local tokens, D hidden, F expert hidden, E experts, L experts of this 
 arrived for this device's experts.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,14 +15,14 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens, Exchange, make_exchange
+from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens, Exchange, OneDevice, make_exchange
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
-from jmoe.mesh import EXPERTS_PATH, path_names, split_over
+from jmoe.mesh import EXPERTS_PATH, explicit_mesh, path_names, put_split, split_over, under_auto_axes, with_auto_axes
 from jmoe.planning.exchange import ExchangeLoad, ExchangePlan, plan_exchange
 from kernels_pallas.saved import saved_residual
 
@@ -103,9 +104,9 @@ def moe(
 class ExpertParallel:
     """Which axes of a mesh a layer's experts and tokens are split over, and how tokens reach their experts.
 
-    mesh: of your `jit`, its axes of type Auto. expert_axes: hold the experts (and split tokens): one axis, or two,
-    (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert axes
-    also `hierarchical` and `dedup`, which sends a token once to a node; `auto` takes one of them by topology and top-k.
+    mesh: of your `jit`, its axes of type Auto or Explicit. expert_axes: hold the experts (and split tokens): one axis,
+    or two, (across nodes, inside a node). data_axes: further axes that split tokens. exchange: `flat`; over two expert
+    axes also `hierarchical` and `dedup`, which sends a token once to a node; `auto` takes one by topology and top-k.
     num_chunks: rows are exchanged in so many parts, so that experts begin with the first. load: what a layer exchanges
     over which links, for `auto`.
     """
@@ -122,8 +123,6 @@ class ExpertParallel:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             for axis in getattr(self, name):
                 check(axis in self.mesh.shape, name, axis, f"is not an axis of {tuple(self.mesh.shape)}")
-                kind = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[axis]
-                check(kind == AxisType.Auto, "mesh.axis_types", kind, f"axis {axis!r} must be AxisType.Auto")
         check(self.num_chunks > 0, "num_chunks", self.num_chunks, "must be greater than 0")
 
     @property
@@ -160,9 +159,13 @@ class MoELayer(nnx.Module):
         config: sizes, activation, capacity, and how tokens choose experts.
         parallel: where experts and tokens are; None: on one device. `layer.exchange_plan.reason` says why its exchange
             was chosen.
-        router: any callable (x_TD, key=, train=) -> `Routing`, in place of `config.router`'s.
+        router: any callable (x_TD, key=, train=) -> `Routing`, in place of `config.router`'s. To leave tokens out it
+            also takes token_mask_T=: what is False there is in none of the sums of `Routing`.
         experts: any module called as experts(rows, group_sizes, expected_rows) -> rows whose parameters have a leading
             expert dimension, in place of the MLPs that `config` describes.
+
+    Parameters lie where `parallel` has them, and say so: `nnx.get_partition_spec` splits those of experts over
+    `expert_axes`, so that an initialisation under `jit` or a restored checkpoint puts each expert on its device.
 
     Works under `jit`, `scan`, `remat` and `grad`; inside your own `shard_map` call `layer.local(x_TD)`. Over several
     devices a call outside `jit` is compiled as well, so that routers and experts must be pure functions there too.
@@ -190,6 +193,24 @@ class MoELayer(nnx.Module):
         self.num_chunks = 1 if parallel is None else parallel.num_chunks
         complete = config.router.second_expert_policy == "all"
         self.exchange = make_exchange(self.exchange_plan, expert_axes, config.capacity_factor, complete=complete)
+        if parallel is not None:
+            self._place(parallel)
+
+    def _place(self, parallel: ExpertParallel) -> None:
+        """Split experts over their axes, put the rest on every device, and note it at each parameter for Flax.
+
+        Parameters of a user's own module that say where they lie stay there.
+        """
+        for path, variable in nnx.iter_graph(self):
+            if not isinstance(variable, nnx.Variable) or variable.get_metadata().get("out_sharding"):
+                continue
+            value = variable.get_value()
+            axes: list[Any] = [None] * getattr(value, "ndim", 0)
+            if axes and path[0] == EXPERTS_PATH and parallel.expert_axes:
+                axes[0] = parallel.expert_axes if len(parallel.expert_axes) > 1 else parallel.expert_axes[0]
+            variable.set_metadata(out_sharding=tuple(axes), mesh=parallel.mesh)
+            if isinstance(value, jax.Array):
+                variable.set_value(put_split(value, parallel.mesh, axes))
 
     def route(
         self,
@@ -199,17 +220,23 @@ class MoELayer(nnx.Module):
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
+        token_mask_T: jax.Array | None = None,
     ) -> Routing:
         """Return where each token goes. key: for what it draws; topk_idx_TK: choices made before, to keep to.
 
-        topk_weights_TK: their weights, of a layer routed by task.
+        topk_weights_TK: their weights, of a layer routed by task. token_mask_T: False for tokens that go nowhere.
         """
-        made = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
-        choices = {name: choice for name, choice in made.items() if choice is not None}
+        if token_mask_T is not None:
+            self._check_router_takes_mask()
+        made = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK, "token_mask_T": token_mask_T}
+        choices = {name: array for name, array in made.items() if array is not None}
         with jax.named_scope("router"):
             routing = self.router(x_TD, key=key, train=train, **choices)
             self._check_routing(routing, x_TD.shape[0])
-            return replace(routing, topk_idx_TK=saved_residual(routing.topk_idx_TK, "routing"))
+            topk_idx_TK = routing.topk_idx_TK
+            if token_mask_T is not None:
+                topk_idx_TK = jnp.where(token_mask_T[:, None], topk_idx_TK, self.config.num_experts)
+            return replace(routing, topk_idx_TK=saved_residual(topk_idx_TK, "routing"))
 
     def dispatch(self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False) -> DispatchedTokens:
         """Send each token's row to its experts' devices, inside `shard_map`, in `num_chunks` parts."""
@@ -227,15 +254,41 @@ class MoELayer(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         keep_routing: bool = False,
+        token_mask_T: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """Return (float32 y_TD, `MoEStats`) for this device's tokens, inside `shard_map`.
 
-        `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too.
+        `experts` holds its L experts. keep_routing: the statistics hold the whole `Routing` too. token_mask_T: False
+        for tokens that go to no expert, as in a call of the layer.
         """
-        routing = self.route(x_TD, key=key, train=train)
+        if x_TD.shape[0] == 0:
+            return jnp.zeros(x_TD.shape, jnp.float32), self._no_stats(keep_routing)
+        exchange = self.exchange
+        if token_mask_T is not None:
+            x_TD = jnp.where(
+                token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype)
+            )  # a NaN there would reach gradients
+            exchange = OneDevice(complete=False) if isinstance(exchange, OneDevice) else exchange
+        routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
         options: dict[str, Any] = {"full_capacity": full_capacity, "num_chunks": self.num_chunks}
-        y_TD, dispatched = moe(x_TD, routing, self.experts, self.exchange, **options)
+        y_TD, dispatched = moe(x_TD, routing, self.experts, exchange, **options)
         return y_TD, moe_stats(routing, dispatched, keep_routing=keep_routing)
+
+    def _no_stats(self, keep_routing: bool) -> MoEStats:
+        """Return the statistics of no tokens."""
+        k, num_experts = self.config.num_experts_per_tok, self.config.num_experts
+        counts_E, probs_sum_E = jnp.zeros(num_experts, jnp.int32), jnp.zeros(num_experts, jnp.float32)
+        sums = counts_E, probs_sum_E, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        routing = Routing(jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *sums)
+        return MoEStats(*sums, jnp.zeros((), jnp.int32), routing if keep_routing else None)
+
+    def _check_router_takes_mask(self) -> None:
+        """Raise `ValueError` if a user's own router cannot leave tokens out."""
+        parameters = inspect.signature(self.router).parameters
+        takes = "token_mask_T" in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+        name = getattr(self.router, "__name__", type(self.router).__name__)
+        why = "tokens are left out: those of token_mask, or those that make up a multiple of the devices"
+        check(takes, "router", name, f"must take token_mask_T=, bool, since {why}")
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
         """Raise `ValueError` if a user's own router did not choose what the layer was made for."""
@@ -248,25 +301,43 @@ class MoELayer(nnx.Module):
             check(actual == shape, f"router: {name}.shape", actual, limit)
 
     def __call__(
-        self, x: jax.Array, *, key: jax.Array | None = None, train: bool = False
+        self,
+        x: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+        token_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Return (y [..., D] in x's dtype, `MoEMetrics`) of x [..., D]. Tokens are split over all the layer's axes."""
-        config, parallel = self.config, self.parallel
-        check(x.shape[-1] == config.hidden_size, "x.shape", x.shape, f"must end in hidden_size = {config.hidden_size}")
-        x_TD = x.reshape(-1, config.hidden_size)
-        if parallel is None or not parallel.axes:
-            y_TD, stats = self.local(x_TD, key=key, train=train)
-            metrics = moe_metrics(stats, config.router, x_TD.shape[0], config.num_experts_per_tok)
-            return y_TD.astype(x.dtype).reshape(x.shape), metrics
-        devices = math.prod(parallel.mesh.shape[axis] for axis in parallel.axes)
-        check(x_TD.shape[0] % devices == 0, "tokens", x_TD.shape[0], f"must be a multiple of {devices} devices")
+        """Return (y [..., D] in x's dtype, `MoEMetrics`) of x [..., D]. Tokens are split over all the layer's axes.
+
+        token_mask: bool [...], False for tokens that go to no expert (padding): their y is 0, so that a residual
+        connection leaves them as they are, and they are in no loss, no count and no buffer. So are the tokens that a
+        number which the devices do not divide is padded with.
+        """
+        hidden_size = self.config.hidden_size
+        check(x.shape[-1] == hidden_size, "x.shape", x.shape, f"must end in hidden_size = {hidden_size}")
+        if token_mask is not None:
+            shape, dtype = token_mask.shape, token_mask.dtype
+            check(
+                shape == x.shape[:-1], "token_mask.shape", shape, f"must be {x.shape[:-1]}, a value for each token of x"
+            )
+            check(dtype == jnp.bool_, "token_mask.dtype", dtype, "must be bool, as `attention_mask != 0` is")
         graph, state = nnx.split(self)
-        y_TD, metrics = _compiled(graph, config, parallel, train)(state, x_TD, key)
-        return y_TD.reshape(x.shape), metrics
+        mesh = explicit_mesh(state, x)
+        if mesh is None and not self._axes:
+            return _one_device(self, train, x, key, token_mask)
+        run = _compiled(graph, train)
+        run = run if mesh is None else under_auto_axes(run, mesh)
+        return run(state, x, key, token_mask)
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """The axes that split tokens; none on one device."""
+        return () if self.parallel is None else self.parallel.axes
 
 
 def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
-    """Return `_over_devices` of these arguments as one program, kept for later calls.
+    """Return `_merged` of these arguments as one program, kept for later calls.
 
     `shard_map` outside `jit` would compile each operation in it again in every call. A user's module with lists or
     dicts, which may change, is compiled in every call.
@@ -274,60 +345,104 @@ def _compiled(*fixed: Any) -> Callable[..., tuple[jax.Array, MoEMetrics]]:
     try:
         hash(fixed)
     except TypeError:
-        return jax.jit(partial(_over_devices, *fixed))
-    return partial(_over_devices_compiled, *fixed)
+        return jax.jit(partial(_merged, *fixed))
+    return partial(_merged_compiled, *fixed)
+
+
+def _merged(
+    graph: nnx.GraphDef[MoELayer],
+    train: bool,
+    state: nnx.State,
+    x: jax.Array,
+    key: jax.Array | None,
+    token_mask: jax.Array | None,
+) -> tuple[jax.Array, MoEMetrics]:
+    """Return what the layer `graph` with parameters `state` makes of x."""
+    layer = nnx.merge(graph, state)
+    if layer._axes:
+        return _over_devices(layer, train, x, key, token_mask)
+    return _one_device(layer, train, x, key, token_mask)
+
+
+def _one_device(
+    layer: MoELayer, train: bool, x: jax.Array, key: jax.Array | None, token_mask: jax.Array | None
+) -> tuple[jax.Array, MoEMetrics]:
+    """Return what the layer makes of x [..., D], all of it here."""
+    x_TD, token_mask_T, num_tokens = _flat(x, token_mask)
+    y_TD, stats = layer.local(x_TD, key=key, train=train, token_mask_T=token_mask_T)
+    metrics = moe_metrics(stats, layer.config.router, num_tokens, layer.config.num_experts_per_tok)
+    return y_TD.astype(x.dtype).reshape(x.shape), metrics
 
 
 def _over_devices(
-    graph: nnx.GraphDef[MoELayer],
-    config: MoEConfig,
-    parallel: ExpertParallel,
-    train: bool,
-    state: nnx.State,
-    x_TD: jax.Array,
-    key: jax.Array | None,
+    layer: MoELayer, train: bool, x: jax.Array, key: jax.Array | None, token_mask: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Return what the layer `graph` with parameters `state` makes of x_TD, split over all axes of `parallel`."""
-    axes, num_tokens = parallel.axes, x_TD.shape[0]
+    """Return what the layer makes of x [..., D], whose tokens are split over all its axes.
+
+    A number of tokens that the devices do not divide is padded with masked ones.
+    """
+    axes, config, (graph, state) = layer._axes, layer.config, nnx.split(layer)
+    assert layer.parallel is not None
+    x_TD, token_mask_T, num_tokens = _flat(x, token_mask)
+    tokens = x_TD.shape[0]
+    if padding := -tokens % math.prod(layer.parallel.mesh.shape[axis] for axis in axes):
+        token_mask_T = jnp.ones(tokens, jnp.bool_) if token_mask_T is None else token_mask_T
+        x_TD, token_mask_T = jnp.pad(x_TD, ((0, padding), (0, 0))), jnp.pad(token_mask_T, (0, padding))
+    expert_axes = layer.parallel.expert_axes
 
     def spec(path: tuple[Any, ...], _: jax.Array) -> jax.sharding.PartitionSpec:
-        return split_over(parallel.expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
+        return split_over(expert_axes if path_names(path)[0] == EXPERTS_PATH else ())
 
-    def body(state: Any, x_TD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, MoEMetrics]:
+    def body(state: Any, key: jax.Array | None, num_tokens: jax.Array, *rows: Any) -> tuple[jax.Array, MoEMetrics]:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(axes))
-        layer = nnx.merge(graph, state)
+        x_TD, token_mask_T = rows
         full_capacity = config.capacity_factor is None  # a layer alone cannot rerun a step that overflows
-        y_TD, stats = layer.local(x_TD, key=key, train=train, full_capacity=full_capacity)
+        options = {"key": key, "train": train, "full_capacity": full_capacity, "token_mask_T": token_mask_T}
+        y_TD, stats = nnx.merge(graph, state).local(x_TD, **options)
         metrics = moe_metrics(stats, config.router, num_tokens, config.num_experts_per_tok, axes)
         return y_TD.astype(x_TD.dtype), metrics
 
+    whole, split = split_over(()), split_over(axes)
     sharded = jax.shard_map(
         body,
-        mesh=parallel.mesh,
-        in_specs=(jax.tree_util.tree_map_with_path(spec, state), split_over(axes), split_over(())),
-        out_specs=(split_over(axes), split_over(())),
+        mesh=with_auto_axes(layer.parallel.mesh),
+        in_specs=(jax.tree_util.tree_map_with_path(spec, state), whole, whole, split, split),
+        out_specs=(split, whole),
         check_vma=False,
     )
-    return sharded(state, x_TD, key)
+    y_TD, metrics = sharded(state, key, num_tokens, x_TD, token_mask_T)
+    return y_TD[:tokens].reshape(x.shape), metrics
 
 
-_over_devices_compiled = jax.jit(_over_devices, static_argnums=(0, 1, 2, 3))
+def _flat(x: jax.Array, token_mask: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return (x_TD, token_mask_T, how many of the T tokens count)."""
+    x_TD = x.reshape(-1, x.shape[-1])
+    if token_mask is None:
+        return x_TD, None, jnp.asarray(x_TD.shape[0], jnp.int32)
+    return x_TD, token_mask.reshape(-1), token_mask.sum(dtype=jnp.int32)
+
+
+_merged_compiled = jax.jit(_merged, static_argnums=(0, 1))
 
 
 def moe_metrics(
-    stats: MoEStats, config: RouterConfig, num_tokens: int, k: int, axes: tuple[str, ...] = ()
+    stats: MoEStats, config: RouterConfig, num_tokens: int | jax.Array, k: int, axes: tuple[str, ...] = ()
 ) -> MoEMetrics:
-    """Global metrics from one layer's local statistics; `num_tokens` over all devices of `axes`."""
+    """Global metrics from one layer's local statistics; `num_tokens` that count, over all devices of `axes`.
+
+    All are 0 where there are no tokens.
+    """
     total = lambda v: lax.psum(v, axes) if axes else v  # noqa: E731
     counts_E, dropped = total((stats.counts_E, stats.dropped))
     num_experts = counts_E.shape[-1]
-    assignments = counts_E.sum(dtype=jnp.int32).astype(jnp.float32)
-    balance = balance_loss_local(stats.probs_sum_E, counts_E, num_tokens, num_experts, k)
+    tokens = jnp.maximum(jnp.asarray(num_tokens, jnp.float32), 1.0)
+    assignments = jnp.maximum(counts_E.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+    balance = balance_loss_local(stats.probs_sum_E, counts_E, tokens, num_experts, k)
     return MoEMetrics(
         load_E=counts_E.astype(jnp.float32) / assignments,
-        entropy=total(stats.entropy_sum) / num_tokens,
+        entropy=total(stats.entropy_sum) / tokens,
         dropped_fraction=dropped.astype(jnp.float32) / assignments,
         balance_loss=config.aux_loss_coef * total(balance),
-        z_loss=config.z_loss_coef * total(stats.z_sum) / num_tokens,
+        z_loss=config.z_loss_coef * total(stats.z_sum) / tokens,
     )

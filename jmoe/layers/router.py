@@ -57,6 +57,7 @@ def route(
     bias_E: jax.Array | None = None,
     topk_idx_TK: jax.Array | None = None,
     key: jax.Array | None = None,
+    token_mask_T: jax.Array | None = None,
 ) -> Routing:
     """Choose K experts for each token from its logits.
 
@@ -73,8 +74,9 @@ def route(
     all be 1 and the router would get no gradient. All are multiplied by `routed_scaling_factor`.
 
     logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is zero. topk_idx_TK: the
-    choices, where they were made before, from the same logits. Gradients flow through the weights, `probs_sum_E` and
-    `z_sum`. Raises `ValueError` for shapes that do not fit.
+    choices, where they were made before, from the same logits. token_mask_T: bool; a token where it is False goes to no
+    expert and is in no count and no sum. Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises
+    `ValueError` for shapes that do not fit.
     """
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE.shape = {logits_TE.shape}: must be [tokens, experts]")
@@ -101,22 +103,27 @@ def route(
     if normalise and num_experts_per_tok > 1:
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
     idx_TK = chosen_TK if topk_idx_TK is None else topk_idx_TK
-    if sampled:
-        if topk_idx_TK is None and key is not None:
-            idx_TK = _sample_second(idx_TK, weights_TK, num_experts, key)
+    if sampled and topk_idx_TK is None and key is not None:
+        idx_TK = _sample_second(idx_TK, weights_TK, num_experts, key)
+    if token_mask_T is not None:
+        idx_TK = jnp.where(token_mask_T[:, None], idx_TK, num_experts)
+    if sampled or token_mask_T is not None:
         weights_TK = jnp.where(idx_TK < num_experts, weights_TK, 0.0)
         counts_E = jnp.sum(idx_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     if config.routed_scaling_factor != 1.0:
         weights_TK = weights_TK * config.routed_scaling_factor
+
+    def counted(v_TN: jax.Array) -> jax.Array:
+        return v_TN if token_mask_T is None else jnp.where(token_mask_T[:, None], v_TN, 0.0)
 
     p_TE = lax.stop_gradient(probs_TE)
     return Routing(
         topk_idx_TK=idx_TK,
         topk_weights_TK=weights_TK,
         counts_E=counts_E,
-        probs_sum_E=jnp.sum(probs_TE, axis=0),
-        z_sum=jnp.sum(jnp.square(jax.nn.logsumexp(logits_TE, axis=1))),
-        entropy_sum=-jnp.sum(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0)),
+        probs_sum_E=jnp.sum(counted(probs_TE), axis=0),
+        z_sum=jnp.sum(counted(jnp.square(jax.nn.logsumexp(logits_TE, axis=1, keepdims=True)))),
+        entropy_sum=-jnp.sum(counted(jnp.where(p_TE > 0, p_TE * jnp.log(p_TE), 0.0))),
         logits_TE=logits_TE,
     )
 
@@ -251,11 +258,12 @@ class Router(nnx.Module):
         key: jax.Array | None = None,
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
+        token_mask_T: jax.Array | None = None,
     ) -> Routing:
         """Route T tokens. In training x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise), for the logits
         only, and second experts may be left out; `key` is needed if `config.draws` and must differ between devices
         (fold in the device's index).
-        topk_idx_TK: choices to keep to, made before from the same x.
+        topk_idx_TK: choices to keep to, made before from the same x. token_mask_T: as of `route`.
         """
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
@@ -274,7 +282,8 @@ class Router(nnx.Module):
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
         second_key = None if key is None or not train else jax.random.fold_in(key, 1)
-        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, topk_idx_TK, second_key)
+        chosen = topk_idx_TK, second_key, token_mask_T
+        return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, *chosen)
 
 
 class TaskRouter(nnx.Module):

@@ -43,7 +43,11 @@ def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.R
     """Make `count` copies of a module as one: every parameter has a leading layer dimension, drawn layer by layer."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     draw = lambda key: nnx.state(make(nnx.Rngs(params=key)))  # noqa: E731
-    return nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
+    stack = nnx.merge(graph, lax.map(draw, jax.random.split(rngs.params(), count)))
+    for _, variable in nnx.iter_graph(stack):
+        if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("out_sharding")):
+            variable.set_metadata(out_sharding=(None, *axes))
+    return stack
 
 
 def layer_plan(kinds: Sequence[LayerKind]) -> LayerPlan:
